@@ -1,0 +1,250 @@
+"""The typed tree behind every recipe. Recipes are Hydra YAMLs merged into it; what does not fit is refused by name.
+
+Every leaf is read somewhere in the package (a test checks it). Units are in the names: _s seconds, _len tokens.
+"""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
+
+
+def _positive(name: str, value: float) -> None:
+    if value <= 0:
+        raise ValueError(f"{name}={value}: must be greater than 0")
+
+
+@dataclass
+class RunConfig:
+    dir: str = MISSING
+    """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
+    seed: int = 0
+    steps: int = 100
+    resume: bool = True
+    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    call_timeout_s: float = 600.0
+    """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
+    startup_timeout_s: float = 240.0
+
+    def __post_init__(self) -> None:
+        _positive("run.steps", self.steps)
+        _positive("run.call_timeout_s", self.call_timeout_s)
+        _positive("run.startup_timeout_s", self.startup_timeout_s)
+
+
+@dataclass
+class ModelConfig:
+    path: str = MISSING
+    """HuggingFace directory: config.json, tokenizer, and safetensors unless init=random."""
+    init: str = "hf"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _one_of("model.init", self.init, ("hf", "random"))
+        _one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int | None = None
+    """Data-parallel size; None takes the smallest in which the experts fit (ep * etp divides tp * cp * dp)."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep", "etp"):
+            _positive(f"parallel.{name}", getattr(self, name))
+        if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
+            raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: virtual stages need vpp >= 2 and pp >= 2")
+        if self.dp is None:
+            dense, expert = self.tp * self.cp, self.ep * self.etp
+            self.dp = next(n for n in range(1, expert + 1) if dense * n % expert == 0)
+        if self.tp * self.cp * self.dp % (self.ep * self.etp):
+            raise ValueError(
+                f"parallel.ep * parallel.etp = {self.ep * self.etp} does not divide"
+                f" tp * cp * dp = {self.tp * self.cp * self.dp}; change parallel.ep or parallel.dp"
+            )
+
+    @property
+    def world_size(self) -> int:
+        assert self.dp is not None
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        _one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        _positive("optimizer.lr", self.lr)
+
+
+@dataclass
+class TrainConfig:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_tokens_per_microbatch: int = 4096
+    mini_batches: int = 1
+    """Optimizer steps per pass over a rollout."""
+    epochs: int = 1
+    """Passes over a rollout."""
+    recompute: str = "none"
+    router_aux_loss_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        _one_of("train.recompute", self.recompute, ("none", "selective", "full"))
+        for name in ("max_tokens_per_microbatch", "mini_batches", "epochs"):
+            _positive(f"train.{name}", getattr(self, name))
+
+
+@dataclass
+class DataConfig:
+    train: list[str] = MISSING
+    """Prompt files, parquet (verl columns) or jsonl with the same keys."""
+    max_prompt_len: int = 512
+    overlong: str = "filter"
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _one_of("data.overlong", self.overlong, ("filter", "error"))
+
+
+@dataclass
+class RolloutConfig:
+    engines: int = 1
+    tp: int = 1
+    ep: int = 1
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    max_response_len: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_concurrency: int = 256
+    """Requests in flight per engine."""
+    kv_cache_len: int = 65536
+    """Tokens of KV cache per engine."""
+    request_timeout_s: float = 300.0
+    retries: int = 3
+    deterministic: bool = False
+    """Sampling seeded per request: the same run samples the same tokens again."""
+
+    def __post_init__(self) -> None:
+        for name in ("engines", "tp", "ep", "prompts_per_step", "samples_per_prompt", "max_response_len", "temperature"):
+            _positive(f"rollout.{name}", getattr(self, name))
+        if self.tp % self.ep:
+            raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}")
+
+
+@dataclass
+class KLConfig:
+    coef: float = 0.0
+    estimator: str = "k3"
+
+    def __post_init__(self) -> None:
+        _one_of("algorithm.kl.estimator", self.estimator, ("k1", "k2", "k3"))
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    aggregation: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    entropy_coef: float = 0.0
+    kl: KLConfig = field(default_factory=KLConfig)
+
+
+@dataclass
+class RewardConfig:
+    path: str = MISSING
+    """Python file; a relative path is looked up from the working directory, then beside the recipes."""
+    name: str = "reward"
+
+
+@dataclass
+class EvalConfig:
+    data: list[str] = field(default_factory=list)
+    every_steps: int = 0
+    """0 evaluates only before the first and after the last step."""
+    max_prompts: int = 256
+    pass_k: int = 1
+    """Besides greedy accuracy, report pass@k from k samples at the rollout temperature; 1 leaves it out."""
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 0
+    """0 saves only after the last step."""
+    keep: int = 2
+    asynchronous: bool = True
+    export_hf: bool = True
+    """Write the final policy to <run.dir>/hf."""
+
+
+@dataclass
+class LogConfig:
+    console: bool = True
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    mlflow_uri: str | None = None
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = None
+    """Ray address to join; None starts Ray on this machine for the length of the run."""
+    cpus_per_rank: float = 1.0
+    object_store_mib: int = 512
+
+
+@dataclass
+class SftConfig:
+    data: list[str] = field(default_factory=list)
+    """Parquet or jsonl with a `messages` list that ends in the assistant's answer."""
+    steps: int = 100
+    batch_size: int = 64
+    max_len: int = 1024
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+
+    def __post_init__(self) -> None:
+        num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if num_samples % self.train.mini_batches:
+            raise ValueError(
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible by"
+                f" train.mini_batches={self.train.mini_batches}"
+            )

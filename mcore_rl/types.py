@@ -1,0 +1,105 @@
+"""The values that flow through the loop: prompts become samples, samples become train batches.
+
+Axis legend for tensor names, here and everywhere: N sequences, T tokens of all sequences laid end to end,
+P prompts, G samples of one prompt (its group), V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NewType
+
+from torch import Tensor
+
+WeightVersion = NewType("WeightVersion", int)
+"""Number of optimizer steps behind a set of weights; 0 is what training started from."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem, tokenized. `index` is its row in the source, stable across epochs and restarts."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    messages: tuple[Mapping[str, str], ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError(f"prompt {self.index} of {self.data_source!r} has no tokens")
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, stop) of a response were sampled from weights `version`."""
+
+    start: int
+    stop: int
+    version: WeightVersion
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one prompt. `logprobs` are the engine's own, one per response token, at the sampling temperature."""
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    versions: tuple[VersionSpan, ...]
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.response_ids):
+            raise ValueError(
+                f"prompt {self.prompt.index} sample {self.sample_index}: {len(self.response_ids)} response tokens"
+                f" but {len(self.logprobs)} log-probs"
+            )
+        covered = [t for span in self.versions for t in range(span.start, span.stop)]
+        if covered != list(range(len(self.response_ids))):
+            raise ValueError(
+                f"prompt {self.prompt.index} sample {self.sample_index}: version spans {self.versions} do not cover"
+                f" {len(self.response_ids)} response tokens exactly once"
+            )
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Sequences of unequal length laid end to end.
+
+    token_ids_T          int64, prompt and response of each sequence
+    loss_mask_T          bool, True on the tokens whose log-prob is trained (never a sequence's first)
+    lens_N               tokens per sequence; they sum to T
+    loss_weights_T       float32, weight of each token's loss; the loss of an optimizer step is sum(weight * loss), so
+                         aggregation does not depend on how sequences are spread over micro-batches and ranks
+    advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
+                         float32 or None. Log-probs are token-aligned: entry t is log p(token t | tokens before it).
+    """
+
+    token_ids_T: Tensor
+    loss_mask_T: Tensor
+    lens_N: tuple[int, ...]
+    loss_weights_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    rollout_logprobs_T: Tensor | None = None
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens = sum(self.lens_N)
+        for name, value in vars(self).items():
+            if name.endswith("_T") and value is not None and tuple(value.shape) != (num_tokens,):
+                raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, lens_N sum to {num_tokens}")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one optimizer step reports, equal on every rank that reports at all."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
