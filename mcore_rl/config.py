@@ -1,6 +1,6 @@
-"""The typed tree behind every recipe. Recipes are Hydra YAMLs merged into it; what does not fit is refused by name.
+"""The typed tree behind every recipe; a YAML key or value that does not fit it is refused by name.
 
-Every leaf is read somewhere in the package (a test checks it). Units are in the names: _s seconds, _len tokens.
+Every leaf is read somewhere in the package. Units are in the names: _s seconds, _len tokens, _mib 2**20 bytes.
 """
 
 from dataclasses import dataclass, field
@@ -57,13 +57,13 @@ class ParallelConfig:
     ep: int = 1
     etp: int = 1
     dp: int | None = None
-    """Data-parallel size; None takes the smallest in which the experts fit (ep * etp divides tp * cp * dp)."""
+    """Data-parallel size; None takes the smallest that fits the experts: ep * etp divides tp * cp * dp."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "etp"):
             _positive(f"parallel.{name}", getattr(self, name))
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
-            raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: virtual stages need vpp >= 2 and pp >= 2")
+            raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2")
         if self.dp is None:
             dense, expert = self.tp * self.cp, self.ep * self.etp
             self.dp = next(n for n in range(1, expert + 1) if dense * n % expert == 0)
@@ -146,8 +146,9 @@ class RolloutConfig:
     """Sampling seeded per request: the same run samples the same tokens again."""
 
     def __post_init__(self) -> None:
-        for name in ("engines", "tp", "ep", "prompts_per_step", "samples_per_prompt", "max_response_len", "temperature"):
+        for name in ("engines", "tp", "ep", "prompts_per_step", "samples_per_prompt", "max_response_len"):
             _positive(f"rollout.{name}", getattr(self, name))
+        _positive("rollout.temperature", self.temperature)
         if self.tp % self.ep:
             raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}")
 

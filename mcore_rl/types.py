@@ -41,7 +41,7 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt. `logprobs` are the engine's own, one per response token, at the sampling temperature."""
+    """One response to one prompt; `logprobs` are the engine's own, one per response token."""
 
     prompt: Prompt
     sample_index: int
@@ -52,16 +52,14 @@ class Sample:
     text: str
 
     def __post_init__(self) -> None:
-        if len(self.logprobs) != len(self.response_ids):
-            raise ValueError(
-                f"prompt {self.prompt.index} sample {self.sample_index}: {len(self.response_ids)} response tokens"
-                f" but {len(self.logprobs)} log-probs"
-            )
+        where = f"prompt {self.prompt.index} sample {self.sample_index}"
+        num_tokens = len(self.response_ids)
+        if len(self.logprobs) != num_tokens:
+            raise ValueError(f"{where}: {num_tokens} response tokens but {len(self.logprobs)} log-probs")
         covered = [t for span in self.versions for t in range(span.start, span.stop)]
-        if covered != list(range(len(self.response_ids))):
+        if covered != list(range(num_tokens)):
             raise ValueError(
-                f"prompt {self.prompt.index} sample {self.sample_index}: version spans {self.versions} do not cover"
-                f" {len(self.response_ids)} response tokens exactly once"
+                f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
             )
 
 
@@ -72,10 +70,10 @@ class TrainBatch:
     token_ids_T          int64, prompt and response of each sequence
     loss_mask_T          bool, True on the tokens whose log-prob is trained (never a sequence's first)
     lens_N               tokens per sequence; they sum to T
-    loss_weights_T       float32, weight of each token's loss; the loss of an optimizer step is sum(weight * loss), so
-                         aggregation does not depend on how sequences are spread over micro-batches and ranks
+    loss_weights_T       float32; the loss of an optimizer step is sum(weight * token loss), so that it does not
+                         depend on how sequences are spread over micro-batches and ranks
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
-                         float32 or None. Log-probs are token-aligned: entry t is log p(token t | tokens before it).
+                         float32. Log-probs are token-aligned: entry t is log p(token t | tokens before it)
     """
 
     token_ids_T: Tensor
@@ -91,7 +89,7 @@ class TrainBatch:
         num_tokens = sum(self.lens_N)
         for name, value in vars(self).items():
             if name.endswith("_T") and value is not None and tuple(value.shape) != (num_tokens,):
-                raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, lens_N sum to {num_tokens}")
+                raise ValueError(f"TrainBatch.{name} has {tuple(value.shape)}, lens_N sum to {num_tokens}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Boxes: which part of which HuggingFace tensor a piece of local memory holds.
+
+         HF tensor "q_proj.weight" [8, 4]            local tensor "qkv.weight" [6, 4] of one rank
+         rows 0-3   . . . .                           rows 0-1  # # # #   <- Shard(box rows 4-5, offset 0,  strides (4, 1))
+         rows 4-5   # # # #   <- the box              rows 2-3  k k k k
+         rows 6-7   . . . .                           rows 4-5  v v v v
+
+Training layout, engine layout and checkpoint files are all lists of Shards in the coordinates of the HF tensors, so
+loading, syncing, exporting and verifying intersect two such lists and copy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements [start, stop) on each axis of the HF tensor `name`."""
+
+    name: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(
+            a >= b for a, b in zip(self.start, self.stop, strict=True)
+        ):
+            raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose nothing")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The elements in both boxes; None if there are none."""
+        if self.name != other.name:
+            return None
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(self.name, start, stop)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`box` lies in the local tensor `tensor` at element `offset`, with one stride (in elements) per axis of the box."""
+
+    box: Box
+    tensor: str
+    offset: int
+    strides: tuple[int, ...]
+    dtype: str
+    """torch name of the local tensor's dtype, such as "bfloat16"."""
+
+    def within(self, box: Box) -> "Shard":
+        """The part of this shard that holds `box`, which must lie inside it."""
+        assert self.box.intersect(box) == box, f"{box} is not inside {self.box}"
+        steps = (b - a for a, b in zip(self.box.start, box.start, strict=True))
+        offset = self.offset + sum(n * stride for n, stride in zip(steps, self.strides, strict=True))
+        return Shard(box, self.tensor, offset, self.strides, self.dtype)
+
+    def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The shard's elements as a view, shape `box.shape`, of the contiguous local tensor that holds them."""
+        tensor = tensors[self.tensor]
+        assert tensor.is_contiguous(), f"{self.tensor} is not contiguous"
+        return tensor.as_strided(self.box.shape, self.strides, tensor.storage_offset() + self.offset)
