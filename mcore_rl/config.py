@@ -1,11 +1,9 @@
 """The typed tree behind every recipe; a YAML key or value that does not fit it is refused by name.
 
-Every leaf is read somewhere in the package. Units are in the names: _s seconds, _len tokens, _mib 2**20 bytes.
+Every leaf has a reader in the package. Units are in the names: _s seconds, _len tokens, _mib 2**20 bytes.
 """
 
 from dataclasses import dataclass, field
-
-from omegaconf import MISSING
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -20,7 +18,7 @@ def _positive(name: str, value: float) -> None:
 
 @dataclass
 class RunConfig:
-    dir: str = MISSING
+    dir: str = ""
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
     seed: int = 0
     steps: int = 100
@@ -38,7 +36,7 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = MISSING
+    path: str = ""
     """HuggingFace directory: config.json, tokenizer, and safetensors unless init=random."""
     init: str = "hf"
     dtype: str = "float32"
@@ -64,19 +62,23 @@ class ParallelConfig:
             _positive(f"parallel.{name}", getattr(self, name))
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
             raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2")
-        if self.dp is None:
-            dense, expert = self.tp * self.cp, self.ep * self.etp
-            self.dp = next(n for n in range(1, expert + 1) if dense * n % expert == 0)
-        if self.tp * self.cp * self.dp % (self.ep * self.etp):
+        if self.tp * self.cp * self.dp_size % (self.ep * self.etp):
             raise ValueError(
                 f"parallel.ep * parallel.etp = {self.ep * self.etp} does not divide"
-                f" tp * cp * dp = {self.tp * self.cp * self.dp}; change parallel.ep or parallel.dp"
+                f" tp * cp * dp = {self.tp * self.cp * self.dp_size}; change parallel.ep or parallel.dp"
             )
 
     @property
+    def dp_size(self) -> int:
+        """Data-parallel size of the dense layers."""
+        if self.dp is not None:
+            return self.dp
+        dense, expert = self.tp * self.cp, self.ep * self.etp
+        return next(n for n in range(1, expert + 1) if dense * n % expert == 0)
+
+    @property
     def world_size(self) -> int:
-        assert self.dp is not None
-        return self.tp * self.pp * self.cp * self.dp
+        return self.tp * self.pp * self.cp * self.dp_size
 
 
 @dataclass
@@ -115,7 +117,7 @@ class TrainConfig:
 
 @dataclass
 class DataConfig:
-    train: list[str] = MISSING
+    train: list[str] = field(default_factory=list)
     """Prompt files, parquet (verl columns) or jsonl with the same keys."""
     max_prompt_len: int = 512
     overlong: str = "filter"
@@ -175,7 +177,7 @@ class AlgorithmConfig:
 
 @dataclass
 class RewardConfig:
-    path: str = MISSING
+    path: str = ""
     """Python file; a relative path is looked up from the working directory, then beside the recipes."""
     name: str = "reward"
 

@@ -70,7 +70,7 @@ class TrainBatch:
     token_ids_T          int64, prompt and response of each sequence
     loss_mask_T          bool, True on the tokens whose log-prob is trained (never a sequence's first)
     lens_N               tokens per sequence; they sum to T
-    loss_weights_T       float32; the loss of an optimizer step is sum(weight * token loss), so that it does not
+    loss_weights_T       float32; the loss of an optimizer step is sum(weight * token loss), so it does not
                          depend on how sequences are spread over micro-batches and ranks
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
                          float32. Log-probs are token-aligned: entry t is log p(token t | tokens before it)

@@ -1,12 +1,12 @@
 """Boxes: which part of which HuggingFace tensor a piece of local memory holds.
 
-         HF tensor "q_proj.weight" [8, 4]            local tensor "qkv.weight" [6, 4] of one rank
-         rows 0-3   . . . .                           rows 0-1  # # # #   <- Shard(box rows 4-5, offset 0,  strides (4, 1))
-         rows 4-5   # # # #   <- the box              rows 2-3  k k k k
-         rows 6-7   . . . .                           rows 4-5  v v v v
+     HF tensor "q_proj.weight" [8, 4]           tensor "qkv.weight" [6, 4] of one rank
+     rows 0-3   . . . .                         rows 0-1  # # # #   Shard(box, offset=0, strides=(4, 1))
+     rows 4-5   # # # #  <- box                 rows 2-3  k k k k
+     rows 6-7   . . . .                         rows 4-5  v v v v
 
-Training layout, engine layout and checkpoint files are all lists of Shards in the coordinates of the HF tensors, so
-loading, syncing, exporting and verifying intersect two such lists and copy.
+Training layout, engine layout and checkpoint files are all lists of shards in the coordinates of the HF
+tensors, so loading, syncing, exporting and verifying intersect two such lists and copy.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """`box` lies in the local tensor `tensor` at element `offset`, with one stride (in elements) per axis of the box."""
+    """`box` lies in local tensor `tensor` from element `offset` on, with one stride (elements) per axis."""
 
     box: Box
     tensor: str
@@ -68,7 +68,7 @@ class Shard:
         return Shard(box, self.tensor, offset, self.strides, self.dtype)
 
     def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The shard's elements as a view, shape `box.shape`, of the contiguous local tensor that holds them."""
+        """The shard's elements, shape `box.shape`, as a view of the contiguous tensor that holds them."""
         tensor = tensors[self.tensor]
         assert tensor.is_contiguous(), f"{self.tensor} is not contiguous"
         return tensor.as_strided(self.box.shape, self.strides, tensor.storage_offset() + self.offset)

@@ -1,0 +1,93 @@
+"""Recipe name and key=value overrides in, checked Config out; Hydra composes the YAML files."""
+
+import difflib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mcore_rl.config import Config
+
+RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:
+    """Recipe names with the first comment line of each file."""
+    return {path.stem: _headline(path) for path in sorted(recipes_dir.glob("*.yaml"))}
+
+
+def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_DIR) -> Config:
+    """The typed configuration of `recipe` (a name in `recipes_dir`, or a YAML file) with `overrides` applied.
+
+    Raises ValueError naming the recipe, the key or value at fault, and the nearest right key.
+    """
+    path = Path(recipe) if recipe.endswith((".yaml", ".yml")) else recipes_dir / f"{recipe}.yaml"
+    if not path.is_file():
+        known = sorted(list_recipes(recipes_dir))
+        raise ValueError(
+            f"recipe={recipe}: no file {path}.{_nearest(recipe, known)} Recipes: {', '.join(known)}"
+        )
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
+            tree = compose(path.stem, overrides=overrides)
+        for key in tree:
+            if key not in Config.__dataclass_fields__:
+                raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")
+        config = OmegaConf.to_object(tree)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"recipe {recipe}: {_explain(error)}") from None
+    assert isinstance(config, Config)
+    return config
+
+
+def require(config: Config, *keys: str) -> None:
+    """ValueError naming the first of `keys` ("model.path") that the recipe leaves unset or empty."""
+    for key in keys:
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value in ("", [], None):
+            raise ValueError(f"{key} is not set: give it in the recipe or as {key}=<value>")
+
+
+def leaves(cls: type = Config, prefix: str = "") -> list[str]:
+    """Dotted names of all options under a configuration class."""
+    hints = get_type_hints(cls)
+    names: list[str] = []
+    for field in fields(cls):
+        name, kind = f"{prefix}{field.name}", hints[field.name]
+        names += leaves(kind, f"{name}.") if is_dataclass(kind) else [name]
+    return names
+
+
+def _explain(error: BaseException) -> str:
+    """One line: what was wrong, and the nearest right key where a key was wrong."""
+    root = error
+    while isinstance(root.__cause__, HydraException | OmegaConfBaseException):
+        root = root.__cause__
+    key = getattr(root, "full_key", None)
+    first_line = str(root).strip().splitlines()[0]
+    if isinstance(root, OverrideParseException):
+        first_line += "; overrides have the form key=value"
+    if key and key not in leaves():
+        return f"unknown key {key!r}.{_nearest(key, leaves())}"
+    return f"{key}: {first_line}" if key else first_line
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    by_last_part = [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]]
+    groups = sorted({k.partition(".")[0] for k in known})
+    close = by_last_part or difflib.get_close_matches(name, [*groups, *known], n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _headline(path: Path) -> str:
+    with path.open() as file:
+        first = file.readline()
+    return first.lstrip("# ").strip() if first.startswith("#") else ""

@@ -1,0 +1,88 @@
+"""Recipes: what they compose to, and how a wrong key, type or value is refused."""
+
+import pytest
+
+from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.recipe import leaves, list_recipes, load_recipe, require
+
+
+def test_every_shipped_recipe_composes_and_has_a_headline() -> None:
+    recipes = list_recipes()
+    assert "tiny_moe_grpo" in recipes
+    for name, headline in recipes.items():
+        assert isinstance(load_recipe(name, []), Config)
+        assert headline, f"{name}.yaml should begin with a comment that says what it is"
+
+
+def test_overrides_reach_the_tree() -> None:
+    config = load_recipe(
+        "tiny_moe_grpo", ["parallel.pp=2", "train.optimizer.lr=3e-4", "data.train=[a.jsonl,b.jsonl]"]
+    )
+    assert config.parallel.pp == 2
+    assert config.train.optimizer.lr == 3e-4
+    assert config.data.train == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.tq=2"], r"unknown key 'parallel.tq'. Did you mean 'parallel.tp'"),
+        (["tp=2"], r"unknown key 'tp'. Did you mean 'parallel.tp'"),
+        (["rollot.tp=2"], r"unknown key 'rollot'. Did you mean 'rollout'"),
+        (["+extra=1"], r"unknown key 'extra'"),
+        (["parallel.tp=two"], r"parallel.tp: Value 'two' of type 'str' could not be converted to Integer"),
+        (["model.dtype=fp8"], r"model.dtype='fp8': expected one of 'float32', 'bfloat16'"),
+        (["rollout.tp=3", "rollout.ep=2"], r"rollout.ep=2 does not divide rollout.tp=3"),
+        (
+            ["parallel.ep=4", "parallel.dp=1"],
+            r"parallel.ep \* parallel.etp = 4 does not divide tp \* cp \* dp = 1",
+        ),
+        (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
+        (["run.steps"], r"overrides have the form key=value"),
+    ],
+)
+def test_wrong_overrides_are_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe("tiny_moe_grpo", overrides)
+
+
+def test_unknown_key_inside_a_recipe_file_is_refused(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("# mine\ndefaults: [schema, _self_]\nrollout:\n  temprature: 0.5\n")
+    with pytest.raises(
+        ValueError, match=r"unknown key 'rollout.temprature'. Did you mean 'rollout.temperature'"
+    ):
+        load_recipe(str(path), [])
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'tiny_moe_grpo'"):
+        load_recipe("tiny_moe_grp", [])
+
+
+def test_require_names_the_missing_key() -> None:
+    with pytest.raises(ValueError, match=r"reward.path is not set.*reward.path=<value>"):
+        require(Config(), "reward.path")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp", "world"),
+    [
+        ({"ep": 2}, 2, 2),
+        ({"ep": 2, "tp": 2}, 1, 2),
+        ({"ep": 2, "pp": 2}, 2, 4),
+        ({"ep": 2, "cp": 2}, 1, 2),
+        ({"ep": 2, "etp": 2}, 4, 4),
+        ({"tp": 2, "ep": 4}, 2, 4),
+        ({"dp": 3}, 3, 3),
+    ],
+)
+def test_data_parallel_size_is_the_smallest_that_fits_the_experts(
+    sizes: dict[str, int], dp: int, world: int
+) -> None:
+    parallel = ParallelConfig(**sizes)
+    assert (parallel.dp_size, parallel.world_size) == (dp, world)
+
+
+def test_leaves_are_dotted_names_of_options() -> None:
+    assert {"run.dir", "train.optimizer.lr", "algorithm.kl.coef", "sft.optimizer.lr"} <= set(leaves())
