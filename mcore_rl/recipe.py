@@ -68,9 +68,10 @@ def leaves(cls: type = Config, prefix: str = "") -> list[str]:
 
 def _explain(error: BaseException) -> str:
     """One line: what was wrong, and the nearest right key where a key was wrong."""
-    root = error
-    while isinstance(root.__cause__, HydraException | OmegaConfBaseException):
-        root = root.__cause__
+    chain = [error]
+    while isinstance(inner := chain[-1].__cause__ or chain[-1].__context__, Exception):
+        chain.append(inner)
+    root = next((e for e in chain if getattr(e, "full_key", None)), error)
     key = getattr(root, "full_key", None)
     first_line = str(root).strip().splitlines()[0]
     if isinstance(root, OverrideParseException):
