@@ -1,0 +1,105 @@
+"""The mcore-rl command: recipe name and overrides in, a run folder out."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_rl.recipe import list_recipes, load_recipe
+
+RECIPE_COMMANDS = {
+    "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
+    "train": "reinforcement learning; continues from the newest checkpoint in run.dir",
+    "eval": "accuracy of model.path on eval.data",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
+    args = make_parser().parse_args(argv)
+    try:
+        args.run(args)
+    except ValueError as error:
+        return _fail(error, 2)
+    except RuntimeError as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    recipes = "\n".join(f"  {name:24s}{headline}" for name, headline in list_recipes().items())
+    parser = argparse.ArgumentParser(
+        prog="mcore-rl",
+        description="Reinforcement-learning post-training of mixture-of-experts models on Megatron and SGLang.",
+        epilog=f"recipes:\n{recipes}\n\nexample: mcore-rl train recipe=tiny_moe_grpo run.steps=10 parallel.tp=2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for name, text in RECIPE_COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
+        command.set_defaults(run=_run_recipe, command=name)
+    _add_report(commands)
+    _add_data(commands)
+    return parser
+
+
+def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("report", help="accuracy before and after, samples, reward curve of a run")
+    command.add_argument("run_dir", type=Path)
+    command.set_defaults(run=_report)
+
+
+def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser("data", help="prepare prompts: arithmetic (made here) or gsm8k")
+    kinds = command.add_subparsers(required=True, metavar="kind")
+    arithmetic = kinds.add_parser(
+        "arithmetic", help="word problems, their tokenizer and a tiny model configuration"
+    )
+    arithmetic.add_argument("--out", type=Path, default=Path("data/arithmetic"))
+    arithmetic.add_argument("--seed", type=int, default=0)
+    arithmetic.set_defaults(run=_prepare_arithmetic)
+    gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
+    gsm8k.add_argument("--source", default="openai/gsm8k", help="local folder, or dataset name on the hub")
+    gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
+    gsm8k.set_defaults(run=_prepare_gsm8k)
+
+
+def _run_recipe(args: argparse.Namespace) -> None:
+    named = [s.removeprefix("recipe=") for s in args.settings if s.startswith("recipe=")]
+    if len(named) != 1:
+        raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
+    config = load_recipe(named[0], [s for s in args.settings if not s.startswith("recipe=")])
+    from mcore_rl.cluster import app  # Ray is imported only by a command that runs something
+
+    {"sft": app.run_sft, "train": app.run_train, "eval": app.run_eval}[args.command](config)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from mcore_rl.report import make_report
+
+    make_report(args.run_dir)
+
+
+def _prepare_arithmetic(args: argparse.Namespace) -> None:
+    from mcore_rl.data.arithmetic import prepare_arithmetic
+
+    prepare_arithmetic(args.out, seed=args.seed)
+
+
+def _prepare_gsm8k(args: argparse.Namespace) -> None:
+    from mcore_rl.data.gsm8k import prepare_gsm8k
+
+    prepare_gsm8k(args.source, args.out)
+
+
+def _fail(error: object, status: int) -> int:
+    print(f"mcore-rl: {error}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
