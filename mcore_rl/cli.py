@@ -32,8 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
     recipes = "\n".join(f"  {name:24s}{headline}" for name, headline in list_recipes().items())
     parser = argparse.ArgumentParser(
         prog="mcore-rl",
-        description="Reinforcement-learning post-training of mixture-of-experts models on Megatron and SGLang.",
-        epilog=f"recipes:\n{recipes}\n\nexample: mcore-rl train recipe=tiny_moe_grpo run.steps=10 parallel.tp=2",
+        description="Reinforcement-learning post-training of mixture-of-experts models.",
+        epilog=f"recipes:\n{recipes}\n\nexample: mcore-rl train recipe=tiny_moe_grpo run.steps=10",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="command")
