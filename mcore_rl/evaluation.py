@@ -1,0 +1,47 @@
+"""Held-out evaluation: prompts in, greedy accuracy and pass@k out."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from mcore_rl.algo.pass_at_k import pass_at_k
+from mcore_rl.config import EvalConfig
+from mcore_rl.types import Prompt, Sample
+
+
+class Generator(Protocol):
+    """Whatever turns prompts into samples; SGLang engines in a run."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+    ) -> list[Sample]:
+        """`num_samples` samples of each prompt, in the order of the prompts."""
+        ...
+
+
+Reward = Callable[[Sequence[Sample]], list[float]]
+
+
+def evaluate(
+    generator: Generator, prompts: Sequence[Prompt], reward: Reward, config: EvalConfig, seed: int
+) -> tuple[dict[str, float], list[Sample], list[float]]:
+    """Metrics over `prompts`, with the greedy samples and their rewards. No prompts, no metrics.
+
+    eval/greedy_accuracy is the share of greedy samples with a positive reward; eval/greedy_reward their mean reward;
+    eval/pass_at_<k> the unbiased estimate from config.pass_k samples at the rollout temperature (arXiv:2107.03374, eq. 1).
+    """
+    if not prompts:
+        return {}, [], []
+    greedy = generator.generate(prompts, 1, greedy=True, seed=seed)
+    rewards_N = reward(greedy)
+    metrics = {
+        "eval/greedy_accuracy": sum(r > 0 for r in rewards_N) / len(rewards_N),
+        "eval/greedy_reward": sum(rewards_N) / len(rewards_N),
+        "eval/prompts": float(len(prompts)),
+    }
+    if config.pass_k > 1:
+        sampled = reward(generator.generate(prompts, config.pass_k, greedy=False, seed=seed))
+        groups = [sampled[i : i + config.pass_k] for i in range(0, len(sampled), config.pass_k)]
+        for k in (1, config.pass_k):
+            estimates = [pass_at_k(len(group), sum(r > 0 for r in group), k) for group in groups]
+            metrics[f"eval/pass_at_{k}"] = sum(estimates) / len(estimates)
+    return metrics, greedy, rewards_N
