@@ -1,0 +1,44 @@
+"""Samples and step statistics in, the metrics of one loop step out."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+
+from mcore_rl.types import Sample, StepStats
+
+
+def summarize_samples(
+    samples: Sequence[Sample], rewards_N: Sequence[float], seconds: float
+) -> dict[str, float]:
+    """Rewards, lengths and generation speed of one rollout that took `seconds`."""
+    lens_N = [len(sample.response_ids) for sample in samples]
+    groups: dict[int, set[float]] = {}
+    for sample, reward in zip(samples, rewards_N, strict=True):
+        groups.setdefault(sample.prompt.index, set()).add(reward)
+    return {
+        "reward/mean": fmean(rewards_N),
+        "reward/std": pstdev(rewards_N),
+        "reward/groups_without_signal": fmean(len(rewards) == 1 for rewards in groups.values()),
+        "rollout/samples": float(len(samples)),
+        "rollout/response_len": fmean(lens_N),
+        "rollout/response_len_max": float(max(lens_N)),
+        "rollout/truncated_share": fmean(sample.finish_reason == "length" for sample in samples),
+        "rollout/tokens_per_second": sum(lens_N) / seconds,
+    }
+
+
+def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
+    """The optimizer steps of one loop step as one: means, the last learning rate, the largest `*_max`."""
+    assert stats, "a loop step has at least one optimizer step"
+    metrics = {name: _merge(name, [step.metrics for step in stats]) for name in stats[0].metrics}
+    return metrics | {
+        "loss/total": fmean(step.loss for step in stats),
+        "loss/grad_norm": fmean(step.grad_norm for step in stats),
+        "train/learning_rate": stats[-1].learning_rate,
+        "train/tokens": float(sum(step.num_tokens for step in stats)),
+        "train/optimizer_steps": float(len(stats)),
+    }
+
+
+def _merge(name: str, metrics: Sequence[Mapping[str, float]]) -> float:
+    values = [m[name] for m in metrics]
+    return max(values) if name.endswith("_max") else fmean(values)

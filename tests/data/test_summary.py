@@ -1,0 +1,38 @@
+"""Step metrics from samples and optimizer steps."""
+
+from mcore_rl.data.summary import summarize_samples, summarize_steps
+from mcore_rl.types import Prompt, Sample, StepStats, VersionSpan, WeightVersion
+
+
+def make_sample(prompt_index: int, num_tokens: int, finish_reason: str) -> Sample:
+    prompt = Prompt(prompt_index, (1, 2), (), "unit", "4")
+    span = VersionSpan(0, num_tokens, WeightVersion(0))
+    return Sample(prompt, 0, (7,) * num_tokens, (-0.5,) * num_tokens, finish_reason, (span,), "x")
+
+
+def test_samples_are_summarized() -> None:
+    samples = [
+        make_sample(0, 2, "stop"),
+        make_sample(0, 4, "stop"),
+        make_sample(1, 6, "length"),
+        make_sample(1, 8, "stop"),
+    ]
+    metrics = summarize_samples(samples, [1.0, 0.0, 1.0, 1.0], seconds=2.0)
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["reward/groups_without_signal"] == 0.5
+    assert metrics["rollout/response_len"] == 5.0
+    assert metrics["rollout/response_len_max"] == 8.0
+    assert metrics["rollout/truncated_share"] == 0.25
+    assert metrics["rollout/tokens_per_second"] == 10.0
+
+
+def test_steps_are_merged_by_the_kind_of_metric() -> None:
+    first = StepStats(1.0, 0.5, 1e-3, 10, {"logprob_diff/mean": 0.2, "logprob_diff/token_max": 3.0})
+    second = StepStats(3.0, 1.5, 5e-4, 30, {"logprob_diff/mean": 0.4, "logprob_diff/token_max": 1.0})
+    metrics = summarize_steps([first, second])
+    assert metrics["loss/total"] == 2.0
+    assert metrics["loss/grad_norm"] == 1.0
+    assert metrics["train/learning_rate"] == 5e-4
+    assert metrics["train/tokens"] == 40.0
+    assert abs(metrics["logprob_diff/mean"] - 0.3) < 1e-12
+    assert metrics["logprob_diff/token_max"] == 3.0
