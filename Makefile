@@ -1,0 +1,54 @@
+# Every target does its own set-up: a Python 3.11 with the venv module is all that has to be there.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+SEED ?= 0
+
+# Two small matrix products at once gain nothing from threads that fight for the cores of the ranks beside them.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint test quickstart bench clean
+
+help: ## what can be made
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(VENV)/.installed ## .venv with pinned versions, for a machine without CUDA
+
+# torch goes first and alone: what asks for a plain torch later then finds the CPU build instead of gigabytes of CUDA.
+$(VENV)/.installed: pyproject.toml requirements/cpu.txt requirements/dev.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and "requirements/cpu.txt is pinned for Python 3.11, $(PYTHON) is %d.%d: make PYTHON=<a Python 3.11>" % v)'
+	@echo "installing into $(VENV) (2 to 4 minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --no-deps '$(TORCH)' || $(PIP) install --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
+	@$(PIP) install --no-deps 'setuptools==$(shell sed -n 's/^setuptools==//p' requirements/cpu.txt)'
+	@$(PIP) install --no-deps --no-build-isolation -r requirements/cpu.txt -r requirements/dev.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+lint: venv ## ruff, pyright, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+test: lint ## everything CI runs: lint, then all tests but those that need a GPU
+	$(BIN)/python -m pytest -m "not gpu"
+
+quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise
+	$(BIN)/mcore-rl data arithmetic
+	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo run.seed=$(SEED)
+	$(BIN)/mcore-rl train recipe=tiny_moe_grpo run.seed=$(SEED)
+	$(BIN)/mcore-rl report runs/tiny_moe_grpo
+
+bench: venv ## tokens per second of a GRPO step, beside TRL's
+	$(BIN)/python benchmarks/grpo_step.py
+
+clean: ## remove what make and the runs made, .venv included
+	rm -rf $(VENV) benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
