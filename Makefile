@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0

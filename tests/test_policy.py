@@ -1,0 +1,135 @@
+"""House rules that no linter knows: sizes, docstrings, what only one module may name, pins that agree."""
+
+import ast
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.policy import ROOT, parse, python_files, read, tracked
+
+FILE_LINES, FILE_LINES_BOUND = 300, 400
+FUNCTION_LINES, FUNCTION_LINES_BOUND = 50, 80
+DEVICE = ("mcore_rl/device.py", "mcore_rl/device/")
+PURE = ("data", "rewards", "algo", "slices")
+DEVICE_WORDS = re.compile(r"\btorch\.cuda\b|\bnccl\b|\btransformer_engine\b|\bapex\b")
+# Written so that no pattern matches its own source.
+LOCAL_WORDS = re.compile(
+    r"\.\./share[d]|/wor[k]/|/tmp/[w]/|\bissue[ ]#?\d|\bhelper[ ][A-G]\b|\b(TOD[O]|FIXM[E])\b"
+)
+
+
+def test_files_and_functions_stay_small() -> None:
+    too_long, long = [], []
+    for path in python_files():
+        sizes = [(len(read(path).splitlines()), FILE_LINES, FILE_LINES_BOUND, str(path))]
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                sizes.append(
+                    (lines, FUNCTION_LINES, FUNCTION_LINES_BOUND, f"{path}:{node.lineno} {node.name}")
+                )
+        for lines, wanted, bound, where in sizes:
+            if lines > wanted:
+                (too_long if lines > bound else long).append(
+                    f"{where}: {lines} lines, at most {wanted} wanted"
+                )
+    if long:
+        warnings.warn("long, but within bounds:\n" + "\n".join(long), stacklevel=1)
+    assert not too_long, "\n".join(too_long)
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [str(path) for path in python_files() if parse(path).body and not ast.get_docstring(parse(path))]
+    assert not silent, f"no module docstring: {silent}"
+
+
+def test_only_device_names_cuda_libraries() -> None:
+    found = [
+        f"{path}:{line}: {word}"
+        for path in python_files("mcore_rl", "checkpoint_tools", "benchmarks")
+        if not path.as_posix().startswith(DEVICE)
+        for line, word in device_words(parse(path))
+    ]
+    assert not found, "only mcore_rl.device may name these:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import transformer_engine.pytorch as te",
+        "from apex import x",
+        "torch.cuda.synchronize()",
+        "f('nccl')",
+    ],
+)
+def test_the_search_for_cuda_libraries_finds_them(source: str) -> None:
+    assert device_words(ast.parse(source))
+    assert not device_words(ast.parse(f"{source!r}\nspec(use_transformer_engine=True)"))
+
+
+def test_pure_layers_do_not_communicate() -> None:
+    modules = [path for path in python_files("mcore_rl") if len(path.parts) > 2 and path.parts[1] in PURE]
+    found = [
+        f"{path}:{node.lineno}"
+        for path in modules
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute | ast.ImportFrom | ast.Import)
+        if re.search(r"\btorch(\.|.* import )distributed\b", ast.unparse(node))
+    ]
+    assert modules
+    assert not found, f"torch.distributed in a pure layer: {found}"
+
+
+def test_no_text_leans_on_where_it_was_written() -> None:
+    files = tracked(".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile", "Dockerfile", "run")
+    found = [
+        f"{path}:{number}: {match.group()}"
+        for path in files
+        for number, line in enumerate(read(path).splitlines(), start=1)
+        if (match := LOCAL_WORDS.search(line))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_pins_in_pyproject_agree_with_the_requirements_files() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    locked = {**_pins(_lines("requirements/cpu.txt")), **_pins(_lines("requirements/dev.txt"))}
+    wanted = _pins([*project["dependencies"], *extras["cpu"], *extras["dev"]])
+    differ = {name: (pin, locked.get(name)) for name, pin in wanted.items() if locked.get(name) != pin}
+    assert not differ, f"(pyproject, requirements): {differ}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
+def test_every_requirement_is_pinned(path: Path) -> None:
+    loose = [line for line in _lines(path) if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", line)]
+    assert not loose, f"{path.name}: not name==version: {loose}"
+
+
+def device_words(tree: ast.Module) -> list[tuple[int, str]]:
+    """(line, word) wherever code, not its docstrings, names a CUDA library."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        (node.lineno, match.group())
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant | ast.Attribute | ast.Import | ast.ImportFrom)
+        if not (isinstance(node, ast.Constant) and id(node) in docstrings)
+        for match in DEVICE_WORDS.finditer(ast.unparse(node))
+    ]
+
+
+def _lines(path: str | Path) -> list[str]:
+    lines = (ROOT / path).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _pins(requirements: list[str]) -> dict[str, str]:
+    """Normalised name -> version of each exact pin; a local build such as +cpu counts as its version."""
+    pins = {}
+    for name, _, version in (requirement.partition("==") for requirement in requirements):
+        if version:
+            pins[re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()] = version.partition("+")[0]
+    return pins

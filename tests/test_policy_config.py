@@ -1,0 +1,166 @@
+"""Every option has a reader: an attribute access outside config.py on an object known to be of its class."""
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+from mcore_rl import config
+from tests.policy import parse, python_files
+
+Field = tuple[str, str]
+"""(configuration class, field)"""
+CLASSES = {name: cls for name, cls in vars(config).items() if is_dataclass(cls)}
+OPTIONS: set[Field] = {(name, f.name) for name, cls in CLASSES.items() for f in fields(cls)}
+KINDS: dict[Field, str] = {
+    (name, option): getattr(get_type_hints(CLASSES[name])[option], "__name__", "") for name, option in OPTIONS
+}
+
+
+def test_every_option_is_read() -> None:
+    assert not (names := unread(OPTIONS)), f"nothing reads {', '.join(names)}"
+
+
+def test_an_option_that_nothing_reads_is_found() -> None:
+    assert unread({("RunConfig", "steps"), ("RunConfig", "fake_leaf")}) == ["RunConfig.fake_leaf"]
+
+
+def test_the_search_tells_a_reader_from_an_option_of_the_same_name() -> None:
+    def read(source: str) -> set[Field]:
+        return fields_read([ast.parse(source)])
+
+    assert read("def f(c: Config): return c.rollout.tp") == {("Config", "rollout"), ("RolloutConfig", "tp")}
+    assert read("def f(c: RolloutConfig | None): c.tp") == {("RolloutConfig", "tp")}
+    assert read("def f(c: Config):\n r = c.rollout\n g(r.tp)") >= {("RolloutConfig", "tp")}
+    assert read("class A:\n def __init__(self, c: KLConfig):\n  self.c = c\n def g(self): self.c.coef") == {
+        ("KLConfig", "coef")
+    }
+    assert read("@dataclass\nclass A:\n c: KLConfig\n def g(self): self.c.coef") == {("KLConfig", "coef")}
+    assert read("c = load_recipe('x', [])\nc.rollout") == {("Config", "rollout")}
+    assert not read("def f(spec: EngineSpec): return spec.tp")
+    assert not read("def f(c: KLConfig): c.coef = 1.0")
+    assert not read("def f(c: KLConfig): return c.fake_leaf")
+    assert not read("def f(c: KLConfig): ...\ndef g(c): return c.coef")
+
+
+def unread(options: set[Field]) -> list[str]:
+    files = {path: parse(path) for path in python_files("mcore_rl")}
+    tree = files.pop(Path("mcore_rl/config.py"))
+    return sorted(
+        ".".join(option) for option in options - fields_read(files.values()) - read_by_properties(tree)
+    )
+
+
+def read_by_properties(tree: ast.Module) -> set[Field]:
+    """Fields that a property of their own class turns into something others read."""
+    found: set[Field] = set()
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for method in (
+            node for node in cls.body if isinstance(node, ast.FunctionDef) and node.decorator_list
+        ):
+            found |= {
+                (cls.name, node.attr)
+                for node in ast.walk(method)
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"
+            }
+    return found
+
+
+def fields_read(trees: Iterable[ast.Module]) -> set[Field]:
+    found: set[Field] = set()
+    for tree in trees:
+        scope = Scope()
+        scope.learn_attributes(tree)
+        scope.visit(tree)
+        found |= scope.read
+    return found
+
+
+@dataclass
+class Scope:
+    """Names whose configuration class is known: by annotation, by assignment, or as an attribute of self."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    attributes: dict[str, str] = field(default_factory=dict)
+    read: set[Field] = field(default_factory=set)
+
+    def learn_attributes(self, tree: ast.Module) -> None:
+        """What self.<name> is, from class bodies and from assignments of annotated parameters."""
+        for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for node in ast.walk(cls):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    inner = Scope(dict(parameters(node)))
+                    for target, value in assignments(node):
+                        if isinstance(target, ast.Attribute) and (kind := inner.kind(value)):
+                            self.attributes[target.attr] = kind
+            for node in cls.body:
+                if isinstance(node, ast.AnnAssign) and (kind := annotated(node.annotation)):
+                    self.attributes[ast.unparse(node.target)] = kind
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inner = Scope({**self.names, **dict(parameters(node))}, self.attributes, self.read)
+            shadowed = {arg.arg for arg in arguments(node)} - dict(parameters(node)).keys()
+            inner.names = {name: kind for name, kind in inner.names.items() if name not in shadowed}
+            inner.visit_children(node)
+        else:
+            for target, value in assignments_of(node):
+                if isinstance(target, ast.Name) and (kind := self.kind(value)):
+                    self.names[target.id] = kind
+            self.visit_children(node)
+
+    def visit_children(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            self.visit(child)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = self.kind(node.value)
+            if owner and node.attr in {f.name for f in fields(CLASSES[owner])}:
+                self.read.add((owner, node.attr))
+
+    def kind(self, node: ast.AST | None) -> str | None:
+        """The configuration class of an expression, if it is known to be one."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id)
+        if isinstance(node, ast.Call):
+            return {"load_recipe": "Config"}.get(ast.unparse(node.func).rpartition(".")[2])
+        if isinstance(node, ast.Attribute):
+            if ast.unparse(node.value) == "self":
+                return self.attributes.get(node.attr)
+            kind = KINDS.get((self.kind(node.value) or "", node.attr))
+            return kind if kind in CLASSES else None
+        return None
+
+
+def annotated(annotation: ast.expr | None) -> str | None:
+    """The configuration class an annotation names: X, config.X, X | None, "X"."""
+    text = ast.unparse(annotation).strip("'\"") if annotation else ""
+    names = [part.strip().rpartition(".")[2] for part in text.split("|")]
+    return next((name for name in names if name in CLASSES), None)
+
+
+def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Iterator[tuple[str, str]]:
+    for arg in arguments(node):
+        if kind := annotated(arg.annotation):
+            yield arg.arg, kind
+
+
+def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    for node in ast.walk(tree):
+        yield from assignments_of(node)
+
+
+def assignments_of(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """(target, value) of a plain assignment, tuples taken apart."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return
+    value = node.value
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            yield from zip(target.elts, value.elts, strict=False)
+        else:
+            yield target, value

@@ -1,0 +1,104 @@
+"""Commands in the documents exist: make targets, mcore-rl arguments, recipes with their overrides, files."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cli import make_parser
+from mcore_rl.recipe import load_recipe
+from tests.policy import ROOT, read, tracked
+
+RUNNERS = {"python", "python3", "python3.11", "bash", "sh"}
+FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def documents() -> list[Path]:
+    return tracked(".md")
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The commands of fenced shell blocks: comments and prompts removed, lines joined, && taken apart."""
+    for block in FENCE.findall(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            for words in re.split(r"&&|\||;", line.removeprefix("$ ")):
+                parts = shlex.split(words, comments=True)
+                while parts and re.fullmatch(r"\w+=\S*", parts[0]):
+                    parts.pop(0)
+                if parts:
+                    yield parts
+
+
+def check(words: list[str]) -> None:
+    """Fails on a command of this project that does not exist; says nothing about other programs."""
+    program, *arguments = words
+    name = Path(program).name
+    if name == "make":
+        targets = set(re.findall(r"^([a-z_-]+):", read(Path("Makefile")), re.MULTILINE))
+        unknown = [word for word in arguments if "=" not in word and word not in targets]
+        assert not unknown, f"make has no target {unknown}"
+    elif name == "mcore-rl":
+        check_cli(arguments)
+    elif name in RUNNERS and arguments and arguments[0] != "-m" and not arguments[0].startswith("-"):
+        assert (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
+
+
+def check_cli(arguments: list[str]) -> None:
+    try:
+        parsed = make_parser().parse_args(arguments)
+    except SystemExit as stop:
+        assert stop.code == 0, f"mcore-rl refuses {arguments}"
+        return
+    settings = getattr(parsed, "settings", [])
+    if recipes := [word.removeprefix("recipe=") for word in settings if word.startswith("recipe=")]:
+        load_recipe(recipes[0], [word for word in settings if not word.startswith("recipe=")])
+
+
+@pytest.mark.parametrize("path", documents(), ids=str)
+def test_documented_commands_exist(path: Path) -> None:
+    for words in commands(read(path)):
+        try:
+            check(words)
+        except (AssertionError, ValueError) as error:
+            pytest.fail(f"{path}: {shlex.join(words)}: {error}")
+
+
+@pytest.mark.parametrize("path", documents(), ids=str)
+def test_links_between_documents_lead_somewhere(path: Path) -> None:
+    targets = LINK.findall(read(path))
+    missing = [target for target in targets if not (ROOT / path.parent / target).exists()]
+    assert not missing, f"{path} links to {missing}"
+
+
+def test_make_runs_the_commands_it_documents() -> None:
+    lines = re.findall(
+        r"^\t\$\(BIN\)/(mcore-rl .*|python benchmarks/.*)$", read(Path("Makefile")), re.MULTILINE
+    )
+    assert lines
+    for line in lines:
+        check(shlex.split(re.sub(r"\$\(\w+\)", "0", line)))
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    found = list(commands(read(Path("README.md"))))
+    assert ["make", "quickstart"] in found
+    assert ["make", "test"] in found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make nonsense",
+        "mcore-rl nonsense",
+        "mcore-rl train recipe=nonsense",
+        "mcore-rl train recipe=tiny_moe_grpo rollout.nonsense=1",
+        "A=1 python benchmarks/nonsense.py && ls",
+    ],
+)
+def test_a_wrong_command_is_found(line: str) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        for words in commands(f"```bash\n{line}  # comment\n```\n"):
+            check(words)
