@@ -1,0 +1,85 @@
+"""Shards, padding and tensor sizes in -> an error unless every element is covered exactly once."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_rl.slices.box import Shard
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of local tensor `tensor` that belong to no HF tensor (padding)."""
+
+    tensor: str
+    start: int
+    stop: int
+
+
+def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
+    """Elements per step on each axis of a contiguous tensor of `shape`."""
+    sizes = tuple(shape)
+    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+
+
+def runs(shape: Iterable[int], strides: Iterable[int], offset: int = 0) -> tuple[NDArray[np.int64], int]:
+    """The contiguous runs of a strided view: int64 [runs] first elements, and their length."""
+    axes = sorted(((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1))
+    run_len = 1
+    while axes and axes[0][0] == run_len:
+        run_len *= axes.pop(0)[1]
+    starts = np.array([offset], dtype=np.int64)
+    for stride, size in axes:
+        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).ravel()
+    return starts, run_len
+
+
+def check_coverage(shards: Iterable[Shard], padding: Iterable[Span], numels: Mapping[str, int]) -> None:
+    """Every element of every tensor lies in exactly one shard or padding span.
+
+    numels   tensor name -> number of elements
+    ValueError names the tensor, the first element that is not, and the HF tensors nearby. Peak memory: about
+    50 bytes per contiguous run of one tensor.
+    """
+    pieces: dict[str, list[tuple[NDArray[np.int64], int, str]]] = {name: [] for name in numels}
+    for shard in shards:
+        _pieces_of(pieces, shard.tensor).append(
+            (*runs(shard.box.shape, shard.strides, shard.offset), shard.box.name)
+        )
+    for span in padding:
+        start = np.array([span.start], dtype=np.int64)
+        _pieces_of(pieces, span.tensor).append((start, span.stop - span.start, "padding"))
+    for name, numel in numels.items():
+        _check_tiling(name, numel, pieces[name])
+
+
+def _pieces_of(
+    pieces: dict[str, list[tuple[NDArray[np.int64], int, str]]], tensor: str
+) -> list[tuple[NDArray[np.int64], int, str]]:
+    if tensor not in pieces:
+        raise ValueError(f"a shard lies in local tensor {tensor!r}, which does not exist")
+    return pieces[tensor]
+
+
+def _check_tiling(name: str, numel: int, pieces: list[tuple[NDArray[np.int64], int, str]]) -> None:
+    if not pieces:
+        raise ValueError(f"local tensor {name!r} is not covered: no HF tensor is loaded into it")
+    starts = np.concatenate([first for first, _, _ in pieces])
+    stops = np.concatenate([first + run_len for first, run_len, _ in pieces])
+    order = np.argsort(starts, kind="stable")
+    edges = np.concatenate([[0], stops[order]])
+    follows = np.concatenate([starts[order], [numel]])
+    wrong = np.flatnonzero(edges != follows)
+    if wrong.size == 0:
+        return
+    at = int(wrong[0])
+    element = int(min(edges[at], follows[at]))
+    problem = "not covered" if edges[at] < follows[at] else "covered twice or lies outside the tensor"
+    owners = np.concatenate([np.full(len(first), i) for i, (first, _, _) in enumerate(pieces)])[order]
+    nearby = dict.fromkeys(pieces[owners[i]][2] for i in (at - 1, at) if 0 <= i < len(owners))
+    raise ValueError(
+        f"local tensor {name!r}: element {element} of {numel} is {problem} (near {', '.join(nearby)})"
+    )

@@ -1,0 +1,220 @@
+"""HuggingFace safetensors directories: their slices into local tensors, and exported tensors into new files.
+
+Peak memory: one slice while loading; on export one file's tensors (`max_file_bytes`) per rank.
+"""
+
+import heapq
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.coverage import contiguous_strides
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import HfConfig, Shape
+
+INDEX = "model.safetensors.index.json"
+TEMPORARY = ".part"
+
+
+def read_hf_config(hf_dir: Path) -> dict[str, Any]:
+    """The parsed config.json of a model directory; ValueError if there is none."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {hf_dir} is not a HuggingFace model directory")
+    return json.loads(path.read_text())
+
+
+def open_hf_dir(hf_dir: Path) -> dict[str, Path]:
+    """HF tensor name -> file that holds it, after comparing all names and shapes with config.json.
+
+    ValueError names the file, the tensor and the remedy for a missing, surplus or misshapen tensor.
+    """
+    hf_dir = Path(hf_dir)
+    config = read_hf_config(hf_dir)
+    family = family_of(config)
+    expected = family.shapes(config)
+    files = _checkpoint_files(hf_dir)
+    where: dict[str, Path] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if name in family.left_out(config):
+                    continue
+                _check_tensor(path, name, tuple(file.get_slice(name).get_shape()), expected, where)
+                where[name] = path
+    missing = sorted(expected.keys() - where.keys())
+    if missing:
+        raise ValueError(
+            f"{hf_dir} lacks {len(missing)} of {len(expected)} tensors, the first is {missing[0]!r}: "
+            f"download the checkpoint again, or correct config.json (files read: {[p.name for p in files]})"
+        )
+    return where
+
+
+def _checkpoint_files(hf_dir: Path) -> list[Path]:
+    index = hf_dir / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = sorted(path.name for path in hf_dir.glob("*.safetensors"))
+    if not names:
+        raise ValueError(f"{hf_dir} has no .safetensors files: save the model in that format")
+    for name in names:
+        if not (hf_dir / name).is_file():
+            raise ValueError(f"{hf_dir / name}, named in {INDEX}, does not exist: download it again")
+    return [hf_dir / name for name in names]
+
+
+def _check_tensor(
+    path: Path, name: str, shape: Shape, expected: Mapping[str, Shape], where: Mapping[str, Path]
+) -> None:
+    if name not in expected:
+        raise ValueError(
+            f"{path}: tensor {name!r} has no place in the model that config.json describes: "
+            "remove it, or correct config.json"
+        )
+    if name in where:
+        raise ValueError(f"{path}: tensor {name!r} is also in {where[name].name}: remove one of the two")
+    if shape != expected[name]:
+        raise ValueError(
+            f"{path}: tensor {name!r} has shape {shape}, by config.json it should be {expected[name]}: "
+            "config.json belongs to another model, or the file does"
+        )
+
+
+@torch.no_grad()
+def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], hf_dir: Path) -> None:
+    """Fill the shards of local `tensors` from a model directory, reading only their slices; cast as needed.
+
+    The directory is checked first, see `open_hf_dir`; a shard that names no tensor of it is a ValueError.
+    """
+    where = open_hf_dir(hf_dir)
+    by_file: dict[Path, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        if shard.box.name not in where:
+            raise ValueError(
+                f"{hf_dir} has no tensor {shard.box.name!r}, which {shard.tensor!r} is loaded from"
+            )
+        by_file[where[shard.box.name]].append(shard)
+    for path, members in sorted(by_file.items()):
+        with safe_open(path, framework="pt") as file:
+            for shard in members:
+                index = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+                shard.view(tensors).copy_(file.get_slice(shard.box.name)[index])
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """One safetensors file to be: rank `rank` writes the whole HF tensors of `shards` to `filename`."""
+
+    filename: str
+    rank: int
+    shards: tuple[Shard, ...]
+
+
+def plan_export(
+    shapes: Mapping[str, Shape], num_ranks: int, dtype: str, max_file_bytes: int = 4 << 30
+) -> tuple[ExportFile, ...]:
+    """Deal whole HF tensors out to files of at most `max_file_bytes` (or one tensor), files to ranks in turn.
+
+    There are at least as many files as ranks when there are as many tensors, and files differ by at most one
+    tensor's bytes, so ranks do as well. Each shard is the local tensor of its HF name.
+    """
+    sizes = {name: prod(shape) * _itemsize(dtype) for name, shape in shapes.items()}
+    num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))
+    num_files = -(-num_files // num_ranks) * num_ranks if num_files > num_ranks else num_files
+    bins: list[list[str]] = [[] for _ in range(num_files)]
+    loads = [(0, number) for number in range(num_files)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        num_bytes, lightest = heapq.heappop(loads)
+        bins[lightest].append(name)
+        heapq.heappush(loads, (num_bytes + sizes[name], lightest))
+    return tuple(
+        ExportFile(
+            f"model-{number + 1:05d}-of-{num_files:05d}.safetensors",
+            number % num_ranks,
+            tuple(whole_tensor(name, shapes[name], dtype) for name in sorted(names)),
+        )
+        for number, names in enumerate(bins)
+    )
+
+
+def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
+    """A whole HF tensor as a contiguous local tensor of the same name."""
+    return Shard(Box(name, (0,) * len(shape), shape), name, 0, contiguous_strides(shape), dtype)
+
+
+def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Shard]]:
+    """Per rank the shards of its files: the targets of the plan that fills them."""
+    return [
+        [shard for file in files if file.rank == rank for shard in file.shards] for rank in range(num_ranks)
+    ]
+
+
+def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """Uninitialised contiguous tensors for shards that are whole tensors, by name."""
+    return {shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype)) for shard in shards}
+
+
+def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file under a temporary name; `commit_export` gives it its own."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    chosen = {shard.tensor: tensors[shard.tensor] for shard in file.shards}
+    save_file(chosen, out_dir / (file.filename + TEMPORARY), metadata={"format": "pt"})
+
+
+def commit_export(
+    out_dir: Path, files: Sequence[ExportFile], hf_config: HfConfig, side_files_from: Path | None = None
+) -> None:
+    """Make the written files a model directory; call once, after all ranks have written theirs.
+
+    The index comes last, so a directory with an index is complete. Tokenizer and other small files are
+    copied from `side_files_from`; config.json is `hf_config` with the dtype of the files. ValueError names
+    a file that no rank wrote.
+    """
+    for file in files:
+        written = out_dir / (file.filename + TEMPORARY)
+        if not written.is_file():
+            raise ValueError(
+                f"{written} does not exist: rank {file.rank} has not written its part of the export"
+            )
+    (out_dir / INDEX).unlink(missing_ok=True)
+    for stale in out_dir.glob("*.safetensors"):
+        stale.unlink()
+    for file in files:
+        (out_dir / (file.filename + TEMPORARY)).rename(out_dir / file.filename)
+    if side_files_from is not None:
+        _copy_side_files(side_files_from, out_dir)
+    dtype = files[0].shards[0].dtype
+    _write_json(out_dir / "config.json", {**hf_config, "dtype": dtype})
+    total = sum(shard.box.numel for file in files for shard in file.shards) * _itemsize(dtype)
+    weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
+    _write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _copy_side_files(source: Path, out_dir: Path) -> None:
+    for path in sorted(source.iterdir()):
+        weights = ".safetensors" in path.name or path.suffix in {".bin", ".pt", ".pth"}
+        if path.is_file() and not weights and path.parent.resolve() != out_dir.resolve():
+            shutil.copy(path, out_dir / path.name)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(path.name + TEMPORARY)
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.rename(path)
+
+
+def _itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
