@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def tracked(*suffixes: str) -> list[Path]:
-    """Files that git tracks or would track, relative to the repository; with `suffixes`, those that end in one."""
+    """Files that git tracks or would track, relative to the repository, by ending if given."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     paths = [Path(name) for name in sorted(set(names)) if not suffixes or name.endswith(suffixes)]
