@@ -1,0 +1,111 @@
+"""Causal attention over packed sequences on CPU: q, k, v laid end to end in, one SDPA call per length bucket
+out.
+
+Axes: T tokens of all sequences laid end to end, h heads, d head dimension, N sequences, L longest in its
+bucket.
+"""
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_PADDING = 1.5
+"""A bucket's padded tokens per real token; quadratic work beyond it costs more than another call."""
+
+
+def packed_attention(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], scale: float
+) -> Tensor:
+    """Each sequence attends to itself, causally; [T, h * d]. Fewer key than query heads is grouped-query
+    attention.
+
+    Sequences of similar length share one call, padded behind their last token: causality keeps real tokens
+    from seeing the padding, so the result is that of one sequence at a time.
+    """
+    if len(lens_N) == 1:
+        return _causal(q_Thd[None], k_Thd[None], v_Thd[None], scale)[0]
+    outs, rows = [], []
+    for index_NL, tokens in _buckets(lens_N):
+        out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], scale)
+        outs.append(out_NLd.flatten(0, 1).index_select(0, tokens))
+        rows.append(index_NL.flatten().index_select(0, tokens))
+    if len(outs) == 1:
+        return outs[0]
+    return torch.cat(outs).index_select(0, torch.argsort(torch.cat(rows)))
+
+
+def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, scale: float) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q_NLhd, k_NLhd, v_NLhd))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out.transpose(1, 2).flatten(2)
+
+
+@lru_cache(maxsize=64)
+def _buckets(lens_N: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """(packed token of each padded place [N, L], flat places that hold real tokens in packed order) per
+    bucket.
+    """
+    starts = torch.tensor((0, *lens_N)).cumsum(0)
+    buckets = []
+    for sequences in _split_by_len(lens_N):
+        lens = torch.tensor([lens_N[i] for i in sequences])
+        places_L = torch.arange(int(lens.max()))
+        real_NL = places_L < lens[:, None]
+        index_NL = starts[list(sequences), None] + torch.minimum(places_L, lens[:, None] - 1)
+        buckets.append((index_NL, real_NL.flatten().nonzero()[:, 0]))
+    return buckets
+
+
+def _split_by_len(lens_N: tuple[int, ...]) -> list[list[int]]:
+    """Sequence indices in buckets whose padding stays within MAX_PADDING; one bucket keeps the packed
+    order.
+    """
+    if max(lens_N) * len(lens_N) <= MAX_PADDING * sum(lens_N):
+        return [list(range(len(lens_N)))]
+    buckets: list[list[int]] = []
+    for i in sorted(range(len(lens_N)), key=lambda i: -lens_N[i]):
+        if buckets:
+            total = sum(lens_N[j] for j in buckets[-1]) + lens_N[i]
+            if lens_N[buckets[-1][0]] * (len(buckets[-1]) + 1) <= MAX_PADDING * total:
+                buckets[-1].append(i)
+                continue
+        buckets.append([i])
+    return buckets
+
+
+def zigzag_positions(lens_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
+    """(sequence, position within it) of the tokens that context-parallel rank `cp_rank` holds, both [T /
+    cp_size].
+
+    Each sequence is cut into 2 * cp_size chunks; rank r holds chunks r and 2 * cp_size - 1 - r, as
+    Transformer Engine does.
+    """
+    sequence, position = [], []
+    for i, num_tokens in enumerate(lens_N):
+        chunk_len = num_tokens // (2 * cp_size)
+        chunks = torch.arange(num_tokens).view(2 * cp_size, chunk_len)
+        position.append(chunks[[cp_rank, 2 * cp_size - 1 - cp_rank]].flatten())
+        sequence.append(torch.full((2 * chunk_len,), i))
+    return torch.cat(sequence), torch.cat(position)
+
+
+def context_parallel_attention(
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], scale: float, rank: int, size: int
+) -> Tensor:
+    """Attention of this rank's queries to all ranks' keys (`k_Thd`, `v_Thd` gathered in rank order); [T /
+    size, h * d].
+    """
+    q_sequence, q_position = zigzag_positions(lens_N, rank, size)
+    parts = [zigzag_positions(lens_N, r, size) for r in range(size)]
+    k_sequence, k_position = (torch.cat(x) for x in zip(*parts, strict=True))
+    mask = (q_sequence[:, None] == k_sequence) & (q_position[:, None] >= k_position)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_Thd, k_Thd, v_Thd))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out[0].transpose(0, 1).flatten(1)

@@ -1,0 +1,225 @@
+"""Patches that let megatron-core 0.16.1 run without CUDA: one function each, applied once per process.
+
+torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops, so every
+torch.cuda entry point that megatron-core reaches becomes its torch.cpu or default-generator twin. A test per
+patch fails as soon as training works without it.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class _Stream(torch.cpu.Stream):
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        super().__init__()
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event(torch.cpu.Event):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def elapsed_time(self, end: Any) -> float:
+        return 0.0
+
+
+def alias_streams() -> None:
+    """torch.cuda's streams, events and devices become torch.cpu's no-ops."""
+    cuda, stream = torch.cuda, _Stream()
+    cuda.current_device = lambda: "cpu"  # valid wherever a device is expected
+    cuda.set_device = lambda device: None
+    cuda.device_count = lambda: 1
+    cuda.synchronize = lambda device=None: None
+    cuda.current_stream = cuda.default_stream = lambda device=None: stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.Stream, cuda.Event = _Stream, _Event
+
+
+def alias_rng() -> None:
+    """CUDA's generator becomes the default one.
+
+    Without CUDA torch queues calls on the CUDA generator for an initialisation that never comes.
+    """
+    from megatron.core.tensor_parallel import random as tp_random
+
+    cuda, generator = torch.cuda, torch.default_generator
+    cuda.manual_seed = cuda.manual_seed_all = lambda seed: generator.manual_seed(seed) and None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: generator.get_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: (
+        generator.set_state(state) and None
+    )
+    tp_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
+        generator.set_state(state) and None
+    )
+    # The two generators are one here, which its check takes for a mistake.
+    logger = logging.getLogger(tp_random.__name__)
+    logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("device")
+        if isinstance(target, int) or (target is not None and str(target).startswith("cuda")):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def alias_factories() -> None:
+    """device="cuda" handed to a tensor factory means CPU, and .cuda() is the identity."""
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    for name in ("empty_like", "zeros_like"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+
+
+def alias_tensor_type() -> None:
+    """Megatron's optimizers recognise parameters by tensor.type() == 'torch.cuda.FloatTensor'."""
+    original = torch.Tensor.type
+
+    def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, dtype, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = tensor_type
+
+
+def define_missing_symbols() -> None:
+    """moe_utils names te_general_gemm without defining it where Transformer Engine is absent.
+
+    CheckpointWithoutOutput takes its own default fp8=False for "fp8 is on".
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    original = CheckpointWithoutOutput.__init__
+    CheckpointWithoutOutput.__init__ = lambda self, fp8=False: original(self, fp8 or None)
+
+
+def convert_alltoall_splits() -> None:
+    """The all-to-all dispatcher makes its split sizes numpy only on their way from a GPU to the host.
+
+    On CPU they would stay tensors, which all_to_all_single refuses.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def uneven_collectives() -> None:
+    """gloo has no all-gather and reduce-scatter of uneven parts (expert tensor parallelism): use
+    all-to-all.
+    """
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(
+        x: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(x, group, None, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        out = x.new_empty([sum(sizes), *x.shape[1:]])
+        dist.all_to_all_single(out, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group)
+        return out
+
+    def scatter_uneven(
+        x: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(x, group, None, use_global_buffer)
+        sizes = [int(n) for n in input_split_sizes]
+        world, num_rows = len(sizes), sizes[group.rank()]
+        out = x.new_empty([world * num_rows, *x.shape[1:]])
+        dist.all_to_all_single(out, x.contiguous(), [num_rows] * world, sizes, group=group)
+        return out.view(world, num_rows, *x.shape[1:]).sum(0)
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = scatter_uneven
+
+
+def contiguous_collectives() -> None:
+    """gloo's scatter and broadcast silently ignore strides: hand them contiguous tensors, as NCCL's do."""
+    scatter, broadcast = dist.scatter, dist.broadcast
+
+    def scatter_contiguous(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        parts = scatter_list and [t.contiguous() for t in scatter_list]
+        return scatter(tensor, parts, *args, **kwargs)
+
+    def broadcast_contiguous(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_contiguous():
+            return broadcast(tensor, *args, **kwargs)
+        assert not kwargs.get("async_op"), "an asynchronous broadcast of a strided tensor is not supported"
+        packed = tensor.contiguous()
+        broadcast(packed, *args, **kwargs)
+        tensor.copy_(packed)
+
+    dist.scatter, dist.broadcast = scatter_contiguous, broadcast_contiguous
+
+
+def use_fused_adam() -> None:
+    """The distributed optimizer expects the state layout of Transformer Engine's or Apex's Adam."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    from mcore_rl.device.adam import FusedAdam
+
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def use_te_workalike() -> None:
+    """The Transformer Engine spec builds torch modules of the same tree and names."""
+    from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
+    from megatron.core.transformer import transformer_block
+
+    from mcore_rl.device import te_workalike
+
+    gpt_layer_specs.TESpecProvider = moe_module_specs.TESpecProvider = te_workalike.SpecProvider
+    gpt_layer_specs.TENorm = transformer_block.LayerNormImpl = te_workalike.Norm
+
+
+def run_eagerly() -> None:
+    """megatron-core's jit_fuser is torch.compile, which needs a C++ compiler and minutes: run such
+    functions as they are.
+    """
+    torch.compiler.set_stance("force_eager")
+
+
+PATCHES: dict[str, Callable[[], None]] = {
+    "streams": alias_streams,
+    "rng": alias_rng,
+    "factories": alias_factories,
+    "tensor_type": alias_tensor_type,
+    "missing_symbols": define_missing_symbols,
+    "alltoall_splits": convert_alltoall_splits,
+    "uneven_collectives": uneven_collectives,
+    "contiguous_collectives": contiguous_collectives,
+    "fused_adam": use_fused_adam,
+    "te_workalike": use_te_workalike,
+    "eager": run_eagerly,
+}

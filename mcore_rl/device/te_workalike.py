@@ -1,0 +1,221 @@
+"""Torch work-alikes of the Transformer Engine modules that megatron-core's TE layer spec is made of.
+
+Module tree, parameter names and distributed-checkpoint keys are those of a GPU with Transformer Engine, so
+the model, its checkpoints and the table to HF names need no CPU variant.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.parallel_state import get_context_parallel_group
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from mcore_rl.device.attention import context_parallel_attention, packed_attention
+
+
+class Norm:
+    """TENorm: a torch norm whose parameters are marked for sequence parallelism."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+        kind = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for p in norm.parameters():
+            p.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+class DotProductAttention(MegatronModule):
+    """TEDotProductAttention for packed (THD) causal sequences, with grouped queries and context
+    parallelism.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert not config.attention_dropout, "attention dropout is not supported on CPU"
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.cp_group = getattr(pg_collection, "cp", None) or get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """query, key, value [T, h, d] of this context-parallel rank -> [T, h * d]."""
+        assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", (
+            "only packed sequences"
+        )
+        assert attention_bias is None and attention_mask is None
+        lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        if self.cp_group.size() == 1:
+            return packed_attention(query, key, value, lens_N, self.softmax_scale)
+        key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
+        value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
+        rank, size = self.cp_group.rank(), self.cp_group.size()
+        return context_parallel_attention(query, key, value, lens_N, self.softmax_scale, rank, size)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """TELayerNormColumnParallelLinear: norm of the (sequence-sharded) input, then the column-parallel
+    linear.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = self._norm_parameter(torch.ones(input_size, dtype=config.params_dtype))
+        if config.normalization == "LayerNorm":
+            self.layer_norm_bias = self._norm_parameter(torch.zeros(input_size, dtype=config.params_dtype))
+
+    def _norm_parameter(self, value: Tensor) -> torch.nn.Parameter:
+        parameter = torch.nn.Parameter(value)
+        parameter.sequence_parallel = self.config.sequence_parallel
+        return parameter
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight, eps = self.layer_norm_weight, self.config.layernorm_epsilon
+        if self.config.normalization == "LayerNorm":
+            normed = F.layer_norm(input_, weight.shape, weight, self.layer_norm_bias, eps)
+        else:
+            normed = F.rms_norm(input_, weight.shape, weight, eps)
+        return super().forward(normed, *args, **kwargs)
+
+
+class _GroupedLinear(torch.nn.Module):
+    """Parameters weight0 .. weightN-1, one per local expert; forward takes tokens sorted by expert and
+    their counts.
+    """
+
+    tp_axis: int
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Any,
+        bias: bool,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert not bias, "expert biases are not supported on CPU"
+        self.config, self.num_gemms, self.groups = config, num_gemms, pg_collection
+        shape = [output_size, input_size]
+        shape[self.tp_axis] //= pg_collection.expt_tp.size()
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            if config.perform_initialization:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    init_method(weight)
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = (
+                True,
+                self.tp_axis,
+                1,
+            )
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, None]:
+        parts = torch.split(x, list(counts))
+        return torch.cat([F.linear(t, getattr(self, f"weight{i}")) for i, t in enumerate(parts)]), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Experts are one more axis in front, as TEGroupedLinear's: key `prefix`weight, offset by the
+        global expert.
+        """
+        metadata = metadata or {}
+        single = metadata.get("singleton_local_shards", False)
+        num_experts = self.groups.ep.size() * self.num_gemms
+        shards: dict[str, Any] = {}
+        for i in range(self.num_gemms):
+            expert = self.groups.ep.rank() * self.num_gemms + i
+            axis = (len(sharded_offsets), expert, num_experts)
+            sub = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": getattr(self, f"weight{i}")},
+                "",
+                {f"{i}.weight": self.tp_axis},
+                sharded_offsets if single else (*sharded_offsets, axis),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(sub, f"{i}.", f"{expert}.{prefix}" if single else prefix)
+            shard = shards[f"{prefix}weight{i}"] = sub[f"{i}.weight"]
+            shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+        return shards
+
+
+class ColumnParallelGroupedLinear(_GroupedLinear):
+    tp_axis = 0
+
+
+class RowParallelGroupedLinear(_GroupedLinear):
+    tp_axis = 1
+
+
+class SpecProvider(BackendSpecProvider):
+    """TESpecProvider's answers in torch."""
+
+    def linear(self) -> type:
+        return Linear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return DotProductAttention
+
+    def activation_func(self) -> Any:
+        return None
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        if moe_use_grouped_gemm:
+            linears = MLPSubmodules(
+                linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
+            )
+            return TEGroupedMLP, linears
+        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)

@@ -1,0 +1,182 @@
+"""The policy on one training rank: packed micro-batches in, log-probs, optimizer steps, weights and
+checkpoints out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.device import device
+from mcore_rl.slices.box import Shard
+from mcore_rl.train.hf_config import make_transformer_config, moe_layers, read_hf_config
+from mcore_rl.train.logprobs import vocab_parallel_logprobs
+from mcore_rl.train.model import make_chunks
+from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
+from mcore_rl.train.packing import RankBatch, make_rank_batch
+from mcore_rl.train.reference import ReferenceWeights
+from mcore_rl.train.runtime import on_last_stage, rank_coordinate
+from mcore_rl.train.schedule import Report, run_schedule
+from mcore_rl.train.shards import local_tensors, weight_layout
+from mcore_rl.train.stats import reduce_router_aux_loss, reduce_sums, token_sums
+from mcore_rl.train.weights import fill_weights
+from mcore_rl.types import StepStats, TrainBatch
+
+TokenLoss = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""(logprobs_T, entropy_T, batch of the same tokens) -> (loss_T, metrics_T)."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Actor:
+    """One rank's share of the policy and its optimizer. Every method is a collective over all ranks.
+
+    Every rank of a data-parallel group passes the same micro-batches, every group equally many; with
+    `parallel.vpp` their number is a multiple of `parallel.pp`.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        """Build the model in the layout of the process groups and fill it. Errors: see read_hf_config,
+        fill_weights.
+        """
+        self.hf_config = read_hf_config(model.path)
+        self.step = 0
+        """Optimizer steps taken."""
+        self._hf_path, self._optimizer_config, self._total_steps = (
+            Path(model.path),
+            optimizer,
+            total_steps,
+        )
+        dtype = DTYPES[model.dtype]
+        self._config = make_transformer_config(
+            self.hf_config, parallel, dtype, train.recompute, train.router_aux_loss_coef
+        )
+        chunks = make_chunks(self._config, self.hf_config)
+        fill_weights(chunks, model, self.hf_config, seed)
+        self.chunks = wrap_chunks(self._config, chunks)
+        self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
+        self._reference: ReferenceWeights | None = None
+
+    def compute_logprobs(
+        self, microbatches: Sequence[TrainBatch], *, reference: bool = False, temperature: float = 1.0
+    ) -> list[Tensor] | None:
+        """float32 log-probs [T] of each micro-batch's tokens on the owning rank, None on the others.
+
+        Entry t is log p(token t | tokens before it); 0 for the first token of a sequence. `reference` takes
+        the weights of `snapshot_reference`.
+        """
+
+        def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
+            logprobs_T, _ = self._logprobs(batch, logits_TV, temperature)
+            return logits_TV.new_zeros(()), {"logprobs": logprobs_T}
+
+        batches = self._rank_batches(microbatches)
+        with self._reference_weights() if reference else nullcontext():
+            reports = run_schedule(self.chunks, batches, output, forward_only=True)
+        if not on_last_stage():
+            return None
+        whole = [
+            _gather_tokens(report["logprobs"], batch.targets_T, len(microbatch.token_ids_T))
+            for report, batch, microbatch in zip(reports, batches, microbatches, strict=True)
+        ]
+        return whole if rank_coordinate().owns_output else None
+
+    def train_step(
+        self, microbatches: Sequence[TrainBatch], loss_fn: TokenLoss, *, temperature: float, num_tokens: int
+    ) -> StepStats | None:
+        """One optimizer step on sum(loss_weights * loss); stats on the owning rank, None on the others.
+
+        num_tokens   tokens of the whole step, over all data-parallel ranks
+        """
+
+        def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
+            logprobs_T, entropy_T = self._logprobs(batch, logits_TV, temperature)
+            loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch)
+            loss = (loss_T * batch.batch.loss_weights_T).sum()
+            # megatron-core divides gradients by the step's tokens; the weights already hold every
+            # denominator.
+            return loss * num_tokens, token_sums(loss, metrics_T, batch.batch.loss_mask_T)
+
+        self._check_step(microbatches, num_tokens)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        rate = learning_rate(self._optimizer_config, self.step, self._total_steps)
+        set_learning_rate(self._optimizer, rate)
+        reports = run_schedule(self.chunks, self._rank_batches(microbatches), output, forward_only=False)
+        succeeded, grad_norm, _ = self._optimizer.step()
+        assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
+        self.step += 1
+        aux = self._router_aux_loss(len(microbatches))
+        if not on_last_stage():
+            return None
+        loss, metrics = reduce_sums(reports)
+        if not rank_coordinate().owns_output:
+            return None
+        return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | aux)
+
+    def snapshot_reference(self) -> None:
+        """Keep the current weights, in host memory, as the reference policy."""
+        self._reference = ReferenceWeights(local_tensors(self.chunks))
+
+    def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
+        """(shards of HF tensors on this rank, the parameters they lie in)."""
+        return weight_layout(self.chunks, self.hf_config)
+
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        if self._reference is None:
+            raise ValueError("no reference policy was kept: call snapshot_reference() first")
+        return self._reference.swapped_in(local_tensors(self.chunks))
+
+    def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
+        tp, cp = ps.get_tensor_model_parallel_world_size(), ps.get_context_parallel_world_size()
+        cp_rank = ps.get_context_parallel_rank()
+        return [make_rank_batch(batch, cp_rank, cp, tp).to(device()) for batch in microbatches]
+
+    def _logprobs(self, batch: RankBatch, logits_TV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        group = ps.get_tensor_model_parallel_group()
+        return vocab_parallel_logprobs(
+            logits_TV, batch.labels_T, group, self.hf_config["vocab_size"], temperature
+        )
+
+    def _router_aux_loss(self, num_microbatches: int) -> dict[str, float]:
+        if not self._config.moe_aux_loss_coeff:
+            return {}
+        layers = moe_layers(self.hf_config)
+        return {"router_aux_loss": reduce_router_aux_loss(len(layers), sum(layers), num_microbatches)}
+
+    def _check_step(self, microbatches: Sequence[TrainBatch], num_tokens: int) -> None:
+        assert microbatches, "train_step without micro-batches"
+        assert all(m.loss_weights_T is not None for m in microbatches), "train_step needs loss_weights_T"
+        here = sum(len(m.token_ids_T) for m in microbatches)
+        assert here <= num_tokens, (
+            f"{here} tokens on this rank, but num_tokens={num_tokens} for the whole step"
+        )
+
+
+def _gather_tokens(local_T: Tensor, targets_T: Tensor, num_tokens: int) -> Tensor:
+    """Put each context-parallel rank's values at the tokens they belong to; [num_tokens] on every one of
+    them.
+    """
+    whole = torch.zeros(num_tokens)
+    has_target = (targets_T >= 0).cpu()
+    whole[targets_T.cpu()[has_target]] = local_T.detach().cpu().float()[has_target]
+    group = ps.get_context_parallel_group()
+    if group.size() > 1:
+        on_device = whole.to(device())
+        dist.all_reduce(on_device, group=group)
+        whole = on_device.cpu()
+    return whole

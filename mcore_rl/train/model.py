@@ -1,0 +1,63 @@
+"""This rank's part of the model: HF config and layout in, megatron-core GPTModel chunks out, not yet
+filled.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.train.hf_config import padded_vocab_size, rope_theta
+from mcore_rl.train.router import TokenWeightedRouter
+
+
+def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:
+    """One GPTModel per virtual pipeline stage of this rank, on its device, parameters uninitialised."""
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    virtual = config.virtual_pipeline_model_parallel_size is not None
+    chunks = [_make_chunk(config, hf_config, stage if virtual else None) for stage in stages]
+    _mark_expert_parameters(chunks)
+    return chunks
+
+
+def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None) -> GPTModel:
+    return GPTModel(
+        config,
+        _make_spec(config, vp_stage),
+        vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
+        max_sequence_length=hf_config["max_position_embeddings"],
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf_config),  # type: ignore[arg-type]
+        share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
+        parallel_output=True,
+        pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
+    ).cuda()
+
+
+def _make_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    for layer in spec.layer_specs or ():
+        experts = layer.submodules.mlp.submodules
+        if isinstance(experts, MoESubmodules):
+            experts.router = TokenWeightedRouter
+    return spec
+
+
+def _mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Routed experts always go to the expert data-parallel buffers and optimizer.
+
+    megatron-core does this only if EP > 1, which makes gradients wrong for ETP != TP with EP = 1 and gives
+    layouts different optimizer structures, so that their checkpoints would not reshard.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]

@@ -1,0 +1,76 @@
+"""Megatron DDP, the distributed optimizer and the learning-rate schedule."""
+
+from collections.abc import Sequence
+from math import cos, pi
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from mcore_rl.config import OptimizerConfig
+
+
+def wrap_chunks(
+    config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+) -> list[DistributedDataParallel]:
+    """Megatron DDP around each chunk; from here on the parameters are views of its buffers."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=True,
+        check_for_nan_in_grad=True,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    inner = [Float16Module(config, c) for c in chunks] if config.bf16 else chunks
+    return [
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)  # type: ignore[arg-type]
+        for i, chunk in enumerate(inner)
+    ]
+
+
+def make_optimizer(
+    config: OptimizerConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Distributed Adam with float32 main weights, decoupled weight decay and a global gradient norm clip."""
+    options = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(options, list(chunks))
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step`, the first being 0: linear warm-up to lr, then the schedule down to
+    min_lr.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    decay_steps = max(total_steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / decay_steps, 1.0)
+    share = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + cos(pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    for group in groups:
+        group["lr"] = rate

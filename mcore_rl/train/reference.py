@@ -1,0 +1,38 @@
+"""A frozen copy of the weights in host memory, swapped in for a forward pass and out again."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class ReferenceWeights:
+    """Host copy of the tensors it is made from. Swapping in keeps the current weights in a second host
+    copy.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._frozen = _host_copy(tensors)
+
+    @contextmanager
+    def swapped_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block `tensors` hold the frozen values; afterwards, bit for bit, what they held
+        before.
+        """
+        current = _host_copy(tensors)
+        _copy(self._frozen, tensors)
+        try:
+            yield
+        finally:
+            _copy(current, tensors)
+
+
+def _host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    for name, tensor in target.items():
+        tensor.copy_(source[name])

@@ -1,0 +1,88 @@
+"""Process groups of the training ranks: rank numbers and a ParallelConfig in, this rank's coordinate out."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.device import dist_backend, set_local_device, setup_device
+
+
+@dataclass(frozen=True)
+class RankCoordinate:
+    """Where a rank stands in each parallel dimension; `owns_output` is true on one rank per `dp`."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    owns_output: bool
+
+
+def init_distributed(
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    parallel: ParallelConfig,
+    seed: int,
+    timeout_s: float,
+) -> RankCoordinate:
+    """Join the other ranks; on a process that already has, regroup its ranks to the layout `parallel`.
+
+    No collective outlives `timeout_s`: it raises on the ranks that wait for one that does not come.
+    """
+    if world_size != parallel.world_size:
+        sizes = f"{parallel.tp} * {parallel.pp} * {parallel.cp} * {parallel.dp_size}"
+        raise ValueError(
+            f"{world_size} training ranks, but tp * pp * cp * dp = {sizes} = {parallel.world_size}:"
+            " start that many, or change parallel.dp"
+        )
+    setup_device()
+    set_local_device(rank)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            dist_backend(),
+            init_method=f"tcp://{master_addr}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    assert dist.get_world_size() == world_size, (dist.get_world_size(), world_size)
+    _make_groups(parallel, timeout_s)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    return rank_coordinate()
+
+
+def _make_groups(parallel: ParallelConfig, timeout_s: float) -> None:
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
+    )
+
+
+def rank_coordinate() -> RankCoordinate:
+    tp, cp = ps.get_tensor_model_parallel_rank(), ps.get_context_parallel_rank()
+    return RankCoordinate(
+        dp=ps.get_data_parallel_rank(),
+        tp=tp,
+        pp=ps.get_pipeline_model_parallel_rank(),
+        cp=cp,
+        ep=ps.get_expert_model_parallel_rank(),
+        owns_output=on_last_stage() and tp == 0 and cp == 0,
+    )
+
+
+def on_last_stage() -> bool:
+    """Whether this rank holds the output layer, in whichever of its model chunks."""
+    return ps.is_pipeline_last_stage(ignore_virtual=True)

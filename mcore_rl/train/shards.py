@@ -1,0 +1,90 @@
+"""Where this rank's parameters lie: model chunks in, boxes of Megatron's global tensors and of HF tensors
+out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_rl.slices.box import Shard
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.training import LocalPart, training_padding, training_shards
+
+
+def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
+    """Parameters of all chunks of this rank by "<chunk>.<parameter name>"; views, not copies."""
+    return {
+        f"{i}.{name}": parameter.detach()
+        for i, chunk in enumerate(chunks)
+        for name, parameter in unwrap_model(chunk).named_parameters()
+    }
+
+
+def local_parts(chunks: Sequence[torch.nn.Module]) -> list[LocalPart]:
+    """Which box of which Megatron global tensor each parameter holds, as sharded_state_dict tells it."""
+    tensors = local_tensors(chunks)
+    return [
+        _part(shard, name, tensors[name])
+        for i, chunk in enumerate(chunks)
+        for name, shard in _parameter_shards(chunk, f"{i}.")
+    ]
+
+
+def weight_layout(
+    chunks: Sequence[torch.nn.Module], hf_config: HfConfig
+) -> tuple[list[Shard], dict[str, Tensor]]:
+    """(shards of HF tensors, the local tensors they lie in). Fill or read the tensors in place."""
+    return training_shards(local_parts(chunks), family_of(hf_config), hf_config), local_tensors(chunks)
+
+
+@torch.no_grad()
+def zero_padding(chunks: Sequence[torch.nn.Module], hf_config: HfConfig) -> None:
+    """Set to 0 what no HF tensor fills: the rows of the vocabulary's padding."""
+    tensors = local_tensors(chunks)
+    for span in training_padding(local_parts(chunks), family_of(hf_config), hf_config):
+        tensors[span.tensor].view(-1)[span.start : span.stop] = 0
+
+
+def _parameter_shards(chunk: torch.nn.Module, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
+    model = unwrap_model(chunk)
+    metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
+    state: Mapping[str, Any] = model.sharded_state_dict(metadata=metadata)
+    parameters = dict(model.named_parameters())
+    missing = parameters.keys() - state.keys()
+    assert not missing, f"sharded_state_dict lacks {sorted(missing)}"
+    for name, parameter in parameters.items():
+        entry = state[name]
+        if isinstance(entry, ShardedTensorFactory):
+            built = entry.build_fn(entry.key, parameter.detach(), entry.replica_id, entry.flattened_range)
+            yield from ((prefix + name, shard) for shard in _leaves(built))
+        else:
+            entry.data = parameter.detach()
+            yield prefix + name, entry
+
+
+def _leaves(tree: Any) -> Iterator[ShardedTensor]:
+    if isinstance(tree, ShardedTensor):
+        yield tree
+    else:
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _leaves(value)
+
+
+def _part(shard: ShardedTensor, name: str, tensor: Tensor) -> LocalPart:
+    data = shard.data
+    assert data is not None and data.is_contiguous(), f"{name} is not contiguous"
+    return LocalPart(
+        key=shard.key,
+        global_shape=tuple(shard.global_shape),
+        global_offset=tuple(shard.global_offset),
+        local_shape=(1,) * shard.prepend_axis_num + tuple(shard.local_shape),
+        tensor=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        offset=data.storage_offset() - tensor.storage_offset(),
+    )

@@ -1,0 +1,62 @@
+"""Fills this rank's parameters: from an HF directory, or drawn by HF name, in both cases the same for every
+layout.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig
+from mcore_rl.slices.box import Shard
+from mcore_rl.slices.coverage import check_coverage
+from mcore_rl.slices.families import family_of, hf_tensor_shapes
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf_files import load_into
+from mcore_rl.slices.training import training_padding, training_shards
+from mcore_rl.train.shards import local_parts, local_tensors, zero_padding
+
+
+@torch.no_grad()
+def fill_weights(
+    chunks: Sequence[torch.nn.Module], model: ModelConfig, hf_config: HfConfig, seed: int
+) -> None:
+    """Give every parameter of the chunks its initial value; ValueError unless each element gets exactly
+    one.
+    """
+    parts, family = local_parts(chunks), family_of(hf_config)
+    shards, tensors = training_shards(parts, family, hf_config), local_tensors(chunks)
+    padding = training_padding(parts, family, hf_config)
+    check_coverage(shards, padding, {name: t.numel() for name, t in tensors.items()})
+    zero_padding(chunks, hf_config)
+    if model.init == "random":
+        draw_weights(shards, tensors, hf_config, seed)
+    else:
+        load_into(shards, tensors, model.path)
+
+
+@torch.no_grad()
+def draw_weights(
+    shards: Iterable[Shard], tensors: Mapping[str, Tensor], hf_config: HfConfig, seed: int
+) -> None:
+    """Normal(0, initializer_range), norms 1; each HF tensor from a generator of its own, so that layouts
+    agree.
+
+    Peak memory: one HF tensor in float32.
+    """
+    shapes = hf_tensor_shapes(hf_config)
+    std = hf_config.get("initializer_range", 0.02)
+    by_name = sorted(shards, key=lambda shard: shard.box.name)
+    for name, group in groupby(by_name, key=lambda shard: shard.box.name):
+        full = torch.ones(shapes[name]) if len(shapes[name]) == 1 else _normal(name, shapes[name], std, seed)
+        for shard in group:
+            box = tuple(map(slice, shard.box.start, shard.box.stop))
+            shard.view(tensors).copy_(full[box])
+
+
+def _normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    return torch.randn(shape, generator=generator) * std

@@ -1,0 +1,93 @@
+"""Runs one function on several processes that talk over gloo; the results in rank order out, or every rank's
+traceback.
+
+The processes are forks of a server that has imported torch and megatron-core once, so that a launch costs
+little.
+"""
+
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = ["torch", "mcore_rl.train.actor"]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """fn(rank, world_size, port, *args) on `world_size` processes; `port` is free for rank 0's store.
+
+    `fn` must be importable by name. AssertionError with the traceback of each rank that failed or did not
+    answer.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port = free_port()
+    ranks = []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_rank_main, args=(theirs, fn, rank, world_size, port, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    try:
+        return _collect([ours for _, ours in ranks], timeout_s)
+    finally:
+        for process, _ in ranks:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(enumerate(connections))
+    results: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        ready = wait(list(waiting.values()), timeout=left)
+        for rank in [r for r, c in waiting.items() if c in ready]:
+            try:
+                succeeded, value = pickle.loads(waiting.pop(rank).recv_bytes())
+            except EOFError:
+                succeeded, value = False, "the process died"
+            (results if succeeded else errors)[rank] = value
+        if errors:  # the others may wait for the failed one: give them a moment to tell their side
+            deadline = min(deadline, time.monotonic() + 3.0)
+    for rank in waiting:
+        errors[rank] = f"no answer within {timeout_s:.0f} s or after another rank's failure"
+    assert not errors, "".join(f"\n--- rank {rank}: {text}" for rank, text in sorted(errors.items()))
+    return [results[rank] for rank in sorted(results)]
+
+
+def _rank_main(
+    connection: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        answer = (True, fn(rank, world_size, port, *args))
+    except BaseException:
+        answer = (False, traceback.format_exc())
+    connection.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
+    connection.close()
