@@ -1,0 +1,189 @@
+"""An engine's own `load_weights` in, shards of its parameters out: the loader runs on tracers, not on weights.
+
+    tracer of q_proj [8, 4] --narrow--> rows 4-7 --copy_--> qkv_proj[0:4]
+    becomes Shard(Box("q_proj", (4, 0), (8, 4)), "qkv_proj", offset=0, strides=(4, 1))
+
+A tracer knows where in its HF tensor it lies and has no data; nothing is written to the parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mcore_rl.slices.box import Shard
+from mcore_rl.slices.coverage import Span, check_coverage, runs
+from mcore_rl.slices.strided import shards_of_view
+
+aten = torch.ops.aten
+CAST = {aten._to_copy.default, aten.clone.default}
+FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+
+LOADER_ERRORS = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
+"""What an engine's loader raises when a tracer is not the tensor it wants."""
+
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
+
+
+def trace_load_weights(
+    load_weights: LoadWeights,
+    hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    local_tensors: Mapping[str, Tensor],
+) -> list[Shard]:
+    """Which box of which HF tensor `load_weights` puts where in `local_tensors`, in the order it does.
+
+    hf_tensors      HF name -> shape and dtype of every tensor of the checkpoint
+    local_tensors   name -> contiguous parameter of this rank; elements that the loader sets to a constant
+                    (`fill_`, `zero_`) are padding, which nothing is sent to
+
+    ValueError names the tensor and the operation that cannot be traced, or the parameter element that is not
+    loaded exactly once.
+    """
+    trace = _Recorder(_Storages(local_tensors))
+    with trace:
+        try:
+            load_weights(trace.tracers(hf_tensors))
+        except LOADER_ERRORS as error:
+            raise ValueError(f"load_weights failed while tracing {trace.current!r}: {error}") from error
+    trace.storages.check_unchanged()
+    check_coverage(trace.shards, trace.padding, {name: t.numel() for name, t in local_tensors.items()})
+    return trace.shards
+
+
+class _Storages:
+    """Finds the local tensor that a view of it belongs to."""
+
+    def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(local_tensors)
+        self._storages = {name: tensor.untyped_storage() for name, tensor in self._tensors.items()}
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            if not tensor.is_contiguous():
+                raise ValueError(f"parameter {name!r} is not contiguous (strides {tensor.stride()})")
+            self._names.setdefault(self._storages[name]._cdata, []).append(name)
+
+    def locate(self, view: Tensor) -> tuple[str, int] | None:
+        """Name of the local tensor that `view` lies in and the element it begins at; None if in none."""
+        for name in self._names.get(view.untyped_storage()._cdata, ()):
+            tensor = self._tensors[name]
+            offset = view.storage_offset() - tensor.storage_offset()
+            if 0 <= offset < tensor.numel() and view.dtype == tensor.dtype:
+                return name, offset
+        return None
+
+    def check_unchanged(self) -> None:
+        for name, tensor in self._tensors.items():
+            if tensor.untyped_storage()._cdata != self._storages[name]._cdata:
+                raise ValueError(f"load_weights replaced the memory of parameter {name!r}: cannot be traced")
+
+    @property
+    def device(self) -> torch.device:
+        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
+
+
+class _Tracer(Tensor):
+    """A view of HF tensor `hf_name`; `meta` is the same view of a uint8 meta tensor of shape `hf_shape`."""
+
+    meta: Tensor
+    hf_name: str
+    hf_shape: tuple[int, ...]
+    recorder: "_Recorder"
+
+    @staticmethod
+    def make(
+        meta: Tensor, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype, recorder: "_Recorder"
+    ) -> "_Tracer":
+        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
+        device = recorder.storages.device
+        self = Tensor._make_wrapper_subclass(_Tracer, meta.shape, **layout, dtype=dtype, device=device)
+        self.meta, self.hf_name, self.hf_shape, self.recorder = meta, hf_name, hf_shape, recorder
+        return self
+
+    def like(self, meta: Tensor, dtype: torch.dtype) -> "_Tracer":
+        return _Tracer.make(meta, self.hf_name, self.hf_shape, dtype, self.recorder)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Tracer))
+        return tracer.recorder.on_tracer(tracer, func, args, kwargs or {})
+
+
+class _Recorder(TorchDispatchMode):
+    """Records copies of tracers into parameters, and constants written there; refuses every other write."""
+
+    def __init__(self, storages: _Storages) -> None:
+        super().__init__()
+        self.storages = storages
+        self.shards: list[Shard] = []
+        self.padding: list[Span] = []
+        self.current = "(nothing yet)"
+
+    def tracers(
+        self, hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, (shape, dtype) in hf_tensors.items():
+            self.current = name
+            meta = torch.empty(shape, dtype=torch.uint8, device="meta")
+            yield name, _Tracer.make(meta, name, tuple(shape), dtype, self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable and not any(isinstance(x, _Tracer) for x in tree_leaves((args, kwargs))):
+            for target in _written_tensors(func, args, kwargs):
+                found = self.storages.locate(target)
+                if found is not None:
+                    self._on_constant(func, target, *found)
+                    return target
+        return func(*args, **kwargs)
+
+    def _on_constant(self, func: Any, target: Tensor, name: str, offset: int) -> None:
+        if func not in FILL:
+            raise ValueError(f"load_weights writes to parameter {name!r} by {func}, which cannot be traced")
+        starts, run_len = runs(target.shape, target.stride(), offset)
+        self.padding += [Span(name, int(start), int(start) + run_len) for start in starts]
+
+    def on_tracer(self, tracer: _Tracer, func: Any, args: Any, kwargs: Any) -> Any:
+        """Views and casts of a tracer are tracers; a copy into a parameter is recorded; else refuse."""
+        if func is aten.copy_.default and not isinstance(args[0], _Tracer):
+            self._on_copy(args[0], tracer)
+            return args[0]
+        if func in CAST:
+            return tracer.like(tracer.meta, kwargs.get("dtype") or tracer.dtype)
+        if not func.is_view or func is aten.view.dtype:
+            raise ValueError(f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced")
+        plain_args, plain_kwargs = tree_map(lambda x: x.meta if isinstance(x, _Tracer) else x, (args, kwargs))
+        views = func(*plain_args, **plain_kwargs)
+        return tree_map(lambda x: tracer.like(x, tracer.dtype) if isinstance(x, Tensor) else x, views)
+
+    def _on_copy(self, target: Tensor, tracer: _Tracer) -> None:
+        if target.shape != tracer.shape:
+            raise ValueError(
+                f"load_weights copies {tracer.hf_name!r} of shape {tuple(tracer.shape)} to shape "
+                f"{tuple(target.shape)}: broadcasting cannot be traced"
+            )
+        if target.numel() == 0:
+            return
+        found = self.storages.locate(target)
+        if found is None:
+            raise ValueError(
+                f"load_weights copies {tracer.hf_name!r} to a tensor of shape {tuple(target.shape)} that is "
+                "no parameter, which cannot be traced"
+            )
+        name, offset = found
+        dtype = str(target.dtype).removeprefix("torch.")
+        self.shards += shards_of_view(
+            tracer.hf_name, tracer.hf_shape, tracer.meta, name, offset, target.stride(), dtype
+        )
+
+
+def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The non-empty tensors among the arguments that `func` writes to, by its schema."""
+    values = [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel()]
