@@ -5,6 +5,7 @@ checkpoints out.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
+from mcore_rl.train.checkpoint import Checkpointer, TrainState
+from mcore_rl.train.export import export_hf
 from mcore_rl.train.hf_config import make_transformer_config, moe_layers, read_hf_config
 from mcore_rl.train.logprobs import vocab_parallel_logprobs
 from mcore_rl.train.model import make_chunks
@@ -55,11 +58,8 @@ class Actor:
         self.hf_config = read_hf_config(model.path)
         self.step = 0
         """Optimizer steps taken."""
-        self._hf_path, self._optimizer_config, self._total_steps = (
-            Path(model.path),
-            optimizer,
-            total_steps,
-        )
+        self._hf_path = Path(model.path)
+        self._optimizer_config, self._total_steps = optimizer, total_steps
         dtype = DTYPES[model.dtype]
         self._config = make_transformer_config(
             self.hf_config, parallel, dtype, train.recompute, train.router_aux_loss_coef
@@ -68,6 +68,7 @@ class Actor:
         fill_weights(chunks, model, self.hf_config, seed)
         self.chunks = wrap_chunks(self._config, chunks)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
+        self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
         self._reference: ReferenceWeights | None = None
 
     def compute_logprobs(
@@ -111,6 +112,7 @@ class Actor:
             return loss * num_tokens, token_sums(loss, metrics_T, batch.batch.loss_mask_T)
 
         self._check_step(microbatches, num_tokens)
+        self._checkpointer.maybe_finish()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -135,6 +137,28 @@ class Actor:
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """(shards of HF tensors on this rank, the parameters they lie in)."""
         return weight_layout(self.chunks, self.hf_config)
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Start a checkpoint of weights, optimizer, step, generators and `extra` (equal on all ranks).
+
+        Returns when the state is copied; the folder appears under its name after `finish_save`, the next
+        save or some later train_step.
+        """
+        self._checkpointer.save(Path(folder), self.step, extra)
+
+    def finish_save(self, timeout_s: float = 600.0) -> None:
+        """Wait until the save under way, if there is one, is complete."""
+        self._checkpointer.finish(timeout_s)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Continue from a checkpoint of the same model in any layout; returns its `extra`."""
+        self.step, extra = self._checkpointer.load(Path(folder))
+        return extra
+
+    def export_hf(self, out_dir: Path) -> None:
+        """Write the weights as a HuggingFace directory beside the tokenizer and config they came with."""
+        shards, tensors = self.weight_layout()
+        export_hf(shards, tensors, self.hf_config, Path(out_dir), self._hf_path)
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._reference is None:

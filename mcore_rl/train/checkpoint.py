@@ -1,0 +1,219 @@
+"""Checkpoints that any layout can load: model, optimizer and extra state in, one folder per save out.
+
+A save goes to `<folder>.incomplete` and is renamed when every rank has written its part, so a folder that
+has its own name is whole. Tensors are copied to host memory first (peak: one host copy of the rank's model
+and optimizer state); a thread writes them while training goes on.
+"""
+
+import queue
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.device import device, synchronize
+from mcore_rl.train.rng import rng_state, set_rng_state
+
+INCOMPLETE = ".incomplete"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """What a checkpoint holds, as the ranks hold it."""
+
+    chunks: Sequence[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    parallel: ParallelConfig
+
+
+class Checkpointer:
+    """Saves and loads; every method is a collective over all ranks."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._pending: _Save | None = None
+
+    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
+        """Copy the state and start writing it; `finish` (or the next save) makes the folder count.
+
+        extra   picklable, the same on every rank
+        """
+        self.finish()
+        staging = folder.with_name(folder.name + INCOMPLETE)
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        dist.barrier()
+        sharded = _sharded_state(self._state, is_loading=False)
+        sharded |= {
+            "rng": _rng_object(),
+            "step": step,
+            "extra": extra,
+            "layout": _layout(self._state.parallel),
+        }
+        request = dist_checkpointing.save(
+            sharded, str(staging), _ThreadedStrategy("torch_dist", 1), async_sharded_save=True
+        )
+        assert request is not None
+        self._pending = _Save(request, staging, folder)
+
+    def finish(self, timeout_s: float = 600.0) -> None:
+        """Wait for the save under way and make its folder count. TimeoutError, or the writer's error, names
+        it.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.finish(timeout_s)
+
+    def maybe_finish(self) -> None:
+        """Finish the save under way if all ranks have written their part."""
+        if self._pending is None:
+            return
+        writing = torch.tensor([int(self._pending.is_writing())], device=device())
+        dist.all_reduce(writing)
+        if writing.item() == 0:
+            self.finish()
+
+    def load(self, folder: Path) -> tuple[int, dict[str, Any]]:
+        """Restore model, optimizer and, if the layout is the one it was saved in, generators; (step, extra).
+
+        ValueError if `folder` is not a complete checkpoint.
+        """
+        if not (folder / "metadata.json").is_file():
+            raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
+        state = self._state
+        same_layout = dist_checkpointing.load_common_state_dict(str(folder))["layout"] == _layout(
+            state.parallel
+        )
+        sharded = _sharded_state(state, is_loading=True) | ({"rng": _rng_object()} if same_layout else {})
+        loaded = dist_checkpointing.load(sharded, str(folder))
+        for name, chunk in _named_chunks(state.chunks):
+            unwrap_model(chunk).load_state_dict(loaded[name])
+        with torch.no_grad():
+            state.optimizer.load_state_dict(loaded["optimizer"])
+        if same_layout:
+            set_rng_state(loaded["rng"])
+        return loaded["step"], loaded["extra"]
+
+
+def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    return [(f"model{i}" if len(chunks) > 1 else "model", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _sharded_state(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    sharded: dict[str, Any] = {
+        name: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
+        for name, chunk in _named_chunks(state.chunks)
+    }
+    sharded["optimizer"] = state.optimizer.sharded_state_dict(
+        sharded, is_loading=is_loading, metadata=metadata
+    )
+    return sharded
+
+
+def _rng_object() -> ShardedObject:
+    return ShardedObject("rng", rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+    return {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp_size")}
+
+
+class _ThreadedStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's writer, called from a thread of this process instead of forked ones.
+
+    Forks of a process with CUDA, gloo and Ray threads are fragile, and outlive a killed rank.
+    """
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+        arguments = (transforms, _on_host(writer.write_buckets), writer.results_queue)
+        return request._replace(async_fn=_write_buckets, async_fn_args=arguments, preload_fn=None)
+
+
+def _on_host(buckets: Sequence[Any]) -> list[Any]:
+    staged = [
+        (path, key, (blobs, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
+        for path, key, (blobs, tensors) in buckets
+    ]
+    synchronize()
+    return staged
+
+
+def _write_buckets(transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]") -> None:
+    """Put {bucket number: what was written} or the error into `results`, as megatron-core's finalisation
+    expects.
+    """
+    written: dict[int, Any] = {}
+    answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for i, bucket in enumerate(buckets):
+        running: queue.Queue[int] = queue.Queue()
+        running.put(i)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms,
+            i,
+            bucket,
+            answers,
+            running,
+            use_fsync=True,  # type: ignore[arg-type]
+        )
+        _, answer = answers.get_nowait()
+        if isinstance(answer, Exception):
+            results.put(answer)
+            return
+        written[i] = answer
+    results.put(written)
+
+
+class _Save:
+    """A save under way on this rank."""
+
+    def __init__(self, request: AsyncRequest, staging: Path, folder: Path) -> None:
+        self._request, self._staging, self._folder = request, staging, folder
+        self._thread = threading.Thread(
+            target=request.async_fn or (lambda: None),
+            args=request.async_fn_args,
+            name=f"save {folder.name}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def is_writing(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"rank {dist.get_rank()} waited {timeout_s:.0f} s for its writer of {self._staging}"
+            )
+        for finalize in self._request.finalize_fns:
+            finalize()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._staging.rename(self._folder)
+        dist.barrier()
