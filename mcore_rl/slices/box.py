@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
 
@@ -49,6 +50,11 @@ class Box:
         return Box(self.name, start, stop)
 
 
+def itemsize(dtype: str) -> int:
+    """Bytes per element of a torch dtype given by name."""
+    return getattr(torch, dtype).itemsize
+
+
 @dataclass(frozen=True)
 class Shard:
     """`box` lies in local tensor `tensor` from element `offset` on, with one stride (elements) per axis."""
@@ -59,6 +65,10 @@ class Shard:
     strides: tuple[int, ...]
     dtype: str
     """torch name of the local tensor's dtype, such as "bfloat16"."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * itemsize(self.dtype)
 
     def within(self, box: Box) -> "Shard":
         """The part of this shard that holds `box`, which must lie inside it."""

@@ -1,4 +1,4 @@
-"""An engine's own `load_weights` in, shards of its parameters out: the loader runs on tracers, not on weights.
+"""An engine's own `load_weights` in, shards of its parameters out: it is run on tracers, not on weights.
 
     tracer of q_proj [8, 4] --narrow--> rows 4-7 --copy_--> qkv_proj[0:4]
     becomes Shard(Box("q_proj", (4, 0), (8, 4)), "qkv_proj", offset=0, strides=(4, 1))

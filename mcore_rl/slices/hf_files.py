@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig, Shape
@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"
 
 
-def read_hf_config(hf_dir: Path) -> dict[str, Any]:
+def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     """The parsed config.json of a model directory; ValueError if there is none."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
@@ -35,7 +35,7 @@ def read_hf_config(hf_dir: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def open_hf_dir(hf_dir: Path) -> dict[str, Path]:
+def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
     """HF tensor name -> file that holds it, after comparing all names and shapes with config.json.
 
     ValueError names the file, the tensor and the remedy for a missing, surplus or misshapen tensor.
@@ -94,7 +94,7 @@ def _check_tensor(
 
 
 @torch.no_grad()
-def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], hf_dir: Path) -> None:
+def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], hf_dir: str | Path) -> None:
     """Fill the shards of local `tensors` from a model directory, reading only their slices; cast as needed.
 
     The directory is checked first, see `open_hf_dir`; a shard that names no tensor of it is a ValueError.
@@ -131,7 +131,7 @@ def plan_export(
     There are at least as many files as ranks when there are as many tensors, and files differ by at most one
     tensor's bytes, so ranks do as well. Each shard is the local tensor of its HF name.
     """
-    sizes = {name: prod(shape) * _itemsize(dtype) for name, shape in shapes.items()}
+    sizes = {name: prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
     num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))
     num_files = -(-num_files // num_ranks) * num_ranks if num_files > num_ranks else num_files
     bins: list[list[str]] = [[] for _ in range(num_files)]
@@ -198,7 +198,7 @@ def commit_export(
         _copy_side_files(side_files_from, out_dir)
     dtype = files[0].shards[0].dtype
     _write_json(out_dir / "config.json", {**hf_config, "dtype": dtype})
-    total = sum(shard.box.numel for file in files for shard in file.shards) * _itemsize(dtype)
+    total = sum(shard.num_bytes for file in files for shard in file.shards)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
     _write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
@@ -214,7 +214,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     temporary = path.with_name(path.name + TEMPORARY)
     temporary.write_text(json.dumps(value, indent=2) + "\n")
     temporary.rename(path)
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize

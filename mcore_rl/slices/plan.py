@@ -1,12 +1,10 @@
-"""Shards of all source and all target ranks in, who sends which box to whom out. Pure: same input, same plan."""
+"""Shards of all source and target ranks in, who sends which box to whom out. Pure: same input, same plan."""
 
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-
-import torch
 
 from mcore_rl.slices.box import Box, Shard
 
@@ -29,12 +27,12 @@ class Transfer:
 
     @property
     def num_bytes(self) -> int:
-        return self.target.box.numel * itemsize(self.target.dtype)
+        return self.target.num_bytes
 
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """All transfers, ordered by source rank, target rank, HF name and place; source and target ranks from 0."""
+    """All transfers, ordered by source rank, target rank, HF name and place; ranks count from 0."""
 
     transfers: tuple[Transfer, ...]
     num_source_ranks: int
@@ -106,13 +104,12 @@ class _Request:
     def sort_key(self) -> tuple[object, ...]:
         """The least choice first, then the most bytes: what is left can still even out the load."""
         target = self.target
-        num_bytes = target.box.numel * itemsize(target.dtype)
         place = (target.box.name, target.box.start, self.target_rank, target.tensor, target.offset)
-        return len(self.holders), -num_bytes, *place
+        return len(self.holders), -target.num_bytes, *place
 
 
 def make_plan(sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]]) -> SlicePlan:
-    """Fill every target shard from source shards; `sources[rank]` and `targets[rank]` are what each rank holds.
+    """Fill every target shard from source shards; `sources[rank]` and `targets[rank]` are what rank has.
 
     Each element of each target shard is sent exactly once, by one of the source ranks that hold it: the one
     with the fewest bytes to send so far. ValueError names a target that no source holds.
@@ -182,11 +179,6 @@ def subtract(box: Box, hole: Box) -> list[Box]:
             rest.append(Box(box.name, (*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
         start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
     return rest
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes per element of a torch dtype given by name."""
-    return getattr(torch, dtype).itemsize
 
 
 def _order(transfer: Transfer) -> tuple[object, ...]:
