@@ -1,4 +1,5 @@
-"""The policy as a HuggingFace directory: shards of all ranks in, safetensors files out, each written by one rank.
+"""The policy as a HuggingFace directory: shards of all ranks in, safetensors files out, each written by one
+rank.
 
 Peak memory per rank: one file's tensors (`max_file_bytes`) and as much again in send and receive buffers.
 """

@@ -63,6 +63,10 @@ def rope_theta(config: HfConfig) -> float:
     return float((config.get("rope_parameters") or config).get("rope_theta", 10000.0))
 
 
+def num_experts(config: HfConfig) -> int:
+    return family_of(config).sizes(config)["experts"]
+
+
 def moe_layers(config: HfConfig) -> list[int]:
     """1 for each layer with experts, 0 for each dense one."""
     family = family_of(config)
@@ -105,7 +109,7 @@ def make_transformer_config(
 
 def _experts(config: HfConfig, aux_loss_coef: float) -> dict[str, Any]:
     return {
-        "num_moe_experts": config["num_experts"],
+        "num_moe_experts": num_experts(config),
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_router_topk": config["num_experts_per_tok"],
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
@@ -140,12 +144,13 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
 def check_layout(config: HfConfig, parallel: ParallelConfig) -> None:
     """ValueError naming the first size of the model that `parallel` does not divide."""
     stages = parallel.pp * (parallel.vpp or 1)
-    for option, size, key in (
-        ("parallel.tp", parallel.tp, "num_attention_heads"),
-        ("parallel.tp", parallel.tp, "num_key_value_heads"),
-        ("parallel.pp * parallel.vpp", stages, "num_hidden_layers"),
-        ("parallel.ep", parallel.ep, "num_experts"),
-        ("parallel.etp", parallel.etp, "moe_intermediate_size"),
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    for option, divisor, key, size in (
+        ("parallel.tp", parallel.tp, "num_attention_heads", heads),
+        ("parallel.tp", parallel.tp, "num_key_value_heads", groups),
+        ("parallel.pp * parallel.vpp", stages, "num_hidden_layers", config["num_hidden_layers"]),
+        ("parallel.ep", parallel.ep, "num_experts", num_experts(config)),
+        ("parallel.etp", parallel.etp, "moe_intermediate_size", config["moe_intermediate_size"]),
     ):
-        if config[key] % size:
-            raise ValueError(f"{option}={size} does not divide {key}={config[key]} of config.json")
+        if size % divisor:
+            raise ValueError(f"{option}={divisor} does not divide {key}={size} of config.json")

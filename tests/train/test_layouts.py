@@ -1,0 +1,157 @@
+"""Every layout computes what one process computes: loss, gradients, log-probs, statistics; and what transformers does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.train.actor import Actor
+from tests.distributed import run_ranks
+from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
+
+Layout = dict[str, int]
+TWO_RANKS: list[Layout] = [
+    {"tp": 2},
+    {"pp": 2},
+    {"ep": 2},
+    {"cp": 2},
+    {"tp": 2, "ep": 2},
+    {"tp": 2, "etp": 2},
+    {"pp": 2, "vpp": 2},
+    {"dp": 2, "ep": 1},
+]
+FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}, {"pp": 2, "cp": 2, "vpp": 2}]
+
+
+def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """One step in a layout; what its owning ranks report, and every gradient by HF name in boxes."""
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    logprobs = actor.compute_logprobs(my_batches(), temperature=0.8)
+    stats = actor.train_step(my_batches(), token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
+    gather_gradients(actor)
+    shards, _ = actor.weight_layout()
+    gradients = {
+        f"{i}.{name}": parameter.main_grad
+        for i, chunk in enumerate(actor.chunks)
+        for name, parameter in _inner(chunk).named_parameters()
+    }
+    return {
+        "layout": layout,
+        "dp": dist.get_rank() if stats is None else _dp_rank(),
+        "stats": stats,
+        "logprobs": logprobs,
+        "gradients": [(shard.box, shard.view(gradients).clone()) for shard in shards],
+    }
+
+
+def run_layouts(rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Layout]) -> list[Any]:
+    return [run_layout(rank, world_size, port, model, layout) for layout in layouts]
+
+
+def gather_gradients(actor: Actor) -> None:
+    """Undo the distributed optimizer's reduce-scatter: whole gradients on every rank."""
+    for chunk in actor.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather(list(bucket.grad_data.chunk(group.size())), mine, group=group)
+
+
+def _inner(chunk: torch.nn.Module) -> torch.nn.Module:
+    from megatron.core.utils import unwrap_model
+
+    return unwrap_model(chunk)
+
+
+def _dp_rank() -> int:
+    from megatron.core import parallel_state as ps
+
+    return ps.get_data_parallel_rank()
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hf_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one_process(hf_dir: Path) -> dict[str, Any]:
+    return run_ranks(run_layout, 1, ModelConfig(path=str(hf_dir)), {})[0]
+
+
+def global_gradients(one_process: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """HF name -> gradient, put together from the boxes of one process."""
+    whole: dict[str, torch.Tensor] = {}
+    for box, gradient in one_process["gradients"]:
+        start = whole.get(box.name, torch.empty(0))
+        if start.shape != torch.Size(box.stop):
+            grown = torch.zeros(tuple(max(a, b) for a, b in zip(box.stop, _shape(start, box), strict=True)))
+            if start.numel():
+                grown[tuple(map(slice, start.shape))] = start
+            whole[box.name] = grown
+        whole[box.name][tuple(map(slice, box.start, box.stop))] = gradient
+    return whole
+
+
+def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape) if tensor.numel() else (0,) * len(box.stop)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two_ranks", "four_ranks"])
+def test_layouts_agree_with_one_process(
+    hf_dir: Path, one_process: dict[str, Any], layouts: list[Layout]
+) -> None:
+    world_size = ParallelConfig(**layouts[0]).world_size
+    per_rank = run_ranks(run_layouts, world_size, ModelConfig(path=str(hf_dir)), layouts, timeout_s=300)
+    wanted = global_gradients(one_process)
+    largest = max(g.abs().max().item() for g in wanted.values())
+    for results in zip(*per_rank, strict=True):
+        layout = results[0]["layout"]
+        check_reports(results, one_process, layout)
+        covered: dict[str, int] = {}
+        for result in results:
+            for box, gradient in result["gradients"]:
+                difference = (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
+                assert difference <= 1e-6 * largest, (layout, box, difference.item(), largest)
+                covered[box.name] = covered.get(box.name, 0) + box.numel
+        assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout
+
+
+def check_reports(results: tuple[Any, ...], one_process: dict[str, Any], layout: Layout) -> None:
+    owners = sorted((r for r in results if r["stats"] is not None), key=lambda r: r["dp"])
+    assert len(owners) == ParallelConfig(**layout).dp_size, layout
+    wanted = one_process["stats"]
+    for owner in owners:
+        stats = owner["stats"]
+        assert stats.loss == pytest.approx(wanted.loss, abs=1e-6), layout
+        assert stats.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6), layout
+        assert stats.metrics == pytest.approx(wanted.metrics, abs=2e-6), layout
+    for dp, owner in enumerate(owners):
+        for got, want in zip(owner["logprobs"], one_process["logprobs"][dp :: len(owners)], strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}")
+
+
+def transformers_logprobs(hf_dir: Path, temperature: float) -> list[torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    out = []
+    for batch in make_batches():
+        parts = []
+        for tokens in batch.token_ids_T.split(list(batch.lens_N)):
+            with torch.no_grad():
+                logits = model(tokens[None]).logits[0] / temperature
+            parts.append(torch.zeros(1))
+            parts.append(logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0])
+        out.append(torch.cat(parts))
+    return out
+
+
+def test_logprobs_are_those_of_transformers(hf_dir: Path, one_process: dict[str, Any]) -> None:
+    for got, want in zip(one_process["logprobs"], transformers_logprobs(hf_dir, 0.8), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -1,0 +1,85 @@
+"""A tiny Qwen3-MoE model directory and packed batches of unequal lengths, for tests of the training ranks."""
+
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state as ps
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.train.actor import Actor
+from mcore_rl.train.runtime import init_distributed
+from mcore_rl.types import TrainBatch
+
+VOCAB = 99
+LENS = ((5, 9, 3), (20,), (7, 1, 7), (4, 4, 13))
+NUM_TOKENS = sum(map(sum, LENS))
+
+
+def write_hf_model(folder: Path, **overrides: object) -> Path:
+    """A random model saved by transformers: 4 layers, the second one dense, 8 experts top-2, grouped queries."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        max_position_embeddings=256,
+        initializer_range=0.08,
+        **overrides,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_batches() -> list[TrainBatch]:
+    return [_make_batch(lens, seed) for seed, lens in enumerate(LENS)]
+
+
+def _make_batch(lens_N: tuple[int, ...], seed: int) -> TrainBatch:
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens = sum(lens_N)
+    mask_T = torch.rand(num_tokens, generator=generator) > 0.2
+    mask_T[torch.tensor((0, *lens_N[:-1])).cumsum(0)] = False
+    return TrainBatch(
+        token_ids_T=torch.randint(0, VOCAB, (num_tokens,), generator=generator),
+        loss_mask_T=mask_T,
+        lens_N=lens_N,
+        loss_weights_T=mask_T / 40.0,
+        advantages_T=torch.randn(num_tokens, generator=generator),
+    )
+
+
+def my_batches() -> list[TrainBatch]:
+    """This data-parallel rank's share of the micro-batches."""
+    return make_batches()[ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()]
+
+
+def token_loss(logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    assert batch.advantages_T is not None
+    loss_T = -batch.advantages_T * logprobs_T - 0.01 * entropy_T
+    return loss_T, {"entropy": entropy_T, "nll": -logprobs_T, "nll_max": -logprobs_T}
+
+
+def make_actor(
+    rank: int,
+    world_size: int,
+    port: int,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig | None = None,
+    recompute: str = "none",
+) -> Actor:
+    init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
+    train = TrainConfig(router_aux_loss_coef=0.1, recompute=recompute)
+    return Actor(model, parallel, train, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
