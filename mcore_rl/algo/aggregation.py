@@ -1,0 +1,55 @@
+"""The weight of each token in the loss of one optimizer step: loss mask and lengths in, weights_T out.
+
+Computed once for the whole mini-batch, so that sum(weights_T * loss_T) is the same however the sequences are
+cut into micro-batches or spread over ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.registry import Registry
+
+Aggregation = Callable[[Tensor, Tensor, int | None], Tensor]
+"""(loss_mask_T, lens_N, max_response_len) -> float64 weights_T, or one weight for all tokens."""
+
+AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
+
+
+def loss_weights(
+    kind: str, loss_mask_T: Tensor, lens_N: Sequence[int], max_response_len: int | None = None
+) -> Tensor:
+    """float32 [T], 0 where loss_mask_T is False; `max_response_len` (tokens) is read by kind="constant" only.
+
+    Without a trained token in the batch every weight is 0.
+    """
+    lens = torch.tensor(lens_N, dtype=torch.int64, device=loss_mask_T.device)
+    if loss_mask_T.shape != (sum(lens_N),):
+        raise ValueError(f"loss_mask_T has {tuple(loss_mask_T.shape)}, lens_N sum to {sum(lens_N)}")
+    return (AGGREGATIONS[kind](loss_mask_T, lens, max_response_len) * loss_mask_T).float()
+
+
+@AGGREGATIONS.register("token_mean")
+def token_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+    """1 / (trained tokens of the mini-batch); DAPO, arXiv:2503.14476, section 3.3."""
+    return 1 / loss_mask_T.sum().clamp(min=1).double()
+
+
+@AGGREGATIONS.register("sequence_mean")
+def sequence_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+    """1 / (N |o_i|): mean over tokens, then over the N sequences with any; GRPO, arXiv:2402.03300, eq. 3."""
+    num_tokens_N = torch.segment_reduce(loss_mask_T.double(), "sum", lengths=lens_N)
+    num_trained = (num_tokens_N > 0).sum().clamp(min=1)
+    return (1 / (num_trained * num_tokens_N.clamp(min=1))).repeat_interleave(lens_N)
+
+
+@AGGREGATIONS.register("constant")
+def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+    """1 / (N max_response_len), whatever the responses' lengths; Dr. GRPO, arXiv:2503.20783, section 3.2."""
+    if max_response_len is None or max_response_len < 1:
+        raise ValueError(
+            f"algorithm.aggregation='constant' needs max_response_len >= 1, got {max_response_len}"
+        )
+    num_sequences = max(len(lens_N), 1)
+    return torch.tensor(1 / (num_sequences * max_response_len), dtype=torch.float64, device=lens_N.device)

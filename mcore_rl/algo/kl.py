@@ -1,0 +1,34 @@
+"""Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T out.
+
+log_ratio = log policy - log reference. Source: John Schulman, "Approximating KL Divergence",
+http://joschu.net/blog/kl-approx.html.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mcore_rl.algo.registry import Registry
+
+KLEstimator = Callable[[Tensor], Tensor]
+"""log_ratio_T -> kl_T."""
+
+KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl.estimator")
+
+
+@KL_ESTIMATORS.register("k1")
+def k1(log_ratio_T: Tensor) -> Tensor:
+    """log_ratio: unbiased, of either sign. As a loss term its expected gradient is 0: only to measure."""
+    return log_ratio_T
+
+
+@KL_ESTIMATORS.register("k2")
+def k2(log_ratio_T: Tensor) -> Tensor:
+    """log_ratio^2 / 2: biased, small variance; its expected gradient is the gradient of the KL."""
+    return log_ratio_T.square() / 2
+
+
+@KL_ESTIMATORS.register("k3")
+def k3(log_ratio_T: Tensor) -> Tensor:
+    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative; GRPO's, arXiv:2402.03300, eq. 4."""
+    return (-log_ratio_T).expm1() + log_ratio_T

@@ -1,0 +1,144 @@
+"""The token loss of a recipe: terms, metrics, masking, on and off policy, written out in float64."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mcore_rl.algo.build import make_advantages, make_policy_loss, sft_loss
+from mcore_rl.config import AlgorithmConfig, KLConfig
+from mcore_rl.types import Prompt, Sample, TrainBatch
+
+LENS = (3, 4)
+MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
+CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, entropy_coef=0.01, kl=KLConfig(0.1, "k3"))
+
+
+def make_batch(**fields: torch.Tensor) -> TrainBatch:
+    return TrainBatch(torch.arange(7), MASK, LENS, **fields)
+
+
+def make_inputs() -> tuple[torch.Tensor, torch.Tensor, TrainBatch]:
+    generator = torch.Generator().manual_seed(3)
+    new, old, ref, advantages = torch.randn(4, 7, generator=generator, dtype=torch.float64) * 0.3
+    entropy = torch.rand(7, generator=generator, dtype=torch.float64)
+    rollout = old + torch.linspace(-0.4, 0.4, 7, dtype=torch.float64)
+    batch = make_batch(
+        old_logprobs_T=old - 1,
+        ref_logprobs_T=ref - 1,
+        rollout_logprobs_T=rollout - 1,
+        advantages_T=advantages,
+    )
+    return (new - 1).requires_grad_(), entropy.requires_grad_(), batch
+
+
+def test_loss_is_ratio_plus_kl_minus_entropy() -> None:
+    logprobs, entropy, batch = make_inputs()
+    loss, metrics = make_policy_loss(CONFIG)(logprobs, entropy, batch)
+    assert batch.advantages_T is not None and batch.old_logprobs_T is not None
+    assert batch.ref_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    x, h = logprobs.detach(), entropy.detach()
+    ratio = (x - batch.old_logprobs_T).exp()
+    surrogate = torch.minimum(ratio * batch.advantages_T, ratio.clamp(0.8, 1.28) * batch.advantages_T)
+    to_ref = batch.ref_logprobs_T - x
+    kl = to_ref.exp() - to_ref - 1
+    difference = batch.old_logprobs_T - batch.rollout_logprobs_T
+    gap = difference.exp()
+    expected = {
+        "loss/policy": -surrogate,
+        "loss/entropy": h,
+        "kl/ref": kl,
+        "kl/old_new": ratio - 1 - (x - batch.old_logprobs_T),
+        "ratio/mean": ratio,
+        "ratio/token_max": ratio,
+        "logprob_diff/mean": difference.abs(),
+        "logprob_diff/token_max": difference.abs(),
+        "logprob_diff/clipped_share": ((gap < 0.8) | (gap > 1.28)).float(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(metrics[name][MASK], value[MASK], msg=name, check_dtype=False)
+        assert not metrics[name].requires_grad, name
+    assert set(metrics) == {*expected, "clip/low_share", "clip/high_share"}
+    assert 0 < metrics["logprob_diff/clipped_share"].sum() < MASK.sum()
+    torch.testing.assert_close(loss[MASK], (-surrogate + 0.1 * kl - 0.01 * h)[MASK])
+    loss_fn = make_policy_loss(CONFIG)
+    assert torch.autograd.gradcheck(lambda a, b: loss_fn(a, b, batch)[0], (logprobs, entropy))
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e4])
+def test_nothing_off_the_mask_counts(junk: float) -> None:
+    logprobs, entropy, batch = make_inputs()
+    fields = ("advantages_T", "old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T")
+    spoiled = replace(batch, **{name: getattr(batch, name).masked_fill(~MASK, junk) for name in fields})
+    loss_fn = make_policy_loss(CONFIG)
+    loss, metrics = loss_fn(logprobs, entropy, batch)
+    spoiled_loss, spoiled_metrics = loss_fn(logprobs, entropy, spoiled)
+    gradients = torch.autograd.grad((loss * MASK).sum(), (logprobs, entropy))
+    spoiled_gradients = torch.autograd.grad((spoiled_loss * MASK).sum(), (logprobs, entropy))
+    torch.testing.assert_close(spoiled_loss, loss)
+    torch.testing.assert_close(spoiled_metrics, metrics)
+    torch.testing.assert_close(spoiled_gradients, gradients)
+    assert all(not g[~MASK].any() for g in gradients)
+
+
+def test_without_old_logprobs_the_batch_is_on_policy() -> None:
+    logprobs, entropy, batch = make_inputs()
+    assert batch.advantages_T is not None and batch.rollout_logprobs_T is not None
+    on_policy = replace(batch, old_logprobs_T=None, ref_logprobs_T=None)
+    loss, metrics = make_policy_loss(AlgorithmConfig())(logprobs, entropy, on_policy)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    torch.testing.assert_close(gradient, torch.where(MASK, -batch.advantages_T, 0.0))
+    assert metrics["ratio/mean"].tolist() == [1.0] * 7 and not metrics["kl/old_new"].any()
+    expected = (logprobs.detach() - batch.rollout_logprobs_T).abs()
+    torch.testing.assert_close(metrics["logprob_diff/mean"][MASK], expected[MASK])
+
+
+def test_a_runaway_token_stays_finite_in_float32() -> None:
+    logprobs = torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0, 0.0, -300.0], requires_grad=True)
+    batch = make_batch(
+        advantages_T=torch.full((7,), -1.0),
+        old_logprobs_T=torch.full((7,), -200.0),
+        ref_logprobs_T=torch.zeros(7),
+        rollout_logprobs_T=torch.full((7,), -400.0),
+    )
+    loss, _ = make_policy_loss(CONFIG)(logprobs, torch.ones(7), batch)
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad is not None and logprobs.grad.isfinite().all()
+
+
+def test_missing_inputs_are_refused() -> None:
+    logprobs, entropy, batch = make_inputs()
+    with pytest.raises(ValueError, match=r"algorithm.kl.coef=0.1 needs batch.ref_logprobs_T"):
+        make_policy_loss(CONFIG)(logprobs, entropy, replace(batch, ref_logprobs_T=None))
+    with pytest.raises(ValueError, match="advantages_T"):
+        make_policy_loss(CONFIG)(logprobs, entropy, replace(batch, advantages_T=None))
+
+
+@pytest.mark.parametrize("option", ["loss", "aggregation"])
+def test_an_unknown_option_is_refused_when_the_loss_is_made(option: str) -> None:
+    with pytest.raises(ValueError, match=f"algorithm.{option}='x'"):
+        make_policy_loss(replace(CONFIG, **{option: "x"}))
+
+
+def test_the_loss_travels_to_other_processes() -> None:
+    logprobs, entropy, batch = make_inputs()
+    loss_fn = make_policy_loss(CONFIG)
+    copy = pickle.loads(pickle.dumps(loss_fn))
+    torch.testing.assert_close(copy(logprobs, entropy, batch)[0], loss_fn(logprobs, entropy, batch)[0])
+
+
+def test_sft_loss_is_the_negative_log_likelihood() -> None:
+    logprobs, entropy, _ = make_inputs()
+    loss, metrics = sft_loss(logprobs, entropy, make_batch())
+    torch.testing.assert_close(loss, torch.where(MASK, -logprobs, 0.0))
+    torch.testing.assert_close(metrics["loss/nll"], loss.detach())
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert gradient.tolist() == [-float(m) for m in MASK]
+
+
+def test_samples_of_a_prompt_are_its_group() -> None:
+    prompts = [Prompt(index, (1,), (), "unit", "4") for index in (11, 5)]
+    samples = [Sample(prompts[i], 0, (), (), "stop", (), "") for i in (0, 1, 0, 1)]
+    advantages = make_advantages(AlgorithmConfig(advantage="dr_grpo"))([1.0, 3.0, 0.0, 3.0], samples)
+    assert advantages.tolist() == [0.5, 0.0, -0.5, 0.0]
