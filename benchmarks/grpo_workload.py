@@ -37,11 +37,9 @@ def make_workload(folder: Path) -> None:
 def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
     """Random float32 weights that never sample the end of a sequence."""
     torch.manual_seed(0)
-    eos = tokenizer.eos_token_id
-    assert isinstance(eos, int)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=tokenizer.pad_token_id, **SHAPE
-    )
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(eos, int) and isinstance(pad, int), f"eos {eos}, pad {pad}"
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad, **SHAPE)
     model = Qwen3MoeForCausalLM(config).float()
     _never_sample(model, eos)
     return model
@@ -49,7 +47,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def _never_sample(model: Qwen3MoeForCausalLM, token_id: int) -> None:
-    """Gives every response its full length: coordinate 0 of the residual is a constant only `token_id` looks at."""
+    """Gives every response its full length: only `token_id` looks at residual coordinate 0, a constant."""
     for name, weight in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             weight[:, 0] = 1.0
