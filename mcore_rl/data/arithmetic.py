@@ -1,0 +1,180 @@
+"""Arithmetic word problems, a tokenizer for them and a tiny Qwen3-MoE configuration, all made from a seed.
+
+Training prompts carry right answers. The demonstrations for supervised fine-tuning are of mixed quality, as
+crowd-written ones are: whoever wrote them confused taking away with adding in SLIP_SHARE of the steps that
+take something away. As most of these are wrong, imitation learns the mistake and reinforcement learning has
+something to put right. No held-out problem has the words and numbers of a training problem or a
+demonstration.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.files import prompt_row, write_parquet
+
+NUM_TRAIN, NUM_HELD_OUT, NUM_DEMONSTRATIONS = 6000, 256, 12000
+SLIP_SHARE = 0.62
+MAX_NUMBER = 60
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo", "Ida", "Jon", "Kim", "Leo")
+THINGS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "eggs", "nuts", "keys")
+TEMPLATES = {
+    "+": (
+        "{name} has {a} {things} and gets {b} more . how many {things} does {name} have now ?",
+        "there are {a} {things} in the box . {name} puts in {b} . how many {things} are in the box ?",
+        "{name} found {a} {things} , {other} found {b} . how many {things} did they find together ?",
+    ),
+    "-": (
+        "{name} has {a} {things} and loses {b} . how many {things} are left ?",
+        "there are {a} {things} in the box . {name} takes out {b} . how many {things} are in the box ?",
+        "{name} has {a} {things} and gives {b} to {other} . how many {things} does {name} have now ?",
+    ),
+    "+-": (
+        "{name} has {a} {things} , gets {b} more and loses {c} . how many {things} are left ?",
+        "there are {a} {things} in the box . {name} puts in {b} and takes out {c} . how many are left ?",
+    ),
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ ('<|user|> ' if m['role'] == 'user' else '<|assistant|> ') + m['content'] }}"
+    "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`start`, then each of `steps` (operator, operand) in turn."""
+
+    question: str
+    start: int
+    steps: tuple[tuple[str, int], ...]
+
+    @property
+    def answer(self) -> int:
+        return self.start + sum(n if op == "+" else -n for op, n in self.steps)
+
+
+def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
+    """Write {train,heldout,sft}.parquet and model/ (config.json and tokenizer) to `out_dir`."""
+    rng = random.Random(seed)
+    problems = list(_distinct_problems(rng, NUM_TRAIN + NUM_HELD_OUT + NUM_DEMONSTRATIONS))
+    held_out, train = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAIN]
+    demonstrated = problems[NUM_HELD_OUT + NUM_TRAIN :]
+    for name, split in (("train", train), ("heldout", held_out)):
+        rows = [prompt_row(p.question, str(p.answer), "arithmetic", name, i) for i, p in enumerate(split)]
+        write_parquet(rows, out_dir / f"{name}.parquet")
+    write_parquet([{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet")
+    _write_model(out_dir / "model")
+    print(
+        f"{len(train)} training and {len(held_out)} held-out prompts, {len(demonstrated)} demonstrations in"
+        f" {out_dir}"
+    )
+
+
+def demonstrate(problem: Problem, rng: random.Random, slip_share: float = SLIP_SHARE) -> str:
+    """The worked answer, "12 + 5 = 17 ; 17 - 3 = 14"; `slip_share` of the steps add instead of taking
+    away.
+    """
+    total, lines = problem.start, []
+    for op, n in problem.steps:
+        written = "+" if op == "-" and rng.random() < slip_share else op
+        result = total + n if written == "+" else total - n
+        lines.append(f"{total} {written} {n} = {result}")
+        total = result
+    return " ; ".join(lines)
+
+
+def _conversation(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
+    answer = demonstrate(problem, rng)
+    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
+
+
+def _distinct_problems(rng: random.Random, num_problems: int) -> Iterator[Problem]:
+    seen: set[str] = set()
+    while len(seen) < num_problems:
+        problem = _make_problem(rng)
+        if problem.question not in seen:
+            seen.add(problem.question)
+            yield problem
+
+
+def _make_problem(rng: random.Random) -> Problem:
+    kind = rng.choice(tuple(TEMPLATES))
+    name, other = rng.sample(NAMES, 2)
+    a, b = rng.randint(10, 30), rng.randint(1, 10)
+    c = rng.randint(1, 10)
+    question = rng.choice(TEMPLATES[kind]).format(
+        name=name, other=other, things=rng.choice(THINGS), a=a, b=b, c=c
+    )
+    return Problem(question, a, tuple(zip(kind, (b, c), strict=False)))
+
+
+def vocabulary() -> list[str]:
+    """Special tokens, numbers, then the words of the templates."""
+    filled = " ".join(
+        t.format(name="", other="", things="", a="", b="", c="") for ts in TEMPLATES.values() for t in ts
+    )
+    words = sorted({*filled.split(), *NAMES, *THINGS, "+", "-", "=", ";"})
+    return [*SPECIAL_TOKENS, *map(str, range(MAX_NUMBER + 1)), *words]
+
+
+def make_tokenizer() -> Any:
+    """One token per word and per number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: i for i, word in enumerate(vocabulary())}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<|pad|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def model_config() -> dict[str, Any]:
+    """About one million parameters: 4 layers, 8 experts (2 active), 4 query and 2 key-value heads."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": len(vocabulary()),
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "router_aux_loss_coef": 0.001,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|pad|>"),
+        "torch_dtype": "float32",
+    }
+
+
+def _write_model(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(), indent=2) + "\n")
+    make_tokenizer().save_pretrained(folder)

@@ -1,0 +1,79 @@
+"""Samples and advantages in, train batches out; batches cut into smaller ones by sequence index."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.aggregation import loss_weights
+from mcore_rl.types import Sample, TrainBatch
+
+
+def make_train_batch(samples: Sequence[Sample], advantages_N: Tensor) -> TrainBatch:
+    """Prompt and response of each sample laid end to end, trained on the response, in the order of `samples`.
+
+    Samples without a response token are left out: there is nothing to train on. ValueError if none has any.
+    """
+    kept = [i for i, sample in enumerate(samples) if sample.response_ids]
+    if not kept:
+        raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
+    sequences = [samples[i] for i in kept]
+    prompt_lens = [len(sample.prompt.token_ids) for sample in sequences]
+    lens_N = tuple(n + len(s.response_ids) for n, s in zip(prompt_lens, sequences, strict=True))
+    return TrainBatch(
+        token_ids_T=_flat((s.prompt.token_ids + s.response_ids for s in sequences), torch.int64),
+        loss_mask_T=_flat(
+            ([False] * n + [True] * len(s.response_ids) for n, s in zip(prompt_lens, sequences, strict=True)),
+            torch.bool,
+        ),
+        lens_N=lens_N,
+        advantages_T=advantages_N[kept].float().repeat_interleave(torch.tensor(lens_N)),
+        rollout_logprobs_T=_flat(
+            ([0.0] * n + list(s.logprobs) for n, s in zip(prompt_lens, sequences, strict=True)), torch.float32
+        ),
+    )
+
+
+def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+    """The sequences at `indices`, in that order."""
+    parts = {
+        field.name: None
+        if (value := getattr(batch, field.name)) is None
+        else split_by_lens(value, batch.lens_N)
+        for field in fields(batch)
+        if field.name.endswith("_T")
+    }
+    picked = {name: None if p is None else torch.cat([p[i] for i in indices]) for name, p in parts.items()}
+    return TrainBatch(lens_N=tuple(batch.lens_N[i] for i in indices), **picked)  # type: ignore[arg-type]
+
+
+def split_by_lens(values_T: Tensor, lens_N: Sequence[int]) -> tuple[Tensor, ...]:
+    """One view of `values_T` per sequence."""
+    return values_T.split(list(lens_N))
+
+
+def plan_mini_batches(num_sequences: int, mini_batches: int, epochs: int, seed: int) -> list[list[int]]:
+    """Sequence indices of each optimizer step: every sequence once per epoch, shuffled anew in each.
+
+    Sizes differ by at most one; with one mini-batch the order is kept.
+    """
+    steps = []
+    for epoch in range(epochs):
+        if mini_batches == 1:
+            order = list(range(num_sequences))
+        else:
+            generator = torch.Generator().manual_seed(seed * 1009 + epoch)
+            order = torch.randperm(num_sequences, generator=generator).tolist()
+        steps += [sorted(order[i::mini_batches]) for i in range(mini_batches)]
+    return [step for step in steps if step]
+
+
+def with_loss_weights(batch: TrainBatch, aggregation: str, max_response_len: int) -> TrainBatch:
+    """The batch as one optimizer step: loss weights over all of its sequences."""
+    weights_T = loss_weights(aggregation, batch.loss_mask_T, batch.lens_N, max_response_len)
+    return TrainBatch(**{**vars(batch), "loss_weights_T": weights_T})
+
+
+def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)

@@ -1,0 +1,27 @@
+"""Rows in, parquet files in verl's columns out."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def prompt_row(question: str, answer: str, data_source: str, split: str, index: int) -> dict[str, Any]:
+    """One problem as verl's columns: prompt, data_source, ability, reward_model, extra_info."""
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "data_source": data_source,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Under a temporary name first, so that a file of this name is always whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)
+    temporary.replace(path)

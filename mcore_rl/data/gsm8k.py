@@ -1,0 +1,71 @@
+"""GSM8K (arXiv:2110.14168) from a local copy or the hub in, prompt and conversation files out."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from mcore_rl.data.files import prompt_row, write_parquet
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def prepare_gsm8k(source: str, out_dir: Path) -> None:
+    """Write train.parquet, heldout.parquet (its test split) and sft.parquet to `out_dir`.
+
+    source   folder with parquet or jsonl files whose names hold "train" and "test", or the name of a dataset
+             on the hub. ValueError names what is missing or malformed.
+    """
+    folder = Path(source) if Path(source).is_dir() else _download(source)
+    for split, name in (("train", "train"), ("test", "heldout")):
+        rows = list(_rows(folder, split))
+        prompts = [
+            prompt_row(f"{question} {INSTRUCTION}", final_answer(answer), "openai/gsm8k", split, i)
+            for i, (question, answer) in enumerate(rows)
+        ]
+        write_parquet(prompts, out_dir / f"{name}.parquet")
+        if split == "train":
+            write_parquet([_conversation(*row) for row in rows], out_dir / "sft.parquet")
+        print(f"{len(rows)} problems in {out_dir / f'{name}.parquet'}")
+
+
+def final_answer(answer: str) -> str:
+    """The number behind "####", without thousands separators."""
+    _, mark, final = answer.rpartition("####")
+    if not mark:
+        raise ValueError(f"a GSM8K answer without '####': {answer[-80:]!r}")
+    return final.strip().replace(",", "")
+
+
+def _conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
+    content = f"{question} {INSTRUCTION}"
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+
+
+def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
+    files = sorted(p for p in folder.rglob("*") if split in p.name and p.suffix in (".parquet", ".jsonl"))
+    if not files:
+        raise ValueError(f"{folder}: no .parquet or .jsonl file with {split!r} in its name")
+    for path in files:
+        if path.suffix == ".parquet":
+            rows = pq.read_table(path).to_pylist()
+        else:
+            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        for i, row in enumerate(rows):
+            if not {"question", "answer"} <= row.keys():
+                raise ValueError(f"{path} row {i}: expected `question` and `answer`, found {sorted(row)}")
+            yield row["question"], row["answer"]
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"--source {name}: neither a local folder nor reachable on the hub ({type(error).__name__});"
+            " download it elsewhere and give the folder"
+        ) from None

@@ -1,0 +1,78 @@
+"""Sequence lengths and a token budget in, micro-batches for every data-parallel rank out."""
+
+import heapq
+from collections.abc import Sequence
+
+
+def plan_microbatches(
+    lens_N: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int = 1
+) -> list[list[list[int]]]:
+    """[dp rank][micro-batch] -> sequence indices; every sequence is in exactly one micro-batch.
+    Deterministic.
+
+    There are as few micro-batches of at most `max_tokens` tokens as first-fit decreasing finds, raised to a
+    multiple of dp_size * multiple_of, dealt out so that the ranks' tokens are balanced. All ranks get equally
+    many, none of them empty.
+
+    ValueError: a sequence longer than `max_tokens`, or fewer sequences than micro-batches needed.
+    """
+    unit = dp_size * multiple_of
+    if len(lens_N) < unit:
+        raise ValueError(
+            f"{len(lens_N)} sequences cannot fill {dp_size} data-parallel ranks x {multiple_of}"
+            f" micro-batches:"
+            " raise rollout.prompts_per_step or lower train.mini_batches"
+        )
+    longest = max(range(len(lens_N)), key=lambda i: lens_N[i])
+    if lens_N[longest] > max_tokens:
+        raise ValueError(
+            f"sequence {longest} has {lens_N[longest]} tokens, more than"
+            f" train.max_tokens_per_microbatch={max_tokens}: raise it or shorten prompts or responses"
+        )
+    num_bins = -(-len(_first_fit(lens_N, max_tokens)) // unit) * unit
+    while (bins := _spread(lens_N, num_bins, max_tokens)) is None:
+        num_bins += unit
+    return _deal(bins, lens_N, dp_size)
+
+
+def _by_len(lens_N: Sequence[int]) -> list[int]:
+    return sorted(range(len(lens_N)), key=lambda i: (-lens_N[i], i))
+
+
+def _first_fit(lens_N: Sequence[int], max_tokens: int) -> list[int]:
+    """Tokens of each bin that first-fit decreasing opens."""
+    bins: list[int] = []
+    for i in _by_len(lens_N):
+        for k, used in enumerate(bins):
+            if used + lens_N[i] <= max_tokens:
+                bins[k] += lens_N[i]
+                break
+        else:
+            bins.append(lens_N[i])
+    return bins
+
+
+def _spread(lens_N: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
+    """Longest first into the emptiest bin; None if that overfills one."""
+    heap = [(0, k) for k in range(num_bins)]
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    for i in _by_len(lens_N):
+        used, k = heapq.heappop(heap)
+        if used + lens_N[i] > max_tokens:
+            return None
+        bins[k].append(i)
+        heapq.heappush(heap, (used + lens_N[i], k))
+    return [sorted(b) for b in bins]
+
+
+def _deal(bins: list[list[int]], lens_N: Sequence[int], dp_size: int) -> list[list[list[int]]]:
+    """The fullest bins first, in turns that reverse direction, so that the ranks' tokens are balanced."""
+    order = sorted(range(len(bins)), key=lambda k: (-sum(lens_N[i] for i in bins[k]), k))
+    ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    for turn in range(0, len(order), dp_size):
+        row = order[turn : turn + dp_size]
+        if (turn // dp_size) % 2:
+            row = row[::-1]
+        for rank, k in enumerate(row):
+            ranks[rank].append(bins[k])
+    return ranks

@@ -1,0 +1,57 @@
+"""A tiny model with random weights, made once for all whole-run tests."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mcore_rl.data.arithmetic import prepare_arithmetic
+from tests.e2e.runs import Run
+
+SMALL = (
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_len=12",
+    "rollout.deterministic=true",
+    "eval.max_prompts=8",
+    "run.call_timeout_s=60",
+)
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, tokenizer and a model with random weights."""
+    folder = tmp_path_factory.mktemp("arithmetic")
+    prepare_arithmetic(folder, seed=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder / "model"), dtype=torch.float32
+    )
+    model.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture
+def start(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """start(command, *overrides, run_dir=None) -> Run; what a run leaves behind is killed at the end."""
+    runs: list[Run] = []
+
+    def start_run(command: str, *overrides: str, run_dir: Path | None = None) -> Run:
+        settings: Sequence[str] = (
+            command,
+            "recipe=tiny_moe_grpo",
+            f"model.path={arithmetic / 'model'}",
+            f"data.train=[{arithmetic / 'train.parquet'}]",
+            f"eval.data=[{arithmetic / 'heldout.parquet'}]",
+            f"sft.data=[{arithmetic / 'sft.parquet'}]",
+            *SMALL,
+            *overrides,
+        )
+        runs.append(Run(settings, run_dir or tmp_path / f"run{len(runs)}"))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.kill_all()

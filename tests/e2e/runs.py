@@ -1,0 +1,82 @@
+"""Start the command line in a process of its own, follow it, and find every process it started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+MARK = "MCORE_RL_TEST_RUN"
+
+
+class Run:
+    """One `mcore-rl` command; every process it starts inherits a mark in its environment."""
+
+    def __init__(self, args: Sequence[str], run_dir: Path) -> None:
+        self.mark, self.run_dir = uuid.uuid4().hex, run_dir
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.output = run_dir.parent / f"{run_dir.name}-{self.mark[:6]}.out"
+        with self.output.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mcore_rl.cli", *args, f"run.dir={run_dir}"],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def finish(self, timeout_s: float = 170.0) -> int:
+        """Exit status; a run that outlasts `timeout_s` is killed whole and fails the test."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"no end after {timeout_s} s; last output:\n{self.tail()}") from None
+
+    def tail(self, num_chars: int = 4000) -> str:
+        return self.output.read_text(errors="replace")[-num_chars:]
+
+    def metrics(self) -> list[dict[str, float]]:
+        path = self.run_dir / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def wait_for(self, text: str, timeout_s: float = 150.0) -> None:
+        """Until the controller's log holds `text`."""
+        log, deadline = self.run_dir / "logs" / "controller.log", time.monotonic() + timeout_s
+        while not (log.exists() and text in log.read_text(errors="replace")):
+            assert self.process.poll() is None, f"ended while waiting for {text!r}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"no {text!r} in {log} after {timeout_s} s:\n{self.tail()}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of this run."""
+        return [p for p in psutil.process_iter() if _has_mark(p, self.mark)]
+
+    def find(self, *words: str) -> list[psutil.Process]:
+        """The run's processes whose command line holds all `words`."""
+        return [p for p in self.processes() if all(word in " ".join(p.cmdline()) for word in words)]
+
+    def assert_nothing_left(self, within_s: float = 20.0) -> None:
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        names = [(p.pid, " ".join(p.cmdline())[:80]) for p in left]
+        self.kill_all()
+        assert not left, f"processes left {within_s} s after the end: {names}"
+
+    def kill_all(self) -> None:
+        for p in self.processes():
+            p.send_signal(signal.SIGKILL)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False

@@ -1,0 +1,92 @@
+"""GRPO end to end: agreement of engine and trainer, layouts, resume, export."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.runs import Run
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+
+
+def steps_of(run: Run) -> list[dict[str, float]]:
+    return [line for line in run.metrics() if "loss/total" in line]
+
+
+def assert_engine_agrees(run: Run, num_steps: int) -> None:
+    """At every step the engine's log-probs are those of the trainer's current weights."""
+    steps = steps_of(run)
+    assert [line["step"] for line in steps] == list(range(1, num_steps + 1)), run.tail()
+    for line in steps:
+        assert line["logprob_diff/mean"] < 1e-4, line
+        assert line["logprob_diff/token_max"] < 1e-2, line
+        assert line["loss/grad_norm"] > 0, line
+
+
+def test_train_eval_export_and_report(start: Start) -> None:
+    run = start(
+        "train",
+        "run.steps=3",
+        "train.mini_batches=2",
+        "train.optimizer.lr=1e-3",
+        "algorithm.kl.coef=0.01",
+        "eval.pass_k=2",
+        "eval.every_steps=2",
+        "checkpoint.every_steps=2",
+    )
+    assert run.finish() == 0, run.tail()
+    assert_engine_agrees(run, num_steps=3)
+    run.assert_nothing_left()
+    assert "kl/ref" in steps_of(run)[-1]
+    evaluations = [line for line in run.metrics() if "eval/greedy_accuracy" in line]
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert all("eval/pass_at_2" in line for line in evaluations)
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["grpo_steps"] == 3
+    assert summary["step0_logprob_diff_mean"] < 1e-4
+    assert run.tail().strip().splitlines()[-1].endswith(str(run.run_dir))
+
+    after = start("eval", f"model.path={run.run_dir / 'hf'}", "eval.every_steps=0")
+    assert after.finish() == 0, after.tail()
+    exported = [line for line in after.metrics() if "eval/greedy_accuracy" in line][-1]
+    assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel.tp=2", "rollout.tp=2"],
+        ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2"],
+        ["parallel.cp=2", "model.dtype=float32"],
+    ],
+    ids=["tp2-ep2-engine-tp2", "pp2-two-engines", "cp2-ep2"],
+)
+def test_weights_reach_the_engine_from_every_layout(start: Start, layout: list[str]) -> None:
+    run = start("train", "run.steps=2", "train.optimizer.lr=1e-3", "eval.data=[]", *layout)
+    assert run.finish() == 0, run.tail()
+    assert_engine_agrees(run, num_steps=2)
+    run.assert_nothing_left()
+
+
+def test_resume_continues_exactly_also_in_another_layout(start: Start, tmp_path) -> None:
+    common = (
+        "train.optimizer.lr=1e-3",
+        "eval.data=[]",
+        "checkpoint.every_steps=2",
+        "checkpoint.export_hf=false",
+    )
+    whole = start("train", "run.steps=4", *common)
+    assert whole.finish() == 0, whole.tail()
+    parted = tmp_path / "parted"
+    first = start("train", "run.steps=2", *common, run_dir=parted)
+    assert first.finish() == 0, first.tail()
+    second = start("train", "run.steps=4", "parallel.ep=1", "parallel.pp=2", *common, run_dir=parted)
+    assert second.finish() == 0, second.tail()
+    expected, got = steps_of(whole), steps_of(second)
+    assert [line["step"] for line in got] == [1, 2, 3, 4]
+    for name in ("loss/total", "loss/policy", "loss/entropy", "reward/mean", "rollout/response_len"):
+        assert [line[name] for line in got] == pytest.approx([line[name] for line in expected], abs=1e-6), (
+            name
+        )
