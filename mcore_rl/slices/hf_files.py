@@ -126,10 +126,11 @@ class ExportFile:
 def plan_export(
     shapes: Mapping[str, Shape], num_ranks: int, dtype: str, max_file_bytes: int = 4 << 30
 ) -> tuple[ExportFile, ...]:
-    """Deal whole HF tensors out to files of at most `max_file_bytes` (or one tensor), files to ranks in turn.
+    """Deal whole HF tensors out to files of about `max_file_bytes`, and files to ranks in turn.
 
-    There are at least as many files as ranks when there are as many tensors, and files differ by at most one
-    tensor's bytes, so ranks do as well. Each shard is the local tensor of its HF name.
+    Files differ by at most one tensor's bytes, so ranks do as well; every rank has one if there are enough
+    tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that can be filled, written and freed before
+    the next. Each shard is a local tensor of its HF name.
     """
     sizes = {name: prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
     num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))

@@ -1,0 +1,118 @@
+"""The traced layout against the same loader run on real weights."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.slices.engine_trace import trace_load_weights
+from mcore_rl.slices.families import hf_tensor_shapes
+from tests.slices.engine_layout import EngineRank
+from tests.slices.megatron_layout import hf_weights, model_config
+
+
+def traced(config: dict, engine: EngineRank) -> list:
+    shapes = hf_tensor_shapes(config)
+    return trace_load_weights(
+        engine.load_weights, {name: (shape, torch.int64) for name, shape in shapes.items()}, engine.params
+    )
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_traced_shards_hold_what_the_loader_puts_there(tp, ep):
+    config = model_config(tie_word_embeddings=tp == 4)
+    weights = hf_weights(hf_tensor_shapes(config))
+    for rank in range(tp):
+        engine = EngineRank(config, rank, tp, ep)
+        shards = traced(config, engine)
+        assert all((param == -1).all() for param in engine.params.values()), "tracing wrote to a parameter"
+        engine.load_weights(weights.items())
+        for shard in shards:
+            box = tuple(map(slice, shard.box.start, shard.box.stop))
+            assert torch.equal(shard.view(engine.params), weights[shard.box.name][box]), shard
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda w: w.t(),
+    lambda w: w.reshape(-1)[6:18],
+    lambda w: w.view(2, 2, 6).transpose(0, 1)[1],
+    lambda w: w.view(2, 2, 6).permute(2, 0, 1),
+    lambda w: w[1::2],
+    lambda w: w.unflatten(1, (2, 3))[:, 1],
+    lambda w: w[2].unsqueeze(0).expand(3, 6),
+    lambda w: w[:, 3:].clone(),
+    lambda w: w.to(torch.float64)[1:3],
+    lambda w: w.split(2)[1].chunk(2, dim=1)[0],
+]
+
+
+@pytest.mark.parametrize("index", range(len(VIEWS)))
+def test_any_view_is_traced_to_boxes(index):
+    view = VIEWS[index]
+    weight = torch.arange(24).reshape(4, 6)
+    param = torch.zeros(view(weight).shape, dtype=torch.int64)
+
+    def load_weights(weights):
+        for _, loaded in weights:
+            param.copy_(view(loaded))
+
+    shards = trace_load_weights(load_weights, {"w": ((4, 6), torch.int64)}, {"p": param})
+    for shard in shards:
+        box = tuple(map(slice, shard.box.start, shard.box.stop))
+        shard.view({"p": param}).copy_(weight[box])
+    assert torch.equal(param, view(weight))
+
+
+def fail(loader: Callable[[Tensor, Tensor], object], message: str) -> None:
+    param = torch.zeros(4, 4)
+
+    def load_weights(weights):
+        for _, loaded in weights:
+            loader(param, loaded)
+
+    with pytest.raises(ValueError, match=message):
+        trace_load_weights(load_weights, {"hf.w": ((4, 4), torch.float32)}, {"p.w": param})
+
+
+def assign_data(param: Tensor, loaded: Tensor) -> None:
+    param.data = loaded
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda p, w: p.copy_(w * 2), r"applies aten.mul.Tensor to 'hf.w'"),
+        (lambda p, w: p.copy_(torch.cat([w[:2], w[2:]])), r"applies aten.cat.default to 'hf.w'"),
+        (lambda p, w: p.fill_(w[0, 0].item()), r"_local_scalar_dense.default to 'hf.w'"),
+        (lambda p, w: p.add_(w), r"applies aten.add_.Tensor to 'hf.w'"),
+        (lambda p, w: (p.copy_(w), p.mul_(2)), r"writes to parameter 'p.w' by aten.mul_"),
+        (
+            lambda p, w: torch.zeros(4, 4).copy_(w),
+            r"'hf.w' to a tensor of shape \(4, 4\) that is no parameter",
+        ),
+        (lambda p, w: p.copy_(w[0]), r"'hf.w' of shape \(4,\) to shape \(4, 4\): broadcasting"),
+        (lambda p, w: p[:3].copy_(w[:3]), r"'p.w': element 12 of 16 is not covered"),
+        (lambda p, w: (p.copy_(w), p[2:].copy_(w[:2])), r"'p.w': element 8 of 16 is covered twice"),
+        (lambda p, w: (p.copy_(w), p[3].zero_()), r"covered twice .*padding"),
+        (lambda p, w: None, r"'p.w' is not covered"),
+        (lambda p, w: p.view(-1)[:6].copy_(w.view(-1)[2:8]), r"'hf.w' wraps around axis 1"),
+        (assign_data, r"replaced the memory of parameter 'p.w'"),
+        (lambda p, w: p.copy_(w.nonexistent), r"tracing 'hf.w'.*nonexistent"),
+    ],
+)
+def test_what_cannot_be_traced_fails_with_names(loader, message):
+    fail(loader, message)
+
+
+def test_padding_that_the_loader_zeroes_needs_no_weights():
+    param = torch.ones(4, 4)
+
+    def load_weights(weights):
+        for _, loaded in weights:
+            param[:3].copy_(loaded)
+            param[3:].fill_(0)
+
+    (shard,) = trace_load_weights(load_weights, {"w": ((3, 4), torch.float32)}, {"p": param})
+    assert shard.box.shape == (3, 4)
+    assert param.eq(1).all()

@@ -1,0 +1,152 @@
+"""Slices of HuggingFace directories: what transformers saves is loaded, what we export transformers loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mcore_rl.slices.families import family_of, hf_tensor_shapes
+from mcore_rl.slices.hf_files import (
+    INDEX,
+    commit_export,
+    empty_tensors,
+    export_targets,
+    load_into,
+    open_hf_dir,
+    plan_export,
+    read_hf_config,
+    write_export_file,
+)
+from mcore_rl.slices.plan import make_plan
+from mcore_rl.slices.reshard import reshard
+from mcore_rl.slices.training import training_shards
+from tests.slices.megatron_layout import TrainLayout, model_config, train_ranks
+
+LAYOUT = TrainLayout(tp=2, pp=2, dp=2, ep=2, etp=2)
+
+
+@pytest.fixture(scope="module")
+def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hf")
+    settings = {k: v for k, v in model_config(head_dim=4).items() if k != "architectures"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    model.save_pretrained(path, max_shard_size="2KB")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def zeros_like_ranks(config: dict, weights: dict, dtype: torch.dtype) -> list[tuple]:
+    """Per rank (shards, empty tensors) of LAYOUT."""
+    ranks = train_ranks(config, weights, LAYOUT)
+    tensors = [{name: torch.zeros_like(t, dtype=dtype) for name, t in rank.tensors.items()} for rank in ranks]
+    return [
+        (training_shards(rank.parts, family_of(config), config), local)
+        for rank, local in zip(ranks, tensors, strict=True)
+    ]
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_load_their_slices_of_a_sharded_directory(hf_dir, dtype):
+    assert len(list(hf_dir.glob("*.safetensors"))) > 1
+    weights = read_all(hf_dir)
+    config = read_hf_config(hf_dir) | {"num_experts": 4, "mlp_only_layers": [1]}
+    expected = train_ranks(config, weights, LAYOUT)
+    for rank, (shards, tensors) in zip(expected, zeros_like_ranks(config, weights, dtype), strict=True):
+        load_into(shards, tensors, hf_dir)
+        for name, tensor in rank.tensors.items():
+            assert torch.equal(tensors[name], tensor.to(dtype)), name
+
+
+def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, tmp_path):
+    config = read_hf_config(hf_dir) | {"num_experts": 4}
+    ranks = zeros_like_ranks(config, read_all(hf_dir), torch.float32)
+    for shards, tensors in ranks:
+        load_into(shards, tensors, hf_dir)
+    files = plan_export(hf_tensor_shapes(config), LAYOUT.world_size, "float32", max_file_bytes=1024)
+    assert len(files) > LAYOUT.world_size
+    targets = export_targets(files, LAYOUT.world_size)
+    whole = [empty_tensors(shards) for shards in targets]
+    reshard(make_plan([shards for shards, _ in ranks], targets), [tensors for _, tensors in ranks], whole)
+    for file in files:
+        write_export_file(tmp_path, file, whole[file.rank])
+    assert not list(tmp_path.glob("*.safetensors"))
+    commit_export(tmp_path, files, read_hf_config(hf_dir), side_files_from=hf_dir)
+    exported, source = read_all(tmp_path), read_all(hf_dir)
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[name], source[name]) for name in source)
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert open_hf_dir(tmp_path).keys() == source.keys()
+    token_ids = torch.arange(12)[None]
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path)(token_ids).logits for path in (hf_dir, tmp_path)
+    )
+    assert torch.equal(before, after)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_export_deals_every_tensor_once_and_evenly():
+    shapes = {f"w{i}": (1 + i % 7, 16) for i in range(50)}
+    files = plan_export(shapes, 4, "bfloat16", max_file_bytes=1 << 20)
+    assert [file.rank for file in files] == [0, 1, 2, 3]
+    assert sorted(shard.box.name for file in files for shard in file.shards) == sorted(shapes)
+    loads = [sum(shard.num_bytes for shard in file.shards) for file in files]
+    assert max(loads) - min(loads) <= 7 * 16 * 2
+    small = plan_export(shapes, 4, "bfloat16", max_file_bytes=1000)
+    assert len(small) % 4 == 0
+    assert max(sum(shard.num_bytes for shard in file.shards) for file in small) <= 1000 + 7 * 16 * 2
+
+
+def test_commit_names_the_rank_that_has_not_written(tmp_path):
+    files = plan_export({"a": (2,), "b": (2,)}, 2, "float32")
+    write_export_file(tmp_path, files[0], empty_tensors(files[0].shards))
+    with pytest.raises(ValueError, match=r"00002-of-00002.*rank 1 has not written"):
+        commit_export(tmp_path, files, {})
+    assert not (tmp_path / INDEX).exists()
+
+
+def broken(tmp_path: Path, change) -> Path:
+    """A one-file model directory, its tensors changed."""
+    config = model_config()
+    weights = {name: torch.zeros(shape) for name, shape in hf_tensor_shapes(config).items()}
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), r"lacks 1 of \d+ tensors, the first is 'model.norm.weight'"),
+        (lambda w: w.update(extra=torch.zeros(1)), r"model.safetensors: tensor 'extra' has no place"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(9)}), r"\(9,\), by config.json .*\(8,\)"),
+    ],
+)
+def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_into([], {}, broken(tmp_path, change))
+
+
+def test_incomplete_directories_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json does not exist"):
+        open_hf_dir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(model_config()))
+    with pytest.raises(ValueError, match=r"no .safetensors files"):
+        open_hf_dir(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
+    with pytest.raises(ValueError, match=r"gone.safetensors, named in .* does not exist"):
+        open_hf_dir(tmp_path)
+
+
+def test_tied_output_weights_in_a_file_are_passed_over(tmp_path):
+    path = broken(tmp_path, lambda weights: None)
+    (path / "config.json").write_text(json.dumps(model_config(tie_word_embeddings=True)))
+    assert "lm_head.weight" not in open_hf_dir(path)
