@@ -1,0 +1,78 @@
+"""SGLang's own HTTP calls for a weight update, one method each; a refused or failed one is an EngineError."""
+
+import base64
+import pickle
+from typing import Any
+
+import aiohttp
+from torch import Tensor
+
+from mcore_rl.stream.wire import COMMAND_NAME
+
+LOADER = "mcore_rl.stream.receiver.load"
+"""What the engine must be started with: --custom-weight-loader."""
+
+
+class EngineError(RuntimeError):
+    """An engine refused a call, or could not be reached; the message names both."""
+
+
+class EngineControl:
+    """One engine at `url`. While its weights are updated, generation is paused or nothing is in flight."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self.url = url
+
+    async def parallel_sizes(self) -> tuple[int, int]:
+        """(tensor, pipeline) parallel size."""
+        info = await self._call("GET", "/server_info", None)
+        loaders = info.get("custom_weight_loader") or []
+        if LOADER not in loaders:
+            raise EngineError(f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}")
+        return int(info["tp_size"]), int(info["pp_size"])
+
+    async def pause(self) -> None:
+        """Stop generating; requests in flight are kept without their KV cache, which old weights produced."""
+        await self._post("/pause_generation", mode="retract")
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation")
+
+    async def begin_update(self) -> None:
+        await self._post("/begin_weight_update", selector="target")
+
+    async def end_update(self) -> None:
+        await self._post("/end_weight_update")
+
+    async def run_loader(self, command_u8: Tensor, tp_size: int, *, flush_cache: bool) -> None:
+        """Hand `command_u8` to the custom weight loader of every rank; returns when all are through with it."""
+        payload = base64.b64encode(pickle.dumps([(COMMAND_NAME, command_u8)])).decode()
+        await self._post(
+            "/update_weights_from_tensor",
+            serialized_named_tensors=[payload] * tp_size,
+            load_format=LOADER,
+            selector="target",
+            flush_cache=flush_cache,
+        )
+
+    async def commit(self, version: int) -> None:
+        """From here on, tokens are labelled with `version`."""
+        await self._post("/update_weight_version", new_version=str(version), abort_all_requests=False)
+
+    async def _post(self, path: str, **body: Any) -> None:
+        answer = await self._call("POST", path, body)
+        if not answer.get("success", True):
+            raise EngineError(f"engine {self.url} refused {path}: {answer.get('message')}")
+
+    async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
+        try:
+            async with self._http.request(method, self.url + path, json=body) as response:
+                if response.content_type != "application/json":
+                    raise EngineError(f"engine {self.url} answered {path}: {await response.text()!r:.300}")
+                answer = await response.json()
+        except TimeoutError as error:
+            raise EngineError(f"engine {self.url} did not answer {path} in time") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"engine {self.url} failed in {path}: {error}") from error
+        return answer if isinstance(answer, dict) else {}

@@ -1,0 +1,70 @@
+"""Inside each trainer rank: this rank's parameters go out, slice by slice, to the engines that need them."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from mcore_rl.slices.box import Shard
+from mcore_rl.stream.connection import Connection, MakeTransport, gloo_transport
+from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.wire import Link, Report
+
+
+class WeightSender:
+    """Feeds any number of engines, each over a link of its own: one that fails does not touch the others."""
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        tensors: Mapping[str, Tensor],
+        rank: int,
+        make_transport: MakeTransport = gloo_transport,
+    ) -> None:
+        """`shards`: what `tensors`, this rank's parameters, hold. The tensors are read anew at each send."""
+        self._shards, self._tensors, self._rank = tuple(shards), tensors, rank
+        self._make_transport = make_transport
+        self._connections: dict[str, Connection] = {}
+
+    def connect(self, link: Link) -> Report:
+        """Join the link's other ranks and agree on a plan; replaces an earlier link to the same engine."""
+        self.disconnect(link.engine)
+        try:
+            store = LinkStore.open(link)
+            connection = Connection(store, link, self._rank, lambda _: self._shards, self._make_transport)
+        except (RuntimeError, ValueError) as error:
+            lost = isinstance(error, TransferError) and error.peer_lost
+            return Report(link.names[self._rank], error=str(error), peer_lost=lost)
+        self._connections[link.engine] = connection
+        return Report(connection.name, connection.digest, connection.num_bytes)
+
+    def disconnect(self, engine: str) -> None:
+        """Drop the link to `engine`, if there is one."""
+        connection = self._connections.pop(engine, None)
+        if connection is not None:
+            connection.close()
+
+    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
+        """Send the current parameters as `version` to each engine, side by side; a report for each.
+
+        A link whose transfer failed is dropped: its messages are out of step, so it takes a new `connect`.
+        """
+        unknown = set(engines) - set(self._connections)
+        if unknown:
+            raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
+        if len(engines) == 1:
+            return {engines[0]: self._send_to(engines[0], version, timeout_s)}
+        with ThreadPoolExecutor(max_workers=max(1, len(engines)), thread_name_prefix="weights") as pool:
+            reports = pool.map(lambda engine: self._send_to(engine, version, timeout_s), engines)
+            return dict(zip(engines, reports, strict=True))
+
+    @torch.no_grad()
+    def _send_to(self, engine: str, version: int, timeout_s: float) -> Report:
+        connection = self._connections[engine]
+        try:
+            return connection.send(version, self._tensors, timeout_s)
+        except TransferError as error:
+            self.disconnect(engine)
+            return Report(connection.name, error=str(error), peer_lost=error.peer_lost)

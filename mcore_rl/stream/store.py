@@ -1,0 +1,105 @@
+"""The key-value store of one link: where its ranks leave their layouts and reports for the others.
+
+The controller serves it on its own port for as long as the link lives, so its keys go with the link.
+"""
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.wire import Link, Report, decode_report, encode_report
+
+TcpStore: Any = distributed.TCPStore  # its stubs know neither bytes as values nor the listening socket
+
+_DATA, _ERROR = b"D", b"E"
+
+
+class LinkStore:
+    def __init__(self, tcp_store: Any) -> None:
+        self.tcp_store = tcp_store
+
+    @staticmethod
+    def serve(host: str, timeout_s: float) -> "LinkStore":
+        """A new store on a free port of `host`, reachable at that address only."""
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        store = TcpStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+        return LinkStore(store)
+
+    @staticmethod
+    def open(link: Link) -> "LinkStore":
+        timeout = timedelta(seconds=link.timeout_s)
+        return LinkStore(TcpStore(link.store_host, link.store_port, is_master=False, timeout=timeout))
+
+    @property
+    def port(self) -> int:
+        return self.tcp_store.port
+
+    @property
+    def num_keys(self) -> int:
+        return self.tcp_store.num_keys()
+
+    def publish(self, what: str, rank: int, data: bytes) -> None:
+        self.tcp_store.set(f"{what}/{rank}", _DATA + data)
+
+    @contextmanager
+    def errors_published(self, what: str, rank: int) -> Iterator[None]:
+        """An error inside also tells the ranks that wait for `what` that it will not come, and why."""
+        try:
+            yield
+        except Exception as error:
+            self.tcp_store.set(f"{what}/{rank}", _ERROR + str(error).encode())
+            raise
+
+    def collect(
+        self, what: str, ranks: Sequence[int], names: Sequence[str], waiting: str, deadline_s: float
+    ) -> list[bytes]:
+        """What each of `ranks` published, waiting for it until time.monotonic() passes `deadline_s`.
+
+        TransferError names the ranks (by `names`) that `waiting` waited for in vain, or the one that failed.
+        """
+        keys = [f"{what}/{rank}" for rank in ranks]
+        began_s = time.monotonic()
+        try:
+            self.tcp_store.wait(keys, timedelta(seconds=max(0.001, deadline_s - began_s)))
+        except distributed.DistStoreError as error:
+            missing = [
+                names[r] for r, key in zip(ranks, keys, strict=True) if not self.tcp_store.check([key])
+            ]
+            waited_s = time.monotonic() - began_s
+            message = f"{waiting} waited {waited_s:.1f} s for the {what} of {', '.join(missing)}"
+            raise TransferError(message, peer_lost=True) from error
+        values = self.tcp_store.multi_get(keys)
+        for rank, value in zip(ranks, values, strict=True):
+            if value[:1] == _ERROR:
+                raise TransferError(f"{names[rank]} failed: {value[1:].decode()}", peer_lost=True)
+        return [value[1:] for value in values]
+
+    def put_report(self, version: int | None, rank: int, report: Report) -> None:
+        self.tcp_store.set(_report_key(version, rank), encode_report(report))
+
+    def take_report(self, version: int | None, rank: int) -> Report | None:
+        """The report of a rank that has answered, removed from the store; None from one that has not."""
+        key = _report_key(version, rank)
+        if not self.tcp_store.check([key]):
+            return None
+        report = decode_report(self.tcp_store.get(key))
+        self.tcp_store.delete_key(key)
+        return report
+
+
+def _report_key(version: int | None, rank: int) -> str:
+    return f"report/{version}/{rank}"

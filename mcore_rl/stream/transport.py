@@ -1,0 +1,103 @@
+"""Bytes between ranks behind three verbs: send, recv, run. Each link to an engine has its own transport.
+
+`send` and `recv` start at once; `run` waits for all that was started, which owns its buffers until then.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor, distributed
+
+ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # its stubs lack the options and point-to-point verbs
+
+
+class TransferError(RuntimeError):
+    """Bytes that did not arrive, or arrived wrong; the message names who waited for whom, for what.
+
+    `peer_lost` tells that another rank went away or kept us waiting, so that its own report says more.
+    """
+
+    def __init__(self, message: str, *, peer_lost: bool = False) -> None:
+        super().__init__(message)
+        self.peer_lost = peer_lost
+
+
+class Transport(Protocol):
+    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        """Start sending contiguous bytes to rank `peer`; `what` names them in errors."""
+        ...
+
+    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        """Start filling contiguous bytes from rank `peer`."""
+        ...
+
+    def run(self, deadline_s: float) -> None:
+        """Wait for what was started, until time.monotonic() passes `deadline_s`; else TransferError."""
+        ...
+
+    def close(self) -> None:
+        """Drop every connection; peers that wait for this rank fail at once."""
+        ...
+
+
+class GlooTransport:
+    """TCP through a gloo process group of its own, beside any other group of the process.
+
+    A pair of ranks connects when it first exchanges bytes, so an idle pair costs nothing.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, names: tuple[str, ...], local_host: str, timeout_s: float
+    ) -> None:
+        """`names`: one per rank, for errors; `local_host`: this process's address as the others reach it."""
+        options = ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._threads = 1
+        options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=True)]
+        self._group = ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, len(names), options)
+        self._names = names
+        self._rank = rank
+        self._started: list[tuple[Any, Tensor, str]] = []
+
+    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        self._start(self._group.send, tensor_u8, peer, f"{self._names[peer]} to take {what}")
+
+    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        self._start(self._group.recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
+
+    def run(self, deadline_s: float) -> None:
+        started, self._started = self._started, []
+        for work, _, what in started:
+            began_s = time.monotonic()
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline_s - began_s)))
+            except RuntimeError as error:
+                raise self._failure(error, what, time.monotonic() - began_s) from error
+
+    def close(self) -> None:
+        self._started.clear()
+        self._group.abort()
+        del self._group
+
+    def _start(self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str) -> None:
+        assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, f"{what}: bytes must lie contiguous"
+        try:
+            self._started.append((verb([tensor_u8], peer, 0), tensor_u8, what))
+        except RuntimeError as error:
+            raise self._failure(error, what, 0.0) from error
+
+    def _failure(self, error: RuntimeError, what: str, waited_s: float) -> TransferError:
+        reason = str(error).split("] ", 1)[-1].split(" This is typically")[0]
+        message = f"{self._names[self._rank]} waited {waited_s:.1f} s for {what}: {reason}"
+        return TransferError(message, peer_lost=True)
+
+
+def route_to(host: str, port: int) -> str:
+    """The local address from which `host` is reached: what other ranks of the cluster can reach us at."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]

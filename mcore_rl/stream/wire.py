@@ -1,0 +1,97 @@
+"""What ranks and controller tell each other, as bytes: layouts, commands to engine ranks, reports."""
+
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from mcore_rl.slices.box import Box, Shard
+
+COMMAND_NAME = "mcore_rl"
+"""Name of the tensor that carries a command in SGLang's /update_weights_from_tensor."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How the ranks around one engine meet: `num_senders` trainer ranks, then `num_receivers` engine ranks."""
+
+    engine: str
+    store_host: str
+    store_port: int
+    num_senders: int
+    num_receivers: int
+    bucket_bytes: int
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(
+                    f"link to {self.engine}: {name}={getattr(self, name)} must be greater than 0"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A readable name per rank."""
+        trainers = [f"trainer rank {rank}" for rank in range(self.num_senders)]
+        return (*trainers, *(f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank did for one engine; `error` is None if all of it succeeded."""
+
+    rank: str
+    digest: str = ""
+    num_bytes: int = 0
+    num_buckets: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+    peer_lost: bool = False
+    """The error is that a peer went away or kept us waiting, so its own report says more."""
+
+
+def encode_command(link: Link, version: int | None) -> Tensor:
+    """uint8 tensor; `version` None asks the engine's ranks to connect, a number to receive that version."""
+    text = json.dumps({"link": asdict(link), "version": version})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def decode_command(tensor_u8: Tensor) -> tuple[Link, int | None]:
+    command = json.loads(bytes(tensor_u8.tolist()))
+    return Link(**command["link"]), command["version"]
+
+
+def encode_report(report: Report) -> bytes:
+    return json.dumps(asdict(report)).encode()
+
+
+def decode_report(data: bytes) -> Report:
+    return Report(**json.loads(data))
+
+
+def encode_shards(shards: Sequence[Shard]) -> bytes:
+    """Columns of JSON, deflated: a layout repeats the same few strides and dtypes thousands of times."""
+    rows = [(s.box.name, s.box.start, s.box.stop, s.tensor, s.offset, s.strides, s.dtype) for s in shards]
+    return zlib.compress(json.dumps(list(zip(*rows, strict=True))).encode(), level=1)
+
+
+def decode_shards(data: bytes) -> tuple[Shard, ...]:
+    columns = json.loads(zlib.decompress(data))
+    return tuple(
+        Shard(Box(name, tuple(start), tuple(stop)), tensor, offset, tuple(strides), dtype)
+        for name, start, stop, tensor, offset, strides, dtype in zip(*columns, strict=True)
+    )
+
+
+def hf_shapes(sources: Iterable[Iterable[Shard]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every HF tensor that the source shards make up."""
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for shard in (shard for shards in sources for shard in shards):
+        name, stop, dtype = shard.box.name, shard.box.stop, getattr(torch, shard.dtype)
+        known = shapes.get(name, (stop, dtype))[0]
+        shapes[name] = (tuple(map(max, known, stop)), dtype)
+    return shapes
