@@ -145,7 +145,7 @@ class Packer:
         return message(bucket, buffer_W)
 
     def unpack(self, bucket: Bucket, version: int, tensors: Mapping[str, Tensor], buffer_W: Tensor) -> None:
-        """Verify the received buffer and copy it into the receiver's tensors; TransferError names the slice."""
+        """Verify the received buffer, copy it into the receiver's tensors; TransferError names the slice."""
         header = buffer_W[: _HEADER_WORDS + len(bucket.pieces)].tolist()
         if header[:_HEADER_WORDS] != [version, bucket.index]:
             raise TransferError(

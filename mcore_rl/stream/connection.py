@@ -67,7 +67,7 @@ class Connection:
         return self._report(began_s)
 
     def receive(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
-        """Receive, verify and place this engine rank's slices; places one bucket while the next one travels."""
+        """Receive, verify and place this engine rank's slices; places one bucket while the next travels."""
         began_s = time.monotonic()
         for i, bucket in enumerate(self._buckets):
             if i == 0:

@@ -46,7 +46,7 @@ class EngineControl:
         await self._post("/end_weight_update")
 
     async def run_loader(self, command_u8: Tensor, tp_size: int, *, flush_cache: bool) -> None:
-        """Hand `command_u8` to the custom weight loader of every rank; returns when all are through with it."""
+        """Hand `command_u8` to the custom weight loader of every rank; returns when all are done."""
         payload = base64.b64encode(pickle.dumps([(COMMAND_NAME, command_u8)])).decode()
         await self._post(
             "/update_weights_from_tensor",

@@ -1,8 +1,8 @@
 """Inside each SGLang rank: commands come in through the custom weight loader, slices land in the parameters.
 
-SGLang is started with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller then sends commands
-through /update_weights_from_tensor. What happened is reported through the link's store, never by an exception:
-SGLang's scheduler would die of it.
+SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller sends commands through
+/update_weights_from_tensor. What happened is reported through the link's store, never by an exception, of which
+SGLang's scheduler would die.
 """
 
 import logging
@@ -113,10 +113,8 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 
     commands = [tensor for name, tensor in named_tensors if name == COMMAND_NAME]
     if len(commands) != 1:
-                names = [name for name, _ in named_tensors]
+        names = [name for name, _ in named_tensors]
         logger.error("expected one tensor named %s, got %s", COMMAND_NAME, names)
-
-        )
         return
     link, version = decode_command(commands[0])
     parallel = get_parallel()

@@ -1,4 +1,4 @@
-"""The controller's side of a weight sync: engines and trainer ranks connect, a version moves, is committed last.
+"""The controller's side of a weight sync: engines and trainer ranks link up, a version moves, is committed.
 
 pause -> begin -> trainers send | engine ranks receive -> everyone agrees? -> end -> commit version -> resume
 
@@ -115,7 +115,7 @@ class Refitter:
         return tuple(url for url, e in self._engines.items() if newest is not None and e.serves == newest)
 
     async def connect(self, urls: Sequence[str]) -> None:
-        """Link engines to the trainer ranks: all at the start, later one that failed, restarted or joins late.
+        """Link engines to the trainer ranks: all at the start, later those that failed or come late.
 
         RefitError names the rank that could not join and why; links to other engines are not touched.
         """

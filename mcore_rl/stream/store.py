@@ -15,7 +15,7 @@ from torch import distributed
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Link, Report, decode_report, encode_report
 
-TcpStore: Any = distributed.TCPStore  # its stubs know neither bytes as values nor the listening socket
+TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _DATA, _ERROR = b"D", b"E"
 

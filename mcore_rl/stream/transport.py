@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, distributed
 
-ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # its stubs lack the options and point-to-point verbs
+ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # stubs lack options and point-to-point verbs
+PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 class TransferError(RuntimeError):
@@ -57,7 +58,7 @@ class GlooTransport:
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=True)]
-        self._group = ProcessGroupGloo(distributed.PrefixStore("gloo", store), rank, len(names), options)
+        self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, len(names), options)
         self._names = names
         self._rank = rank
         self._started: list[tuple[Any, Tensor, str]] = []

@@ -16,7 +16,7 @@ COMMAND_NAME = "mcore_rl"
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks around one engine meet: `num_senders` trainer ranks, then `num_receivers` engine ranks."""
+    """How the ranks around an engine meet: `num_senders` trainer ranks, then `num_receivers` engine ranks."""
 
     engine: str
     store_host: str
