@@ -1,0 +1,51 @@
+# A GPU node: CUDA 13, Transformer Engine, apex, SGLang with its CUDA kernels, megatron-core, this package.
+#
+#   docker build -t mcore_rl . && docker run --gpus all --ipc host --network host -v $PWD/runs:/opt/mcore_rl/runs mcore_rl
+#
+# Versions hang together: SGLang 0.5.23 and its kernel wheels are built for torch 2.14.1 and CUDA 13 (a machine without
+# CUDA keeps torch 2.13.0, see requirements/cpu.txt); megatron-core 0.16.1 supports Transformer Engine from 2.9 up to,
+# not including, 2.12; Transformer Engine's PyTorch half and apex compile against the torch that is installed, so torch
+# comes first and both are built without isolation. cuDNN and NCCL come from torch's own wheels; the devel image brings
+# nvcc and the cuDNN headers.
+FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+
+ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
+ARG APEX_REF=25.09
+ARG MAX_JOBS=16
+
+ENV DEBIAN_FRONTEND=noninteractive \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    VIRTUAL_ENV=/opt/venv \
+    PATH=/opt/venv/bin:$PATH
+
+# Ubuntu 24.04 has Python 3.12, which the package supports. libnuma and ibverbs serve SGLang's and NCCL's transports.
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+        python3 python3-dev python3-venv git build-essential ninja-build cmake \
+        libnuma1 libibverbs1 librdmacm1 ibverbs-providers && \
+    rm -rf /var/lib/apt/lists/* && \
+    python3 -m venv $VIRTUAL_ENV
+
+RUN pip install "torch==2.14.1" "setuptools==84.2.1" packaging ninja wheel "pybind11[global]"
+
+RUN NVTE_FRAMEWORK=pytorch MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST \
+    pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.11.0"
+
+# Megatron takes apex's fused gradient accumulation and multi-tensor kernels where they are there.
+RUN git clone --depth 1 --branch $APEX_REF https://github.com/NVIDIA/apex /tmp/apex && \
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST \
+    pip install --no-build-isolation /tmp/apex && \
+    rm -rf /tmp/apex
+
+WORKDIR /opt/mcore_rl
+COPY pyproject.toml README.md LICENSE ./
+COPY mcore_rl mcore_rl
+COPY checkpoint_tools checkpoint_tools
+COPY recipes recipes
+RUN pip install --no-build-isolation --editable ".[gpu,tracking]"
+
+# Megatron overlaps tensor-parallel communication with compute only when kernels start in the order they were queued.
+ENV CUDA_DEVICE_MAX_CONNECTIONS=1
+
+ENTRYPOINT ["mcore-rl"]
+CMD ["--help"]
