@@ -1,24 +1,11 @@
 """Held-out evaluation: prompts in, greedy accuracy and pass@k out."""
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig
+from mcore_rl.roles import Generator, Reward
 from mcore_rl.types import Prompt, Sample
-
-
-class Generator(Protocol):
-    """Whatever turns prompts into samples; SGLang engines in a run."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
-    ) -> list[Sample]:
-        """`num_samples` samples of each prompt, in the order of the prompts."""
-        ...
-
-
-Reward = Callable[[Sequence[Sample]], list[float]]
 
 
 def evaluate(
@@ -26,8 +13,9 @@ def evaluate(
 ) -> tuple[dict[str, float], list[Sample], list[float]]:
     """Metrics over `prompts`, with the greedy samples and their rewards. No prompts, no metrics.
 
-    eval/greedy_accuracy is the share of greedy samples with a positive reward; eval/greedy_reward their mean reward;
-    eval/pass_at_<k> the unbiased estimate from config.pass_k samples at the rollout temperature (arXiv:2107.03374, eq. 1).
+    eval/greedy_accuracy is the share of greedy samples with a positive reward; eval/greedy_reward their mean
+    reward; eval/pass_at_<k> the unbiased estimate from config.pass_k samples at the rollout temperature
+    (arXiv:2107.03374, eq. 1).
     """
     if not prompts:
         return {}, [], []

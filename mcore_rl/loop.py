@@ -1,60 +1,18 @@
-"""The training loop: prompts -> rollout -> rewards -> advantages -> train batch -> Megatron steps -> weight sync.
+"""The training loop: prompts -> rollout -> rewards -> advantages -> batch -> Megatron steps -> weight sync.
 
 Its roles are Protocols; who plays them (Ray actors on many nodes, or plain objects) is not seen from here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-from torch import Tensor
+from collections.abc import Iterator
+from dataclasses import replace
 
 from mcore_rl.config import Config
-from mcore_rl.data.batch import make_train_batch, plan_mini_batches, select
+from mcore_rl.data.batch import make_train_batch, plan_mini_batches, select, with_loss_weights
 from mcore_rl.data.summary import summarize_samples, summarize_steps
-from mcore_rl.evaluation import Generator, Reward, evaluate
+from mcore_rl.evaluation import evaluate
 from mcore_rl.metrics import PhaseTimer
-from mcore_rl.types import Prompt, Sample, StepStats, TrainBatch, WeightVersion
-
-
-class PromptStream(Protocol):
-    def next_prompts(self, num_prompts: int) -> list[Prompt]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-class Trainer(Protocol):
-    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
-        """Token-aligned log-probs, shape [T]."""
-        ...
-
-    def train_step(self, batch: TrainBatch) -> StepStats: ...
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None: ...
-
-
-class WeightSync(Protocol):
-    def sync(self, version: WeightVersion) -> Mapping[str, float]:
-        """Bring every engine to `version`; returns what was measured."""
-        ...
-
-
-class Log(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def log_samples(self, step: int, samples: Sequence[Sample], rewards_N: Sequence[float]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Roles:
-    prompts: PromptStream
-    held_out: Sequence[Prompt]
-    generator: Generator
-    reward: Reward
-    advantages: Callable[[Sequence[float], Sequence[Sample]], Tensor]
-    trainer: Trainer
-    weights: WeightSync
-    log: Log
+from mcore_rl.roles import Roles, Trainer
+from mcore_rl.types import TrainBatch, WeightVersion
 
 
 def train(config: Config, roles: Roles, start_step: int = 0) -> None:
@@ -62,9 +20,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
     if start_step == 0:
         run_evaluation(config, roles, step=0)
     for step in range(start_step + 1, config.run.steps + 1):
-        timer = PhaseTimer()
+        timer = PhaseTimer(step)
         with timer("rollout"):
-            prompts = roles.prompts.next_prompts(config.rollout.prompts_per_step)
+            prompts = roles.prompts.take(config.rollout.prompts_per_step)
             samples = roles.generator.generate(
                 prompts, config.rollout.samples_per_prompt, greedy=False, seed=config.run.seed + step
             )
@@ -74,10 +32,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
             batch = make_train_batch(samples, roles.advantages(rewards_N, samples))
             batch = add_logprobs(config, roles.trainer, batch)
         with timer("train"):
-            mini_batches = plan_mini_batches(batch, config.train, config.algorithm.aggregation, seed=step)
-            stats = [roles.trainer.train_step(mini_batch) for mini_batch in mini_batches]
+            stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
         with timer("refit"):
-            refit = roles.weights.sync(WeightVersion(step * len(mini_batches)))
+            refit = roles.weights.sync(WeightVersion(step))
         with timer("checkpoint"):
             if is_due(step, config.checkpoint.every_steps, config.run.steps):
                 roles.trainer.save(step, {"step": step, "prompts": roles.prompts.state_dict()})
@@ -88,8 +45,17 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
             run_evaluation(config, roles, step)
 
 
+def mini_batches(config: Config, batch: TrainBatch, seed: int) -> Iterator[TrainBatch]:
+    """The batch of each optimizer step, its loss weights set."""
+    plan = plan_mini_batches(len(batch.lens_N), config.train.mini_batches, config.train.epochs, seed)
+    for indices in plan:
+        yield with_loss_weights(
+            select(batch, indices), config.algorithm.aggregation, config.rollout.max_response_len
+        )
+
+
 def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
-    """Old log-probs where the batch is used more than once (else the step's own are the old ones), reference ones for KL."""
+    """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
     if config.train.epochs * config.train.mini_batches > 1:
         batch = replace(batch, old_logprobs_T=trainer.compute_logprobs(batch))
     if config.algorithm.kl.coef:
@@ -102,7 +68,7 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
         roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
     )
     roles.log.log(step, metrics)
-    roles.log.log_samples(step, samples, rewards_N)
+    roles.log.log_samples(step, samples, rewards_N, split="held_out")
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:

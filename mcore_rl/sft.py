@@ -1,33 +1,16 @@
 """The supervised fine-tuning loop: conversations -> packed batch -> Megatron step."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
-
 from mcore_rl.config import Config
 from mcore_rl.data.summary import summarize_steps
-from mcore_rl.loop import Log, is_due
+from mcore_rl.loop import is_due
 from mcore_rl.metrics import PhaseTimer
-from mcore_rl.types import StepStats, TrainBatch
-
-
-class BatchStream(Protocol):
-    def next_batch(self, num_sequences: int) -> TrainBatch:
-        """Sequences with the loss on their answers, loss weights set."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-
-class Trainer(Protocol):
-    def train_step(self, batch: TrainBatch) -> StepStats: ...
-
-    def save(self, step: int, state: Mapping[str, Any]) -> None: ...
+from mcore_rl.roles import BatchStream, Log, Trainer
 
 
 def fine_tune(config: Config, batches: BatchStream, trainer: Trainer, log: Log, start_step: int = 0) -> None:
     """Run steps start_step + 1 .. sft.steps of sft.batch_size sequences each."""
     for step in range(start_step + 1, config.sft.steps + 1):
-        timer = PhaseTimer()
+        timer = PhaseTimer(step)
         with timer("train"):
             stats = trainer.train_step(batches.next_batch(config.sft.batch_size))
         with timer("checkpoint"):

@@ -11,7 +11,7 @@ from typing import Any, NewType
 from torch import Tensor
 
 WeightVersion = NewType("WeightVersion", int)
-"""Number of optimizer steps behind a set of weights; 0 is what training started from."""
+"""Number of loop steps behind a set of weights; 0 is what training started from."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""The parts a training loop is played with, as Protocols; who plays them is decided in app.py."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mcore_rl.types import Prompt, Sample, StepStats, TrainBatch, WeightVersion
+
+Reward = Callable[[Sequence[Sample]], list[float]]
+"""One reward per sample, in order."""
+
+
+class Generator(Protocol):
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+    ) -> list[Sample]:
+        """`num_samples` samples of each prompt, in the order of the prompts."""
+        ...
+
+
+class BatchStream(Protocol):
+    def next_batch(self, num_sequences: int) -> TrainBatch:
+        """Sequences with the loss on their answers, loss weights set."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+class PromptStream(Protocol):
+    def take(self, num_items: int) -> list[Prompt]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
+class Trainer(Protocol):
+    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
+        """Token-aligned log-probs, shape [T]."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> StepStats: ...
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None: ...
+
+
+class WeightSync(Protocol):
+    def sync(self, version: WeightVersion) -> Mapping[str, float]:
+        """Bring every engine to `version`; returns what was measured."""
+        ...
+
+
+class Log(Protocol):
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def log_samples(
+        self, step: int, samples: Sequence[Sample], rewards_N: Sequence[float], split: str = "train"
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Roles:
+    prompts: PromptStream
+    held_out: Sequence[Prompt]
+    generator: Generator
+    reward: Reward
+    advantages: Callable[[Sequence[float], Sequence[Sample]], Tensor]
+    trainer: Trainer
+    weights: WeightSync
+    log: Log
