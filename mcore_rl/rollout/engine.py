@@ -1,0 +1,233 @@
+"""One SGLang server as a child process: an EngineSpec in, a healthy URL out, no process left afterwards."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+_HEALTH_POLL_S = 0.1
+_KILL_TIMEOUT_S = 10.0
+_FIRST_PORT = 20000
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What one engine serves and how; `tp` ranks on `num_nodes` machines, one server process per machine.
+
+    kv_cache_len          tokens of KV cache, all requests together
+    max_running           requests decoded at once
+    deterministic         honour the sampling seed of each request
+    custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
+    port                  None finds a free one when the engine starts
+    dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
+    extra_args            further SGLang arguments, as on its command line
+    """
+
+    model_path: str
+    log_path: str
+    dtype: str = "float32"
+    tp: int = 1
+    ep: int = 1
+    kv_cache_len: int = 65536
+    max_running: int = 256
+    deterministic: bool = False
+    custom_weight_loaders: tuple[str, ...] = ()
+    seed: int = 0
+    host: str = "127.0.0.1"
+    port: int | None = None
+    num_nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    extra_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tp % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide tp={self.tp}")
+        if self.num_nodes > 1 and self.dist_init_addr is None:
+            raise ValueError(f"num_nodes={self.num_nodes} needs dist_init_addr, host:port of node 0")
+
+    def arguments(self) -> list[str]:
+        """The command line of mcore_rl.rollout.server, for a spec whose port is known."""
+        assert self.port is not None
+        options: dict[str, object] = {
+            "--model-path": self.model_path,
+            "--host": self.host,
+            "--port": self.port,
+            "--dtype": self.dtype,
+            "--tp-size": self.tp,
+            "--ep-size": self.ep,
+            "--max-total-tokens": self.kv_cache_len,
+            "--max-running-requests": self.max_running,
+            "--random-seed": self.seed,
+            "--log-level-http": "warning",
+        }
+        if self.num_nodes > 1:
+            options |= {"--nnodes": self.num_nodes, "--node-rank": self.node_rank}
+            options |= {"--dist-init-addr": self.dist_init_addr}
+        flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+        if self.deterministic:
+            flags.append("--enable-deterministic-inference")
+        if self.custom_weight_loaders:
+            flags += ["--custom-weight-loader", *self.custom_weight_loaders]
+        return [str(part) for item in options.items() for part in item] + flags + list(self.extra_args)
+
+
+class EngineProcess:
+    """Starts, watches and ends one server. `with EngineProcess(spec) as engine:` gives it healthy."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec if spec.port is not None else replace(spec, port=find_free_port(spec.host))
+        self.url = f"http://{self.spec.host}:{self.spec.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._temp_dir = ""
+
+    def __enter__(self) -> "EngineProcess":
+        self.start()
+        self.wait_healthy()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, f"engine {self.url} was not started"
+        return self._process.pid
+
+    @property
+    def name(self) -> str:
+        """How messages call this engine."""
+        return f"engine {self.url} (log {self.spec.log_path})"
+
+    def start(self) -> None:
+        """Start the server and return at once.
+
+        A thread of its own starts it and waits for its end, because the kernel kills a child with the thread
+        that started it, and this one must live as long as the process.
+        """
+        assert self._process is None, f"{self.name} was started before"
+        Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
+        self._temp_dir = tempfile.mkdtemp(prefix="mcore_rl_engine_")
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(
+            target=self._start_and_wait, args=(started,), daemon=True, name=f"wait {self.url}"
+        ).start()
+        self._process = started.result()
+
+    def _start_and_wait(self, started: "Future[subprocess.Popen[bytes]]") -> None:
+        command = [sys.executable, "-m", "mcore_rl.rollout.server", "--parent-pid", str(os.getpid())]
+        try:
+            with open(self.spec.log_path, "ab") as log:
+                process = subprocess.Popen(
+                    command + self.spec.arguments(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=self._environment(),
+                )
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+
+    def _environment(self) -> dict[str, str]:
+        """SGLang leaves files in its temporary folder, so it gets its own; compile caches stay shared."""
+        environment = {**os.environ, "TMPDIR": self._temp_dir, "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
+        return environment
+
+    def wait_healthy(self, timeout_s: float = 240.0) -> None:
+        """Return once the server generates.
+
+        Raises RuntimeError if it exits before that and TimeoutError after `timeout_s`, both with the log's
+        last lines; the engine is stopped then.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._answers():
+            if not self.is_alive():
+                failure = RuntimeError(f"{self.name} exited while starting (status {self._exit_status()})")
+            elif time.monotonic() > deadline:
+                failure = TimeoutError(f"waited {timeout_s:.0f} s for {self.name} to become healthy")
+            else:
+                time.sleep(_HEALTH_POLL_S)
+                continue
+            self.stop()
+            failure.args = (f"{failure}; its last lines:\n{self.tail()}",)
+            raise failure
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
+                return response.status == 200
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def _exit_status(self) -> int | None:
+        return None if self._process is None else self._process.returncode
+
+    def tail(self, num_lines: int = 30) -> str:
+        """The last lines of the log, as they are."""
+        with contextlib.suppress(FileNotFoundError):
+            return "\n".join(Path(self.spec.log_path).read_text(errors="replace").splitlines()[-num_lines:])
+        return "(no log)"
+
+    def stop(self) -> None:
+        """Kill the server and all its processes and wait until they are gone; harmless when already stopped.
+
+        Raises TimeoutError naming the processes that do not go away.
+        """
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
+        while left := list(_group_members(self.pid)):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{self.name}: processes {left} are still there {_KILL_TIMEOUT_S} s after SIGKILL"
+                )
+            time.sleep(0.02)
+        shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+def _group_members(group_id: int) -> Iterator[int]:
+    for process in psutil.process_iter(["pid", "status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group_id and process.info["status"] != psutil.STATUS_ZOMBIE:
+                yield process.pid
+
+
+def find_free_port(host: str) -> int:
+    """A port nobody listens on, below the range from which the kernel serves outgoing connections.
+
+    The server binds it only seconds later; a port from bind(0) could be taken by then.
+    """
+    ephemeral_start = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(ephemeral_start, _FIRST_PORT + 1)), 64):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
+    raise RuntimeError(f"no free port between {_FIRST_PORT} and {ephemeral_start} on {host}")

@@ -1,0 +1,82 @@
+"""Torch versions of the sgl_kernel functions that SGLang calls on CPU; any other name imports, and raises.
+
+The wheels of sglang-kernel hold CUDA binaries only. Without Intel AMX SGLang takes its own forward_native
+paths and needs little of it. torch.ops.sgl_kernel.convert_weight_packed must stay undefined: SGLang takes its
+presence for the AMX build.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from import_standin import missing
+from torch import Tensor
+
+__version__ = "0.0.0+cpu"
+
+_MASK32 = 0xFFFFFFFF
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices_N: Tensor,
+    req_to_token: Tensor,
+    starts_N: Tensor,
+    stops_N: Tensor,
+    out_cache_loc_T: Tensor,
+    pool_len: int,
+) -> None:
+    """req_to_token[request, start:stop] = the next stop - start entries of out_cache_loc_T."""
+    taken = 0
+    for request, start, stop in zip(
+        req_pool_indices_N.tolist(), starts_N.tolist(), stops_N.tolist(), strict=True
+    ):
+        chunk = out_cache_loc_T[taken : taken + stop - start]
+        req_to_token[request, start:stop] = chunk.to(req_to_token.dtype)
+        taken += stop - start
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: Tensor, strides: Tensor, target_rows: Tensor, source_rows: Tensor
+) -> None:
+    """In each layer's buffer row[target] = row[source]; every source is read before any write."""
+    sources, targets = source_rows.tolist(), target_rows.tolist()
+    for base, row_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(base + source * row_bytes, row_bytes) for source in sources]
+        for target, row in zip(targets, rows, strict=True):
+            ctypes.memmove(base + target * row_bytes, row, row_bytes)
+
+
+def _rotate_left(x: Tensor, bits: int) -> Tensor:
+    return ((x << bits) | (x >> (32 - bits))) & _MASK32
+
+
+def _mix(hash_: Tensor, key: Tensor) -> Tensor:
+    key = (_rotate_left((key * 0xCC9E2D51) & _MASK32, 15) * 0x1B873593) & _MASK32
+    return (_rotate_left(hash_ ^ key, 13) * 5 + 0xE6546B64) & _MASK32
+
+
+def murmur_hash32_cpu(seed_N: Tensor, positions_N: Tensor, columns_V: Tensor) -> Tensor:
+    """MurmurHash3 of (64-bit seed, position, column), uint32 [N, V]: what SGLang's triton kernel computes.
+
+    Source: sglang.srt.layers.utils.hash.murmur_hash32.
+    """
+    seed = seed_N.view(torch.int64)[:, None]
+    hash_ = _mix(torch.zeros_like(seed), seed & _MASK32)
+    hash_ = _mix(_mix(hash_, (seed >> 32) & _MASK32), positions_N[:, None].long() & _MASK32)
+    hash_ = _mix(hash_, columns_V[None].long() & _MASK32) ^ 16
+    hash_ = ((hash_ ^ (hash_ >> 16)) * 0x85EBCA6B) & _MASK32
+    hash_ = ((hash_ ^ (hash_ >> 13)) * 0xC2B2AE35) & _MASK32
+    return (hash_ ^ (hash_ >> 16)).to(torch.uint32)
+
+
+_library = torch.library.Library("sgl_kernel", "FRAGMENT")
+_library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_library.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    globals()[name] = function = missing(f"sgl_kernel.{name}")
+    return function
