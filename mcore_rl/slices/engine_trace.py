@@ -69,7 +69,7 @@ class _Storages:
         """Name of the local tensor that `view` lies in and the element it begins at; None if in none."""
         for name in self._names.get(view.untyped_storage()._cdata, ()):
             tensor = self._tensors[name]
-            offset = view.storage_offset() - tensor.storage_offset()
+            offset = int(view.storage_offset()) - int(tensor.storage_offset())
             if 0 <= offset < tensor.numel() and view.dtype == tensor.dtype:
                 return name, offset
         return None

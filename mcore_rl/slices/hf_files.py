@@ -129,8 +129,8 @@ def plan_export(
     """Deal whole HF tensors out to files of about `max_file_bytes`, and files to ranks in turn.
 
     Files differ by at most one tensor's bytes, so ranks do as well; every rank has one if there are enough
-    tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that can be filled, written and freed before
-    the next. Each shard is a local tensor of its HF name.
+    tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that can be filled, written and freed
+    before the next. Each shard is a local tensor of its HF name.
     """
     sizes = {name: prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
     num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))

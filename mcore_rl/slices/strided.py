@@ -40,7 +40,7 @@ def shards_of_view(
     hf_strides = contiguous_strides(hf_shape)
     shards = []
     for source, target, box_dims in _boxes(_merge(dims), hf_strides):
-        start = _unravel(view.storage_offset() + source, hf_shape)
+        start = _unravel(int(view.storage_offset()) + source, hf_shape)
         extents, local = _extents(name, hf_shape, hf_strides, start, box_dims)
         stop = tuple(a + n for a, n in zip(start, extents, strict=True))
         shards.append(Shard(Box(name, start, stop), tensor, offset + target, local, dtype))

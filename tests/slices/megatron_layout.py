@@ -54,6 +54,7 @@ def model_config(**changes: Any) -> dict[str, Any]:
         "intermediate_size": 8,
         "moe_intermediate_size": 4,
         "num_experts": 4,
+        "num_experts_per_tok": 2,
         "mlp_only_layers": [1],
         "decoder_sparse_step": 1,
         "tie_word_embeddings": False,
