@@ -2,6 +2,7 @@
 checkpoints out.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -70,6 +71,7 @@ class Actor:
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
         self._reference: ReferenceWeights | None = None
+        _freeze_garbage()
 
     def compute_logprobs(
         self, microbatches: Sequence[TrainBatch], *, reference: bool = False, temperature: float = 1.0
@@ -204,3 +206,12 @@ def _gather_tokens(local_T: Tensor, targets_T: Tensor, num_tokens: int) -> Tenso
         dist.all_reduce(on_device, group=group)
         whole = on_device.cpu()
     return whole
+
+
+def _freeze_garbage() -> None:
+    """Exempt what lives as long as the process from garbage collection, which megatron-core forces at each
+    save.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

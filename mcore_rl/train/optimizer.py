@@ -39,7 +39,10 @@ def wrap_chunks(
 def make_optimizer(
     config: OptimizerConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Distributed Adam with float32 main weights, decoupled weight decay and a global gradient norm clip."""
+    """Distributed Adam with float32 main weights, decoupled weight decay and a global gradient norm clip.
+
+    Its moments exist from the start, so that a checkpoint can be saved before the first step.
+    """
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -53,7 +56,12 @@ def make_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(options, list(chunks))
+    optimizer = get_megatron_optimizer(options, list(chunks))
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer)
+        for group in part.optimizer.param_groups:
+            group.setdefault("step", 0)
+    return optimizer
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

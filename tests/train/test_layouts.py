@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes: loss, gradients, log-probs, statistics; and what transformers does."""
+"""Every layout computes what one process computes: loss, gradients, log-probs; and what transformers does."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,14 @@ import torch.distributed as dist
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
 from tests.distributed import run_ranks
-from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
+from tests.train.tiny import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    transformers_logprobs,
+    write_hf_model,
+)
 
 Layout = dict[str, int]
 TWO_RANKS: list[Layout] = [
@@ -23,7 +30,11 @@ TWO_RANKS: list[Layout] = [
     {"pp": 2, "vpp": 2},
     {"dp": 2, "ep": 1},
 ]
-FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}, {"pp": 2, "cp": 2, "vpp": 2}]
+FOUR_RANKS: list[Layout] = [
+    {"tp": 2, "pp": 2, "ep": 2},
+    {"tp": 2, "cp": 2, "ep": 4},
+    {"pp": 2, "cp": 2, "vpp": 2},
+]
 
 
 def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -47,7 +58,9 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
     }
 
 
-def run_layouts(rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Layout]) -> list[Any]:
+def run_layouts(
+    rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Layout]
+) -> list[Any]:
     return [run_layout(rank, world_size, port, model, layout) for layout in layouts]
 
 
@@ -106,8 +119,18 @@ def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
 def test_layouts_agree_with_one_process(
     hf_dir: Path, one_process: dict[str, Any], layouts: list[Layout]
 ) -> None:
+    check_layouts(ModelConfig(path=str(hf_dir)), one_process, layouts)
+
+
+@pytest.mark.gloo
+def test_tied_embeddings_agree_with_one_process(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_hf_model(tmp_path, tie_word_embeddings=True)))
+    check_layouts(model, run_ranks(run_layout, 1, model, {})[0], [{"pp": 2}, {"tp": 2}])
+
+
+def check_layouts(model: ModelConfig, one_process: dict[str, Any], layouts: list[Layout]) -> None:
     world_size = ParallelConfig(**layouts[0]).world_size
-    per_rank = run_ranks(run_layouts, world_size, ModelConfig(path=str(hf_dir)), layouts, timeout_s=300)
+    per_rank = run_ranks(run_layouts, world_size, model, layouts, timeout_s=300)
     wanted = global_gradients(one_process)
     largest = max(g.abs().max().item() for g in wanted.values())
     for results in zip(*per_rank, strict=True):
@@ -134,22 +157,6 @@ def check_reports(results: tuple[Any, ...], one_process: dict[str, Any], layout:
     for dp, owner in enumerate(owners):
         for got, want in zip(owner["logprobs"], one_process["logprobs"][dp :: len(owners)], strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}")
-
-
-def transformers_logprobs(hf_dir: Path, temperature: float) -> list[torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
-    out = []
-    for batch in make_batches():
-        parts = []
-        for tokens in batch.token_ids_T.split(list(batch.lens_N)):
-            with torch.no_grad():
-                logits = model(tokens[None]).logits[0] / temperature
-            parts.append(torch.zeros(1))
-            parts.append(logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0])
-        out.append(torch.cat(parts))
-    return out
 
 
 def test_logprobs_are_those_of_transformers(hf_dir: Path, one_process: dict[str, Any]) -> None:

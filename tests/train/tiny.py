@@ -17,7 +17,7 @@ NUM_TOKENS = sum(map(sum, LENS))
 
 
 def write_hf_model(folder: Path, **overrides: object) -> Path:
-    """A random model saved by transformers: 4 layers, the second one dense, 8 experts top-2, grouped queries."""
+    """A random model saved by transformers: 4 layers, the second dense, 8 experts top-2, grouped queries."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -83,3 +83,20 @@ def make_actor(
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     train = TrainConfig(router_aux_loss_coef=0.1, recompute=recompute)
     return Actor(model, parallel, train, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
+
+
+def transformers_logprobs(hf_dir: Path, temperature: float = 1.0) -> list[torch.Tensor]:
+    """Token-aligned log-probs of `make_batches()`, one sequence at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    out = []
+    for batch in make_batches():
+        parts = []
+        for tokens in batch.token_ids_T.split(list(batch.lens_N)):
+            with torch.no_grad():
+                logits = model(tokens[None]).logits[0] / temperature
+            parts.append(torch.zeros(1))
+            parts.append(logits[:-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0])
+        out.append(torch.cat(parts))
+    return out
