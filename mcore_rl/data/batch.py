@@ -75,5 +75,18 @@ def with_loss_weights(batch: TrainBatch, aggregation: str, max_response_len: int
     return TrainBatch(**{**vars(batch), "loss_weights_T": weights_T})
 
 
+def make_filler(batch: TrainBatch) -> TrainBatch:
+    """A micro-batch without weight, for a rank that has fewer than the others: the batch's first two
+    tokens.
+    """
+    values = {
+        name: value[:2] for name, value in vars(batch).items() if name.endswith("_T") and value is not None
+    }
+    values["loss_mask_T"] = torch.zeros(2, dtype=torch.bool)
+    if batch.loss_weights_T is not None:
+        values["loss_weights_T"] = torch.zeros(2)
+    return TrainBatch(lens_N=(2,), **values)
+
+
 def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:
     return torch.tensor([value for row in rows for value in row], dtype=dtype)

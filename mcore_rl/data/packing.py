@@ -12,17 +12,11 @@ def plan_microbatches(
 
     There are as few micro-batches of at most `max_tokens` tokens as first-fit decreasing finds, raised to a
     multiple of dp_size * multiple_of, dealt out so that the ranks' tokens are balanced. All ranks get equally
-    many, none of them empty.
+    many; some are empty only where there are fewer sequences than micro-batches.
 
-    ValueError: a sequence longer than `max_tokens`, or fewer sequences than micro-batches needed.
+    ValueError: a sequence longer than `max_tokens`.
     """
     unit = dp_size * multiple_of
-    if len(lens_N) < unit:
-        raise ValueError(
-            f"{len(lens_N)} sequences cannot fill {dp_size} data-parallel ranks x {multiple_of}"
-            f" micro-batches:"
-            " raise rollout.prompts_per_step or lower train.mini_batches"
-        )
     longest = max(range(len(lens_N)), key=lambda i: lens_N[i])
     if lens_N[longest] > max_tokens:
         raise ValueError(

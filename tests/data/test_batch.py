@@ -1,0 +1,78 @@
+"""Train batches from samples, selection, mini-batches."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.data.batch import (
+    make_filler,
+    make_train_batch,
+    plan_mini_batches,
+    select,
+    with_loss_weights,
+)
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+
+
+def make_sample(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], index: int = 0) -> Sample:
+    spans = (VersionSpan(0, len(response_ids), WeightVersion(0)),) if response_ids else ()
+    logprobs = tuple(-0.1 * (i + 1) for i in range(len(response_ids)))
+    return Sample(Prompt(index, prompt_ids, (), "unit", "x"), 0, response_ids, logprobs, "stop", spans, "")
+
+
+def test_prompt_and_response_are_laid_end_to_end() -> None:
+    samples = [make_sample((1, 2, 3), (4, 5)), make_sample((6,), (7, 8, 9))]
+    batch = make_train_batch(samples, torch.tensor([1.0, -2.0]))
+    assert batch.lens_N == (5, 4)
+    assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert batch.loss_mask_T.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
+    assert batch.advantages_T is not None and batch.rollout_logprobs_T is not None
+    assert batch.advantages_T.tolist() == [1.0] * 5 + [-2.0] * 4
+    assert batch.rollout_logprobs_T.tolist() == pytest.approx([0, 0, 0, -0.1, -0.2, 0, -0.1, -0.2, -0.3])
+
+
+def test_empty_responses_are_left_out_and_all_empty_is_refused() -> None:
+    samples = [make_sample((1,), ()), make_sample((2,), (3,))]
+    batch = make_train_batch(samples, torch.tensor([5.0, 7.0]))
+    assert batch.token_ids_T.tolist() == [2, 3]
+    assert batch.advantages_T is not None and batch.advantages_T.tolist() == [7.0, 7.0]
+    with pytest.raises(ValueError, match="all 1 samples are empty"):
+        make_train_batch(samples[:1], torch.tensor([5.0]))
+
+
+def test_select_keeps_every_field_of_the_chosen_sequences() -> None:
+    samples = [make_sample((i,), (10 + i,) * (i + 1)) for i in range(4)]
+    batch = with_loss_weights(make_train_batch(samples, torch.arange(4.0)), "token_mean", 8)
+    part = select(batch, [3, 1])
+    assert part.lens_N == (5, 3)
+    assert part.token_ids_T.tolist() == [3, 13, 13, 13, 13, 1, 11, 11]
+    assert part.advantages_T is not None and part.advantages_T.tolist() == [3.0] * 5 + [1.0] * 3
+    assert part.loss_weights_T is not None and part.loss_weights_T[
+        part.loss_mask_T
+    ].tolist() == pytest.approx([0.1] * 6)
+    assert part.ref_logprobs_T is None
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 3), st.integers(0, 5))
+def test_every_sequence_is_in_one_step_of_each_epoch(
+    num: int, mini_batches: int, epochs: int, seed: int
+) -> None:
+    steps = plan_mini_batches(num, mini_batches, epochs, seed)
+    seen = sorted(i for step in steps for i in step)
+    assert seen == sorted(list(range(num)) * epochs)
+    assert all(steps)
+    if num >= mini_batches:
+        assert len(steps) == mini_batches * epochs
+        sizes = [len(step) for step in steps]
+        assert max(sizes) - min(sizes) <= 1
+    assert steps == plan_mini_batches(num, mini_batches, epochs, seed)
+
+
+def test_a_filler_has_two_tokens_and_no_weight() -> None:
+    batch = with_loss_weights(make_train_batch([make_sample((1, 2), (3,))], torch.ones(1)), "token_mean", 8)
+    filler = make_filler(batch)
+    assert filler.lens_N == (2,)
+    assert filler.token_ids_T.tolist() == [1, 2]
+    assert not filler.loss_mask_T.any()
+    assert filler.loss_weights_T is not None and not filler.loss_weights_T.any()

@@ -1,0 +1,74 @@
+"""Prompt files of both kinds, overlong prompts, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.data.arithmetic import make_tokenizer
+from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.prompts import load_conversations, load_prompts
+
+SHORT, LONG = "Ada has 3 apples", "Ada has 3 apples and gets 4 more . how many apples does Ada have now ?"
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    return [prompt_row(q, str(i), "unit", "train", i) for i, q in enumerate((SHORT, LONG, SHORT))]
+
+
+def test_parquet_and_jsonl_give_the_same_prompts(tmp_path: Path, rows: list[dict]) -> None:
+    write_parquet(rows, tmp_path / "p.parquet")
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    parquet = load_prompts([str(tmp_path / "p.parquet")], tokenizer, 64, "error")
+    jsonl = load_prompts([str(tmp_path / "p.jsonl")], tokenizer, 64, "error")
+    assert parquet == jsonl
+    assert [p.ground_truth for p in parquet] == ["0", "1", "2"]
+    assert parquet[0].data_source == "unit"
+    assert parquet[0].extra_info == {"split": "train", "index": 0}
+    assert tokenizer.decode(parquet[0].token_ids) == f"<|user|> {SHORT} <|assistant|>"
+
+
+def test_overlong_prompts_are_dropped_and_counted_or_refused(
+    tmp_path: Path, rows: list[dict], caplog
+) -> None:
+    write_parquet(rows, tmp_path / "p.parquet")
+    files, tokenizer = [str(tmp_path / "p.parquet")], make_tokenizer()
+    with caplog.at_level("INFO"):
+        kept = load_prompts(files, tokenizer, 8, "filter")
+    assert [p.index for p in kept] == [0, 2]
+    assert "1 overlong dropped" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"1 of 3 prompts are longer than data.max_prompt_len=8, the first is row 1"
+    ):
+        load_prompts(files, tokenizer, 8, "error")
+    with pytest.raises(ValueError, match="no prompt of at most 2 tokens among 3"):
+        load_prompts(files, tokenizer, 2, "filter")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.jsonl", "{oops\n", r"x.jsonl line 1 is not JSON"),
+        ("x.jsonl", '{"data_source": "a"}\n', r"x.jsonl line 1 lacks `prompt`; it has data_source"),
+        ("x.csv", "a,b\n", r"x.csv: expected .parquet or .jsonl"),
+    ],
+)
+def test_malformed_files_are_refused_by_place(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_prompts([str(tmp_path / name)], make_tokenizer(), 8, "filter")
+
+
+def test_missing_file_is_named() -> None:
+    with pytest.raises(ValueError, match=r"data file /nowhere.parquet does not exist"):
+        load_prompts(["/nowhere.parquet"], make_tokenizer(), 8, "filter")
+
+
+def test_conversations_must_end_with_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"c.jsonl line 1: `messages` must end with a message of role 'assistant'"
+    ):
+        load_conversations([str(tmp_path / "c.jsonl")])
