@@ -68,7 +68,7 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
         roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
     )
     roles.log.log(step, metrics)
-    roles.log.log_samples(step, samples, rewards_N, split="held_out")
+    roles.log.log_samples(step, samples, rewards_N, split="eval")
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:
