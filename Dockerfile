@@ -5,8 +5,9 @@
 # Versions hang together: SGLang 0.5.23 and its kernel wheels are built for torch 2.14.1 and CUDA 13 (a machine without
 # CUDA keeps torch 2.13.0, see requirements/cpu.txt); megatron-core 0.16.1 supports Transformer Engine from 2.9 up to,
 # not including, 2.12; Transformer Engine's PyTorch half and apex compile against the torch that is installed, so torch
-# comes first and both are built without isolation. cuDNN and NCCL come from torch's own wheels; the devel image brings
-# nvcc and the cuDNN headers.
+# comes first and both are built without isolation; apex refuses an nvcc whose version differs from torch.version.cuda,
+# so a new torch may mean a new base image. cuDNN and NCCL come from torch's own wheels; the devel image brings nvcc and
+# the cuDNN headers. This image has not been built yet (docs/status.md).
 FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 
 ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
