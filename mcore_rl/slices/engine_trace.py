@@ -3,10 +3,11 @@
     tracer of q_proj [8, 4] --narrow--> rows 4-7 --copy_--> qkv_proj[0:4]
     becomes Shard(Box("q_proj", (4, 0), (8, 4)), "qkv_proj", offset=0, strides=(4, 1))
 
-A tracer knows where in its HF tensor it lies and has no data; nothing is written to the parameters.
+A tracer knows where in its HF tensor it lies and has no data; of the parameters only padding is written.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def trace_load_weights(
 
     hf_tensors      HF name -> shape and dtype of every tensor of the checkpoint
     local_tensors   name -> contiguous parameter of this rank; elements that the loader sets to a constant
-                    (`fill_`, `zero_`) are padding, which nothing is sent to
+                    (`fill_`, `zero_`) are padding: set so once, when all else is well, and never sent
 
     ValueError names the tensor and the operation that cannot be traced, or the parameter element that is not
     loaded exactly once.
@@ -50,6 +51,7 @@ def trace_load_weights(
             raise ValueError(f"load_weights failed while tracing {trace.current!r}: {error}") from error
     trace.storages.check_unchanged()
     check_coverage(trace.shards, trace.padding, {name: t.numel() for name, t in local_tensors.items()})
+    trace.fill_padding()
     return trace.shards
 
 
@@ -119,6 +121,7 @@ class _Recorder(TorchDispatchMode):
         self.storages = storages
         self.shards: list[Shard] = []
         self.padding: list[Span] = []
+        self._fills: list[Callable[[], object]] = []
         self.current = "(nothing yet)"
 
     def tracers(
@@ -136,6 +139,7 @@ class _Recorder(TorchDispatchMode):
                 found = self.storages.locate(target)
                 if found is not None:
                     self._on_constant(func, target, *found)
+                    self._fills.append(partial(func, *args, **kwargs))
                     return target
         return func(*args, **kwargs)
 
@@ -144,6 +148,10 @@ class _Recorder(TorchDispatchMode):
             raise ValueError(f"load_weights writes to parameter {name!r} by {func}, which cannot be traced")
         starts, run_len = runs(target.shape, target.stride(), offset)
         self.padding += [Span(name, int(start), int(start) + run_len) for start in starts]
+
+    def fill_padding(self) -> None:
+        for fill in self._fills:
+            fill()
 
     def on_tracer(self, tracer: _Tracer, func: Any, args: Any, kwargs: Any) -> Any:
         """Views and casts of a tracer are tracers; a copy into a parameter is recorded; else refuse."""
