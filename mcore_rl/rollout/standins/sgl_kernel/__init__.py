@@ -9,13 +9,12 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from import_standin import missing
 from torch import Tensor
 
 __version__ = "0.0.0+cpu"
-
-_MASK32 = 0xFFFFFFFF
 
 
 def assign_req_to_token_pool_cpu(
@@ -47,27 +46,27 @@ def copy_all_layer_kv_cache_cpu(
             ctypes.memmove(base + target * row_bytes, row, row_bytes)
 
 
-def _rotate_left(x: Tensor, bits: int) -> Tensor:
-    return ((x << bits) | (x >> (32 - bits))) & _MASK32
-
-
-def _mix(hash_: Tensor, key: Tensor) -> Tensor:
-    key = (_rotate_left((key * 0xCC9E2D51) & _MASK32, 15) * 0x1B873593) & _MASK32
-    return (_rotate_left(hash_ ^ key, 13) * 5 + 0xE6546B64) & _MASK32
+def _mix(hash_: Any, key: Any) -> Any:
+    key = key * np.uint32(0xCC9E2D51)
+    key = ((key << 15) | (key >> 17)) * np.uint32(0x1B873593)
+    hash_ = hash_ ^ key
+    return ((hash_ << 13) | (hash_ >> 19)) * np.uint32(5) + np.uint32(0xE6546B64)
 
 
 def murmur_hash32_cpu(seed_N: Tensor, positions_N: Tensor, columns_V: Tensor) -> Tensor:
-    """MurmurHash3 of (64-bit seed, position, column), uint32 [N, V]: what SGLang's triton kernel computes.
+    """MurmurHash3 of (64-bit seed, position, column), uint32 [N, V], as SGLang's triton kernel has it.
 
-    Source: sglang.srt.layers.utils.hash.murmur_hash32.
+    Source: sglang.kernels.ops.sampling.murmur_hash. In numpy, because torch has no arithmetic for uint32.
     """
-    seed = seed_N.view(torch.int64)[:, None]
-    hash_ = _mix(torch.zeros_like(seed), seed & _MASK32)
-    hash_ = _mix(_mix(hash_, (seed >> 32) & _MASK32), positions_N[:, None].long() & _MASK32)
-    hash_ = _mix(hash_, columns_V[None].long() & _MASK32) ^ 16
-    hash_ = ((hash_ ^ (hash_ >> 16)) * 0x85EBCA6B) & _MASK32
-    hash_ = ((hash_ ^ (hash_ >> 13)) * 0xC2B2AE35) & _MASK32
-    return (hash_ ^ (hash_ >> 16)).to(torch.uint32)
+    seed = seed_N.view(torch.int64).numpy()
+    keys = (seed, seed >> 32, positions_N.numpy())
+    hash_ = np.zeros((len(seed), 1), dtype=np.uint32)
+    for key in keys:
+        hash_ = _mix(hash_, key.astype(np.uint32)[:, None])
+    hash_ = _mix(hash_, columns_V.numpy().astype(np.uint32)) ^ np.uint32(16)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        hash_ = (hash_ ^ (hash_ >> shift)) * np.uint32(factor)
+    return torch.from_numpy(hash_ ^ (hash_ >> 16))
 
 
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")

@@ -5,9 +5,19 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 
 from collections.abc import Callable
 
-from sglang_on_cpu.processes import fork_workers, keep_load_snapshots_in_temp_dir
+from sglang_on_cpu.attention import batch_attention
+from sglang_on_cpu.experts import run_local_experts
+from sglang_on_cpu.processes import fork_workers, keep_load_snapshots_in_temp_dir, sleep_while_paused
+from sglang_on_cpu.sampling import allow_seeded_sampling
 
-PATCHES: tuple[Callable[[], None], ...] = (fork_workers, keep_load_snapshots_in_temp_dir)
+PATCHES: tuple[Callable[[], None], ...] = (
+    fork_workers,
+    keep_load_snapshots_in_temp_dir,
+    sleep_while_paused,
+    batch_attention,
+    run_local_experts,
+    allow_seeded_sampling,
+)
 
 
 def apply_patches() -> None:

@@ -1,8 +1,9 @@
-"""How SGLang's processes start on a CPU: forked from the server, which has imported everything already."""
+"""How SGLang's processes start, wait and leave nothing behind."""
 
 import multiprocessing
 import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def fork_workers() -> None:
@@ -33,3 +34,19 @@ def keep_load_snapshots_in_temp_dir() -> None:
     load_snapshot.shm_path_for = lambda ipc_name: str(
         Path(tempfile.gettempdir(), Path(in_shared_memory(ipc_name)).name)
     )
+
+
+def sleep_while_paused() -> None:
+    """Wait for the next message between /pause_generation and /continue_generation.
+
+    SGLang's --sleep-on-idle covers the idle scheduler alone; a paused one polls its sockets without end.
+    """
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record_state = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_state_and_sleep(self: Any) -> None:
+        record_state(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_state_and_sleep

@@ -1,0 +1,31 @@
+"""The mixture-of-experts layer where a rank holds some of the experts."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+
+def run_local_experts() -> None:
+    """Compute the experts this rank holds and leave the others' tokens out, for --ep-size > 1.
+
+    The dispatcher marks other ranks' experts with id -1, which SGLang's native forward uses as an index.
+    """
+    from sglang.srt.layers.moe import fused_moe_native
+
+    forward_all = fused_moe_native.moe_forward_native
+
+    def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
+        weights_TK, ids_TK, _ = topk_output
+        if config.activation != "silu" or not bool((ids_TK < 0).any()):
+            return forward_all(layer, x, topk_output, config)
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in ids_TK[ids_TK >= 0].unique().tolist():
+            tokens, choices = (ids_TK == expert).nonzero(as_tuple=True)
+            gate, up = linear(x[tokens], layer.w13_weight[expert]).chunk(2, -1)
+            result = linear(silu(gate) * up, layer.w2_weight[expert])
+            out.index_add_(0, tokens, result.float() * weights_TK[tokens, choices, None])
+        return out.to(x.dtype)
+
+    fused_moe_native.moe_forward_native = moe_forward_native
