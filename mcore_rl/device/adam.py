@@ -26,7 +26,7 @@ class FusedAdam(torch.optim.Optimizer):
         if not bias_correction:
             raise ValueError("bias_correction=False: torch's fused Adam always corrects the bias")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._kernel = torch._fused_adamw_ if adam_w_mode else torch._fused_adam_
+        self._kernel: Callable[..., None] = getattr(torch, "_fused_adamw_" if adam_w_mode else "_fused_adam_")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -36,7 +36,8 @@ class _Event(torch.cpu.Event):
 
 def alias_streams() -> None:
     """torch.cuda's streams, events and devices become torch.cpu's no-ops."""
-    cuda, stream = torch.cuda, _Stream()
+    cuda: Any = torch.cuda
+    stream = _Stream()
     cuda.current_device = lambda: "cpu"  # valid wherever a device is expected
     cuda.set_device = lambda device: None
     cuda.device_count = lambda: 1
@@ -53,7 +54,8 @@ def alias_rng() -> None:
     """
     from megatron.core.tensor_parallel import random as tp_random
 
-    cuda, generator = torch.cuda, torch.default_generator
+    cuda: Any = torch.cuda
+    generator = torch.default_generator
     cuda.manual_seed = cuda.manual_seed_all = lambda seed: generator.manual_seed(seed) and None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: generator.get_state()
     cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: (

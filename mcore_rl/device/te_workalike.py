@@ -95,7 +95,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
             self.layer_norm_bias = self._norm_parameter(torch.zeros(input_size, dtype=config.params_dtype))
 
     def _norm_parameter(self, value: Tensor) -> torch.nn.Parameter:
-        parameter = torch.nn.Parameter(value)
+        parameter: Any = torch.nn.Parameter(value)
         parameter.sequence_parallel = self.config.sequence_parallel
         return parameter
 
@@ -133,7 +133,7 @@ class _GroupedLinear(torch.nn.Module):
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)

@@ -1,0 +1,1 @@
+"""Megatron actors: process groups, model, optimizer step, checkpoints, export."""

@@ -108,6 +108,7 @@ class Actor:
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
             logprobs_T, entropy_T = self._logprobs(batch, logits_TV, temperature)
             loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch)
+            assert batch.batch.loss_weights_T is not None
             loss = (loss_T * batch.batch.loss_weights_T).sum()
             # megatron-core divides gradients by the step's tokens; the weights already hold every
             # denominator.
@@ -186,7 +187,6 @@ class Actor:
 
     def _check_step(self, microbatches: Sequence[TrainBatch], num_tokens: int) -> None:
         assert microbatches, "train_step without micro-batches"
-        assert all(m.loss_weights_T is not None for m in microbatches), "train_step needs loss_weights_T"
         here = sum(len(m.token_ids_T) for m in microbatches)
         assert here <= num_tokens, (
             f"{here} tokens on this rank, but num_tokens={num_tokens} for the whole step"

@@ -2,7 +2,6 @@
 typed twice.
 """
 
-import json
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import megatron_options
+from mcore_rl.slices import hf_files
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 
@@ -26,15 +26,10 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of an HF directory of a supported architecture; ValueError names what is wrong
-    with it.
-    """
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"model.path={path}: no config.json there; give a HuggingFace model directory")
-    config = json.loads(file.read_text())
+    """The parsed config.json of an HF directory of a supported model; ValueError names what is wrong with it."""
+    config = hf_files.read_hf_config(Path(path))
     family_of(config)
-    _refuse_unsupported(config, file)
+    _refuse_unsupported(config, Path(path) / "config.json")
     return config
 
 

@@ -5,6 +5,7 @@ layout.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def fill_weights(
     if model.init == "random":
         draw_weights(shards, tensors, hf_config, seed)
     else:
-        load_into(shards, tensors, model.path)
+        load_into(shards, tensors, Path(model.path))
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Every layout computes what one process computes: loss, gradients, log-probs; and what transformers does."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ TWO_RANKS: list[Layout] = [
     {"dp": 2, "ep": 1},
 ]
 FOUR_RANKS: list[Layout] = [
+    {"tp": 2, "ep": 2, "etp": 2},
     {"tp": 2, "pp": 2, "ep": 2},
     {"tp": 2, "cp": 2, "ep": 4},
     {"pp": 2, "cp": 2, "vpp": 2},
@@ -45,7 +46,7 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
     gather_gradients(actor)
     shards, _ = actor.weight_layout()
     gradients = {
-        f"{i}.{name}": parameter.main_grad
+        f"{i}.{name}": cast(Any, parameter).main_grad
         for i, chunk in enumerate(actor.chunks)
         for name, parameter in _inner(chunk).named_parameters()
     }

@@ -1,6 +1,7 @@
 """A tiny Qwen3-MoE model directory and packed batches of unequal lengths, for tests of the training ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
@@ -21,24 +22,24 @@ def write_hf_model(folder: Path, **overrides: object) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        mlp_only_layers=[1],
-        max_position_embeddings=256,
-        initializer_range=0.08,
-        **overrides,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "max_position_embeddings": 256,
+        "initializer_range": 0.08,
+    }
+    make_config: Any = Qwen3MoeConfig
+    Qwen3MoeForCausalLM(make_config(**sizes | overrides)).save_pretrained(folder)
     return folder
 
 

@@ -1,0 +1,71 @@
+"""Packed attention equals one sequence at a time; context-parallel parts equal the whole."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_rl.device.attention import (
+    _split_by_len,
+    context_parallel_attention,
+    packed_attention,
+    zigzag_positions,
+)
+
+SCALE = 0.3
+
+
+def make_qkv(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(num_tokens, h, 8, generator=generator) for h in (4, 2, 2))
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...]) -> Tensor:
+    outs = []
+    for parts in zip(*(x.split(list(lens_N)) for x in (q, k, v)), strict=True):
+        qs, ks, vs = (x.transpose(0, 1)[None] for x in parts)
+        out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=SCALE, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1).flatten(1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("lens_N", [(7,), (5, 5, 4), (1, 40, 2, 39, 3), (64, 1, 1, 1, 20)])
+def test_packed_attention(lens_N: tuple[int, ...]) -> None:
+    results = []
+    for attend in (
+        one_by_one,
+        lambda q, k, v, lens: packed_attention(q, k, v, lens, SCALE),
+    ):
+        qkv = make_qkv(sum(lens_N))
+        out = attend(*qkv, lens_N)
+        (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+        results.append((out, *(x.grad for x in qkv)))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_every_sequence_is_in_one_bucket() -> None:
+    lens_N = (1, 500, 2, 490, 3, 3, 77)
+    buckets = _split_by_len(lens_N)
+    assert sorted(i for bucket in buckets for i in bucket) == list(range(len(lens_N)))
+    assert 1 < len(buckets) < len(lens_N)
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_context_parallel_parts_make_the_whole(cp_size: int) -> None:
+    lens_N = (2 * cp_size, 6 * cp_size, 4 * cp_size)
+    starts = torch.tensor((0, *lens_N)).cumsum(0)
+    q, k, v = make_qkv(sum(lens_N))
+    rows = []
+    for rank in range(cp_size):
+        sequence, position = zigzag_positions(lens_N, rank, cp_size)
+        rows.append(starts[sequence] + position)
+    assert sorted(torch.cat(rows).tolist()) == list(range(sum(lens_N)))
+    gathered = torch.cat(rows)
+    wanted = one_by_one(q, k, v, lens_N)
+    for rank in range(cp_size):
+        out = context_parallel_attention(
+            q[rows[rank]], k[gathered], v[gathered], lens_N, SCALE, rank, cp_size
+        )
+        torch.testing.assert_close(out, wanted[rows[rank]], rtol=0, atol=1e-6)

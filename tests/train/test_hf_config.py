@@ -1,0 +1,102 @@
+"""What config.json says reaches megatron-core, and what cannot be built is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.train.hf_config import (
+    check_layout,
+    make_transformer_config,
+    padded_vocab_size,
+    read_hf_config,
+    rope_theta,
+)
+from mcore_rl.train.runtime import init_distributed
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [2],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+}
+
+
+def read(folder: Path, **changes: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    return read_hf_config(folder)
+
+
+def test_sizes_come_from_config_json(tmp_path: Path) -> None:
+    config = read(tmp_path, norm_topk_prob=False)
+    parallel = ParallelConfig(tp=2, pp=2, ep=2)
+    built = make_transformer_config(config, parallel, torch.bfloat16, "full", 0.01)
+    assert (built.kv_channels, built.num_query_groups, built.moe_router_topk) == (16, 2, 2)
+    assert built.moe_layer_freq == [1, 1, 0, 1]
+    assert built.layernorm_epsilon == 1e-5
+    assert built.moe_router_pre_softmax
+    assert built.sequence_parallel
+    assert built.variable_seq_lengths
+    assert built.recompute_granularity == "full"
+    assert rope_theta(config) == 5e5
+    assert rope_theta({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}) == 1e6
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tp", "rows"), [(151936, 1, 151936), (99, 1, 128), (99, 8, 128), (129, 3, 384)]
+)
+def test_vocabulary_padding(vocab: int, tp: int, rows: int) -> None:
+    assert padded_vocab_size({"vocab_size": vocab}, tp) == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ],
+)
+def test_unsupported_models_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, **changes)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a HuggingFace model directory"):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 4, "ep": 2}, "parallel.tp=4 does not divide num_key_value_heads=2"),
+        ({"pp": 3}, "parallel.pp \\* parallel.vpp=3 does not divide num_hidden_layers=4"),
+        ({"pp": 2, "vpp": 4}, "=8 does not divide num_hidden_layers=4"),
+        ({"ep": 3}, "parallel.ep=3 does not divide num_experts=8"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_model_are_refused(layout: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(CONFIG, ParallelConfig(**layout))
+
+
+def test_a_wrong_number_of_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 training ranks, but .* = 2 \* 1 \* 1 \* 1 = 2"):
+        init_distributed(0, 3, "127.0.0.1", 1, ParallelConfig(tp=2), seed=0, timeout_s=1.0)

@@ -1,0 +1,28 @@
+"""The learning-rate schedule."""
+
+import pytest
+
+from mcore_rl.config import OptimizerConfig
+from mcore_rl.train.optimizer import learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.86819805, 0.55, 0.23180195, 0.1, 0.1]),
+    ],
+)
+def test_learning_rate(schedule: str, wanted: list[float]) -> None:
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, schedule=schedule)
+    if schedule == "constant":
+        config.min_lr = 0.0
+    rates = [learning_rate(config, step, total_steps=6) for step in range(8)]
+    assert rates == pytest.approx(wanted)
+
+
+def test_a_schedule_shorter_than_its_warm_up() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=10, schedule="linear")
+    assert learning_rate(config, 4, total_steps=5) == pytest.approx(0.5)
+    assert learning_rate(config, 20, total_steps=5) == 0.0

@@ -1,0 +1,60 @@
+"""Context-parallel parts of a packed micro-batch hold every token and every prediction exactly once."""
+
+import pytest
+import torch
+
+from mcore_rl.device.attention import zigzag_positions
+from mcore_rl.train.packing import make_rank_batch, padded_lens
+from mcore_rl.types import TrainBatch
+
+
+def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
+    tokens_T = torch.arange(1, sum(lens_N) + 1)
+    return TrainBatch(tokens_T, torch.ones_like(tokens_T).bool(), lens_N, loss_weights_T=tokens_T / 10.0)
+
+
+@pytest.mark.parametrize("lens_N", [(5,), (8, 8), (1, 13, 4), (3, 3, 3, 3)])
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_every_token_is_predicted_once(lens_N: tuple[int, ...], cp: int, tp: int) -> None:
+    batch = make_batch(lens_N)
+    parts = [make_rank_batch(batch, rank, cp, tp) for rank in range(cp)]
+    assert sum(part.num_tokens for part in parts) == sum(lens_N)
+    firsts = set(torch.tensor((0, *lens_N[:-1])).cumsum(0).tolist())
+    targets = sorted(t for part in parts for t in part.targets_T.tolist() if t >= 0)
+    assert targets == sorted(set(range(sum(lens_N))) - firsts)
+    for part in parts:
+        assert len(part.tokens_T) * cp == sum(padded_lens(lens_N, cp, tp))
+        assert len(part.tokens_T) % tp == 0
+        has_target = part.targets_T >= 0
+        assert torch.equal(part.labels_T[has_target], part.tokens_T[has_target] + 1)
+        assert torch.equal(part.batch.loss_mask_T, has_target)
+        assert part.batch.loss_weights_T is not None
+        assert not part.batch.loss_weights_T[~has_target].any()
+        padding_T = torch.zeros_like(has_target) if part.padding_T is None else part.padding_T
+        assert int((~padding_T).sum()) == part.num_tokens
+        assert not (padding_T & has_target).any()
+
+
+def test_tokens_lie_where_attention_expects_them() -> None:
+    lens_N, cp = (6, 16, 3), 2
+    padded_N = padded_lens(lens_N, cp, 1)
+    for rank in range(cp):
+        part = make_rank_batch(make_batch(lens_N), rank, cp, 1)
+        _, positions_T = zigzag_positions(padded_N, rank, cp)
+        assert torch.equal(part.positions_T, positions_T)
+
+
+@pytest.mark.parametrize(
+    ("lens_N", "cp", "tp", "wanted"),
+    [
+        ((5, 3), 1, 1, (5, 3)),
+        ((5, 3), 1, 4, (5, 3)),
+        ((5, 4), 1, 4, (5, 7)),
+        ((5, 3), 2, 1, (8, 4)),
+        ((5, 3), 2, 2, (8, 8)),
+    ],
+)
+def test_padding_is_no_more_than_needed(
+    lens_N: tuple[int, ...], cp: int, tp: int, wanted: tuple[int, ...]
+) -> None:
+    assert padded_lens(lens_N, cp, tp) == wanted
