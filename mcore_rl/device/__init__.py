@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+_cpu_patches_installed = False
+
 
 def has_cuda() -> bool:
-    return torch.cuda.is_available() and not getattr(torch, "_mcore_rl_cpu_patches", False)
+    return torch.cuda.is_available() and not _cpu_patches_installed
 
 
 def device() -> torch.device:
@@ -55,7 +57,7 @@ def setup_device() -> None:
 
     Raises ValueError where CUDA is present but Transformer Engine is not.
     """
-    if torch.cuda.is_available() and not getattr(torch, "_mcore_rl_cpu_patches", False):
+    if torch.cuda.is_available() and not _cpu_patches_installed:
         _require_transformer_engine()
     else:
         _install_cpu_patches()
@@ -72,10 +74,11 @@ def _require_transformer_engine() -> None:
 
 
 def _install_cpu_patches() -> None:
-    if getattr(torch, "_mcore_rl_cpu_patches", False):
+    global _cpu_patches_installed
+    if _cpu_patches_installed:
         return
     from mcore_rl.device.cpu_patches import PATCHES
 
     for patch in PATCHES.values():
         patch()
-    torch._mcore_rl_cpu_patches = True  # type: ignore[attr-defined]
+    _cpu_patches_installed = True

@@ -26,7 +26,7 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of an HF directory of a supported model; ValueError names what is wrong with it."""
+    """The parsed config.json of a supported model's HF directory; ValueError names what is wrong with it."""
     config = hf_files.read_hf_config(Path(path))
     family_of(config)
     _refuse_unsupported(config, Path(path) / "config.json")

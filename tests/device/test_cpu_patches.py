@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore_rl import device
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.device.cpu_patches import PATCHES
 from tests.distributed import run_ranks
@@ -37,7 +38,7 @@ def train_without(
     for name, patch in PATCHES.items():
         if name != without:
             patch()
-    vars(torch)["_mcore_rl_cpu_patches"] = True
+    device._cpu_patches_installed = True
     parallel = ParallelConfig(**layout)
     actor = make_actor(rank, world_size, port, ModelConfig(path=path), parallel, recompute="selective")
     stats = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
