@@ -1,0 +1,6 @@
+"""Numbers of a run: log(step, metrics) in; console, jsonl files, TensorBoard, W&B and MLflow out."""
+
+from mcore_rl.metrics.logger import MetricsLogger
+from mcore_rl.metrics.timer import PhaseTimer
+
+__all__ = ["MetricsLogger", "PhaseTimer"]

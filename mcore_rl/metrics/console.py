@@ -1,0 +1,173 @@
+"""Steps of metrics in, what a person watches out: a live panel on a terminal, else one line per step."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SHOWN_STEPS = 12
+SPARKS = "▁▂▃▄▅▆▇█"
+PHASE_COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number worth watching: the first of `names` that was logged, printed with `format`."""
+
+    label: str
+    names: tuple[str, ...]
+    format: str
+
+    def read(self, metrics: Mapping[str, float]) -> str | None:
+        value = next((metrics[name] for name in self.names if name in metrics), None)
+        return None if value is None else format(value, self.format)
+
+
+COLUMNS = (
+    Column("reward", ("reward/mean",), ".3f"),
+    Column("loss", ("loss/total", "loss/policy"), ".4f"),
+    Column("KL", ("kl/ref", "kl/old_new"), ".2e"),
+    Column("entropy", ("loss/entropy",), ".3f"),
+    Column("grad", ("loss/grad_norm",), ".3f"),
+    Column("length", ("rollout/response_len",), ".1f"),
+    Column("tok/s", ("rollout/tokens_per_second", "train/tokens_per_second"), ",.0f"),
+    Column("held-out", ("eval/greedy_accuracy",), ".1%"),
+)
+
+
+class Console(Protocol):
+    def show(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_console(stream: TextIO, title: str, total_steps: int | None) -> Console:
+    console = RichConsole(file=stream)
+    if console.is_terminal:
+        return LiveConsole(console, title, total_steps)
+    return LineConsole(stream, total_steps)
+
+
+class LineConsole:
+    """step 3/60 | reward 0.512 | loss ... | rollout 1.2s train 0.8s"""
+
+    def __init__(self, stream: TextIO, total_steps: int | None) -> None:
+        self._stream, self._total_steps = stream, total_steps
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [(column.label, column.read(metrics)) for column in COLUMNS]
+        parts = [f"step {_progress(step, self._total_steps)}"]
+        parts += [f"{label} {value}" for label, value in values if value is not None]
+        parts.append(" ".join(f"{phase} {s:.1f}s" for phase, s in phase_seconds(metrics).items()))
+        print(" | ".join(part for part in parts if part), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class LiveConsole:
+    """A panel with progress, the reward so far, the last steps as a table, and the phases of the last one.
+
+    Drawn when a step is logged and not in between: no thread runs.
+    """
+
+    def __init__(self, console: RichConsole, title: str, total_steps: int | None) -> None:
+        self._title, self._total_steps = title, total_steps
+        self._steps: dict[int, dict[str, float]] = {}
+        self._rewards: deque[float] = deque(maxlen=60)
+        self._phases: dict[str, float] = {}
+        self._start: tuple[int, float] | None = None
+        self._live = Live(console=console, auto_refresh=False)
+        self._live.start()
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._start is None:
+            self._start = step, time.monotonic()
+        self._steps.setdefault(step, {}).update(metrics)
+        if math.isfinite(reward := metrics.get("reward/mean", math.nan)):
+            self._rewards.append(reward)
+        self._phases = phase_seconds(metrics) or self._phases
+        while len(self._steps) > SHOWN_STEPS:
+            del self._steps[min(self._steps)]
+        self._live.update(self._draw(step), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _draw(self, step: int) -> Panel:
+        parts: list[RenderableType] = [self._draw_progress(step), _draw_table(self._steps)]
+        if self._rewards:
+            parts.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
+        if self._phases:
+            parts.append(_draw_phases(self._phases))
+        return Panel(Group(*parts), title=self._title, border_style="dim")
+
+    def _draw_progress(self, step: int) -> Table:
+        assert self._start is not None
+        first_step, first_time = self._start
+        elapsed = time.monotonic() - first_time
+        text = f"step {_progress(step, self._total_steps)}   {_clock(elapsed)}"
+        grid = Table.grid(padding=(0, 2))
+        if self._total_steps is None:
+            grid.add_row(text)
+            return grid
+        if step > first_step:
+            remaining = elapsed / (step - first_step) * (self._total_steps - step)
+            text += f"   {_clock(remaining)} left"
+        grid.add_row(text, ProgressBar(total=self._total_steps, completed=step, width=36))
+        return grid
+
+
+def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Phases of time/<phase> that took a noticeable part of the step."""
+    seconds = {
+        name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")
+    }
+    seconds.pop("step", None)
+    return {phase: value for phase, value in seconds.items() if value >= 0.05}
+
+
+def sparkline(values: Sequence[float] | deque[float]) -> str:
+    """One bar per value, the lowest to the highest."""
+    low, high = min(values), max(values)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in values)
+
+
+def _draw_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = [c for c in COLUMNS if any(c.read(metrics) is not None for metrics in steps.values())]
+    for label in ("step", *(column.label for column in shown)):
+        table.add_column(label, justify="right")
+    for step, metrics in sorted(steps.items()):
+        table.add_row(str(step), *(column.read(metrics) or "" for column in shown))
+    return table
+
+
+def _draw_phases(seconds: Mapping[str, float], width: int = 60) -> Text:
+    """A bar cut into the phases of a step, with their seconds beside it."""
+    bar, legend = Text(), Text()
+    for (phase, value), color in zip(seconds.items(), PHASE_COLORS * len(seconds), strict=False):
+        bar.append("━" * max(round(width * value / sum(seconds.values())), 1), style=color)
+        legend.append(f"  {phase} {value:.1f}s", style=color)
+    return bar.append("\n").append(legend)
+
+
+def _progress(step: int, total_steps: int | None) -> str:
+    return str(step) if total_steps is None else f"{step}/{total_steps}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,96 @@
+"""The log of a run: metrics and samples of each step in, every place they are shown or kept out."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from mcore_rl.metrics.console import make_console
+from mcore_rl.metrics.rows import RowFile
+from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
+from mcore_rl.types import Sample
+
+SAMPLES_PER_LOG = 64
+"""Rows of samples.jsonl per call; all samples of a large run would outgrow its checkpoints."""
+
+
+class MetricsLogger:
+    """Writes metrics.jsonl and samples.jsonl in `run_dir`, and to what the options ask for.
+
+    last_step is the step of the checkpoint that a run continues from: rows beyond it are dropped, so none
+    appears twice. None starts the files over. total_steps is what the progress shown leads to.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        last_step: int | None = None,
+        total_steps: int | None = None,
+        console: bool = True,
+        tensorboard: bool = False,
+        wandb_project: str | None = None,
+        mlflow_uri: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._trackers: list[Tracker] = []
+        if tensorboard:
+            self._trackers.append(TensorBoard(self.run_dir, last_step))
+        if wandb_project:
+            self._trackers.append(WandB(self.run_dir, last_step, wandb_project, config or {}))
+        if mlflow_uri:
+            self._trackers.append(MLflow(self.run_dir, last_step, mlflow_uri, config or {}))
+        self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step)
+        self._samples = RowFile(self.run_dir / "samples.jsonl", last_step)
+        self._console = make_console(sys.stdout, self.run_dir.name, total_steps) if console else None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; several of the same step (training, evaluation) are fine. No metrics, no row."""
+        if not metrics:
+            return
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self._metrics.write({"step": step, "timestamp": round(time.time(), 3), **metrics})
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+        if self._console:
+            self._console.show(step, metrics)
+
+    def log_samples(
+        self, step: int, samples: Sequence[Sample], rewards_N: Sequence[float], split: str = "train"
+    ) -> None:
+        """The first SAMPLES_PER_LOG of them, with their rewards; split says where the prompts come from."""
+        pairs = list(zip(samples, rewards_N, strict=True))[:SAMPLES_PER_LOG]
+        self._samples.write(*(_sample_row(step, split, sample, reward) for sample, reward in pairs))
+
+    def close(self, failed: bool = False) -> None:
+        """Complete everything; the trackers are told whether the run failed."""
+        with ExitStack() as parts:
+            for tracker in self._trackers:
+                parts.callback(tracker.close, failed)
+            parts.callback(self._metrics.close)
+            parts.callback(self._samples.close)
+            if self._console:
+                parts.callback(self._console.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
+        self.close(failed=exception_type is not None)
+
+
+def _sample_row(step: int, split: str, sample: Sample, reward: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "split": split,
+        "prompt_index": sample.prompt.index,
+        "prompt": "\n".join(message["content"] for message in sample.prompt.messages),
+        "response": sample.text,
+        "reward": reward,
+        "ground_truth": sample.prompt.ground_truth,
+        "finish_reason": sample.finish_reason,
+    }

@@ -1,0 +1,26 @@
+"""Seconds of each phase of a step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimer:
+    """`with timer("rollout"): ...` adds to timer.seconds["rollout"]; making the timer starts the step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """time/<phase> of each phase so far and time/step, wall seconds since the timer was made."""
+        phases = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        return {**phases, "time/step": time.perf_counter() - self._start}

@@ -1,0 +1,56 @@
+"""What a person sees: plain lines in a pipe, one panel on a terminal."""
+
+import io
+import math
+import re
+
+from rich.console import Console as RichConsole
+
+from mcore_rl.metrics.console import LineConsole, LiveConsole, make_console, sparkline
+
+STEP = {
+    "reward/mean": 0.5125,
+    "loss/total": -0.00312,
+    "kl/old_new": 1.25e-4,
+    "loss/entropy": 1.25,
+    "rollout/tokens_per_second": 1432.7,
+    "time/rollout": 2.12,
+    "time/train": 1.5,
+    "time/reward": 0.001,
+    "time/step": 3.7,
+}
+
+
+def test_a_pipe_gets_one_plain_line_per_step() -> None:
+    stream = io.StringIO()
+    console = make_console(stream, "run", total_steps=60)
+    assert isinstance(console, LineConsole)
+    console.show(3, STEP)
+    console.show(3, {"eval/greedy_accuracy": 0.3125, "eval/prompts": 128.0})
+    console.close()
+    assert stream.getvalue().splitlines() == [
+        "step 3/60 | reward 0.512 | loss -0.0031 | KL 1.25e-04 | entropy 1.250 | tok/s 1,433"
+        " | rollout 2.1s train 1.5s",
+        "step 3/60 | held-out 31.2%",
+    ]
+
+
+def test_a_terminal_gets_a_panel_of_the_last_steps() -> None:
+    stream = io.StringIO()
+    console = LiveConsole(RichConsole(file=stream, force_terminal=True, width=100), "tiny", total_steps=20)
+    for step in range(1, 16):
+        console.show(step, {**STEP, "reward/mean": step / 20})
+    console.show(15, {"eval/greedy_accuracy": 0.75})
+    console.show(16, {**STEP, "reward/mean": math.nan})
+    console.close()
+    panel = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).rpartition("tiny")[2]
+    rows = [line.split()[1] for line in panel.splitlines() if re.match(r"│ +\d+ ", line)]
+    assert rows == [str(step) for step in range(5, 17)]
+    for text in ("step 16/20", "left", "75.0%", "rollout 2.1s", "train 1.5s", "▁", "█", "nan"):
+        assert text in panel, text
+    assert "grad" not in panel, "a column that nothing fills"
+
+
+def test_sparkline_spans_lowest_to_highest() -> None:
+    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+    assert sparkline([2.0, 2.0]) == "▁▁"

@@ -1,0 +1,71 @@
+"""The logger writes what it was given to every place, and goes on after a resume."""
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mcore_rl.metrics import MetricsLogger
+from mcore_rl.metrics.logger import SAMPLES_PER_LOG
+from mcore_rl.metrics.rows import read_rows
+from tests.metrics.samples import make_sample
+
+
+def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MetricsLogger(tmp_path / "run", total_steps=2) as log:
+        log.log(0, {"eval/greedy_accuracy": 0.25})
+        log.log(1, {"reward/mean": 0.5, "time/rollout": 1.0})
+        log.log(2, {})
+        log.log_samples(1, [make_sample(0, "1"), make_sample(1, "no")], [1.0, 0.0], split="eval")
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row.pop("timestamp") > 1e9 for row in rows] == [True, True]
+    assert rows == [
+        {"step": 0, "eval/greedy_accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5, "time/rollout": 1.0},
+    ]
+    assert read_rows(tmp_path / "run" / "samples.jsonl")[1] == {
+        "step": 1,
+        "split": "eval",
+        "prompt_index": 1,
+        "prompt": "What is 1 + 1?",
+        "response": "no",
+        "reward": 0.0,
+        "ground_truth": "2",
+        "finish_reason": "stop",
+    }
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == ["step 0/2 | held-out 25.0%", "step 1/2 | reward 0.500 | rollout 1.0s"]
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, console=False) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"reward/mean": 0.0})
+            log.log_samples(step, [make_sample(step, "")], [0.0])
+    with MetricsLogger(tmp_path, last_step=2, console=False) as log:
+        log.log(3, {"reward/mean": 1.0})
+        log.log_samples(3, [make_sample(3, "4")], [1.0])
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.0), (2, 0.0), (3, 1.0)]
+    assert [row["response"] for row in read_rows(tmp_path / "samples.jsonl")] == ["", "", "4"]
+
+
+def test_samples_per_call_are_bounded(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, console=False) as log:
+        log.log_samples(
+            1, [make_sample(i, "") for i in range(SAMPLES_PER_LOG + 9)], [0.0] * (SAMPLES_PER_LOG + 9)
+        )
+        with pytest.raises(ValueError, match="shorter"):
+            log.log_samples(1, [make_sample(1, "")], [])
+    assert len(read_rows(tmp_path / "samples.jsonl")) == SAMPLES_PER_LOG
+
+
+def test_tensorboard_holds_the_resumed_curve(tmp_path: Path) -> None:
+    for last_step, steps, reward in ((None, (1, 2, 3), 0.0), (2, (3, 4), 1.0)):
+        with MetricsLogger(tmp_path, last_step=last_step, console=False, tensorboard=True) as log:
+            for step in steps:
+                log.log(step, {"reward/mean": reward})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert points == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
