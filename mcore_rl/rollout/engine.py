@@ -32,6 +32,7 @@ class EngineSpec:
 
     kv_cache_len          tokens of KV cache, all requests together
     max_running           requests decoded at once
+    weight_version        version of the weights in model_path, which samples report
     deterministic         honour the sampling seed of each request
     custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
     port                  None finds a free one when the engine starts
@@ -46,6 +47,7 @@ class EngineSpec:
     ep: int = 1
     kv_cache_len: int = 65536
     max_running: int = 256
+    weight_version: int = 0
     deterministic: bool = False
     custom_weight_loaders: tuple[str, ...] = ()
     seed: int = 0
@@ -75,6 +77,7 @@ class EngineSpec:
             "--max-total-tokens": self.kv_cache_len,
             "--max-running-requests": self.max_running,
             "--random-seed": self.seed,
+            "--weight-version": self.weight_version,
             "--log-level-http": "warning",
         }
         if self.num_nodes > 1:

@@ -1,0 +1,74 @@
+"""What the rollout tests share: a tiny model on disk, processes of an engine, its idle CPU time."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+VOCAB_SIZE = 128
+EOS_ID = 1
+
+
+def save_tiny_moe(path: Path, dtype: torch.dtype = torch.float32) -> str:
+    """A random Qwen3-MoE of 0.2 M parameters whose next tokens are neither certain nor uniform."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=1024,
+        bos_token_id=0,
+        eos_token_id=EOS_ID,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.lm_head.weight.data.mul_(4.0)
+    model.to(dtype).save_pretrained(path)
+    return str(path)
+
+
+def live_processes(group_id: int) -> list[int]:
+    """Process ids of a process group, zombies left out."""
+    alive = []
+    for process in psutil.process_iter(["status"]):
+        try:
+            if os.getpgid(process.pid) == group_id and process.info["status"] != psutil.STATUS_ZOMBIE:
+                alive.append(process.pid)
+        except ProcessLookupError:
+            continue
+    return alive
+
+
+def wait_until_gone(group_id: int, timeout_s: float) -> list[int]:
+    """Processes of the group that are left after at most `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while (left := live_processes(group_id)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def cpu_seconds(group_id: int) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in live_processes(group_id))
+
+
+def idle_cpu_seconds(group_id: int, duration_s: float) -> float:
+    """CPU time the group takes in `duration_s` of waiting, once what went before has settled."""
+    time.sleep(1.0)
+    before = cpu_seconds(group_id)
+    time.sleep(duration_s)
+    return cpu_seconds(group_id) - before

@@ -1,0 +1,175 @@
+import asyncio
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from mcore_rl.config import RolloutConfig
+from mcore_rl.rollout.client import EngineAddress, EngineError, RolloutClient, Sampling, sample_seed
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.rollout.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
+
+pytestmark = pytest.mark.e2e
+
+CONFIG = RolloutConfig(deterministic=True, request_timeout_s=60.0, retries=2)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_tiny_moe(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(model_path):
+    return Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def engine(model_path, tmp_path_factory):
+    log = str(tmp_path_factory.mktemp("logs") / "engine.log")
+    with EngineProcess(EngineSpec(model_path, log, deterministic=True, weight_version=7)) as engine:
+        yield engine
+
+
+def address(engine: EngineProcess) -> EngineAddress:
+    return EngineAddress(engine.url, engine.spec.log_path)
+
+
+def client_of(*engines: EngineProcess) -> RolloutClient:
+    return RolloutClient([address(e) for e in engines], CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids)))
+
+
+def make_prompts(num_prompts: int) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(1)
+    lens = torch.randint(1, 40, (num_prompts,), generator=generator).tolist()
+    return [
+        Prompt(i, tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()), (), "test", None)
+        for i, n in enumerate(lens)
+    ]
+
+
+def generate(
+    client: RolloutClient, prompts: list[Prompt], num_samples: int, sampling: Sampling
+) -> list[Sample]:
+    return asyncio.run(client.generate(prompts, num_samples, sampling))
+
+
+def logprob_error(model: Qwen3MoeForCausalLM, samples: list[Sample], temperature: float = 1.0) -> float:
+    """Largest difference between the samples' log-probs and transformers'."""
+    worst = 0.0
+    for sample in samples:
+        ids = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1].float() / temperature
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+        worst = max(worst, (expected - torch.tensor(sample.logprobs)).abs().max().item())
+    return worst
+
+
+def test_logprobs_equal_transformers(engine, model):
+    prompts = make_prompts(24)
+    for temperature in (1.0, 0.7):
+        sampling = Sampling(max_response_len=24, temperature=temperature, seed=0)
+        samples = generate(client_of(engine), prompts, 2, sampling)
+        assert logprob_error(model, samples, temperature) < 1e-4
+
+
+def test_samples_come_grouped_in_order_and_complete(engine):
+    prompts = make_prompts(9)
+    samples = generate(client_of(engine), prompts, 3, Sampling(max_response_len=32, seed=0))
+    assert [(s.prompt, s.sample_index) for s in samples] == [(p, i) for p in prompts for i in range(3)]
+    assert len({s.response_ids for s in samples}) > len(prompts)
+    for sample in samples:
+        stopped = sample.response_ids[-1] == EOS_ID
+        assert EOS_ID not in sample.response_ids[:-1]
+        assert sample.finish_reason == ("stop" if stopped else "length")
+        assert stopped or len(sample.response_ids) == 32
+        assert sample.versions == (VersionSpan(0, len(sample.response_ids), WeightVersion(7)),)
+        assert sample.text == " ".join(map(str, sample.response_ids))
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
+
+
+def test_greedy_is_the_argmax(engine, model):
+    samples = generate(client_of(engine), make_prompts(6), 1, Sampling(max_response_len=12, temperature=0.0))
+    assert logprob_error(model, samples) < 1e-4
+    for sample in samples:
+        ids = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(sample.response_ids)
+
+
+def test_seeds_repeat_whatever_else_runs(engine):
+    prompts, sampling = make_prompts(12), Sampling(max_response_len=20, seed=3)
+    together = generate(client_of(engine), prompts, 2, sampling)
+    alone = [s for p in prompts[::-1] for s in generate(client_of(engine), [p], 2, sampling)]
+    other = generate(client_of(engine), prompts, 2, replace(sampling, seed=4))
+    alone.sort(key=lambda s: s.prompt.index)
+    assert [s.response_ids for s in together] == [s.response_ids for s in alone]
+    assert [s.response_ids for s in together] != [s.response_ids for s in other]
+
+
+def test_sample_seeds_differ():
+    seeds = {sample_seed(s, p, i) for s in range(10) for p in range(100) for i in range(8)}
+    assert len(seeds) == 8000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_refused_request_names_the_engine(engine):
+    too_long = [replace(make_prompts(1)[0], token_ids=(5,) * 2000)]
+    with pytest.raises(EngineError, match=rf"{engine.url} \(log .*\) refused a request with HTTP 400"):
+        generate(client_of(engine), too_long, 1, Sampling(max_response_len=4))
+
+
+def test_an_idle_engine_leaves_the_cpu_alone(engine):
+    generate(client_of(engine), make_prompts(4), 1, Sampling(max_response_len=4))
+    assert idle_cpu_seconds(engine.pid, 5.0) < 0.25
+
+
+def test_lost_engines(engine, model_path, tmp_path):
+    """Killed in mid-flight, one of two engines costs no sample; the last one costs an error that names it."""
+    prompts, sampling = make_prompts(32), Sampling(max_response_len=400, seed=0)
+    with EngineProcess(EngineSpec(model_path, str(tmp_path / "second.log"))) as second:
+        killer = threading.Timer(0.5, os.kill, (second.pid, signal.SIGKILL))
+        killer.start()
+        samples = generate(client_of(engine, second), prompts, 4, sampling)
+        assert [s.prompt.index for s in samples] == [p.index for p in prompts for _ in range(4)]
+        assert not second.is_alive()
+
+        start = time.monotonic()
+        with pytest.raises(EngineError, match=rf"{second.url} \(log .*second.log\).* failed 3 times"):
+            generate(client_of(second), prompts[:2], 1, sampling)
+        assert time.monotonic() - start < 10.0
+
+
+def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
+    nowhere = EngineAddress("http://127.0.0.1:9", str(tmp_path / "log"))
+    client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str)
+    client.take_out_of_rotation(nowhere.url, "weights are mixed")
+    assert len(generate(client, make_prompts(4), 1, Sampling(max_response_len=4))) == 4
+    client.take_out_of_rotation(engine.url, "weights are old")
+    with pytest.raises(EngineError, match=r"no engine in rotation .*weights are mixed.*weights are old"):
+        generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
+
+
+def test_two_ranks(model, model_path, tmp_path):
+    spec = EngineSpec(model_path, str(tmp_path / "engine.log"), tp=2, ep=2, deterministic=True)
+    with EngineProcess(spec) as engine:
+        samples = generate(client_of(engine), make_prompts(8), 2, Sampling(max_response_len=12, seed=0))
+        assert logprob_error(model, samples) < 1e-4
+        assert idle_cpu_seconds(engine.pid, 5.0) < 0.5
+
+
+def test_bfloat16(tmp_path: Path):
+    path = save_tiny_moe(tmp_path / "model", torch.bfloat16)
+    model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with EngineProcess(EngineSpec(path, str(tmp_path / "engine.log"), dtype="bfloat16")) as engine:
+        samples = generate(client_of(engine), make_prompts(8), 1, Sampling(max_response_len=12))
+    assert 1e-4 < logprob_error(model, samples) < 0.5

@@ -1,0 +1,134 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec, find_free_port
+from mcore_rl.rollout.server import rank_cpus
+from tests.rollout.engines import live_processes, save_tiny_moe, wait_until_gone
+
+START_AND_WAIT = """
+import sys, time
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+engine = EngineProcess(EngineSpec(model_path=sys.argv[1], log_path=sys.argv[2]))
+engine.start()
+print(engine.pid, flush=True)
+engine.wait_healthy()
+print("healthy", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_moe(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cpus", "expected"),
+    [
+        (1, [0, 1], "0,1"),
+        (2, [0, 1], "0|1"),
+        (2, [0, 1, 2, 3], "0,1|2,3"),
+        (2, [4, 6, 7], "4|6"),
+        (4, [0, 1], "0|1|0|1"),
+    ],
+)
+def test_ranks_share_the_cores(num_ranks, cpus, expected):
+    assert rank_cpus(num_ranks, cpus) == expected
+
+
+def test_a_spec_names_what_does_not_fit():
+    with pytest.raises(ValueError, match="ep=2 does not divide tp=1"):
+        EngineSpec("m", "l", ep=2)
+    with pytest.raises(ValueError, match="num_nodes=2 needs dist_init_addr"):
+        EngineSpec("m", "l", num_nodes=2)
+
+
+def test_arguments_hold_every_choice():
+    spec = EngineSpec(
+        "model",
+        "log",
+        port=1234,
+        tp=4,
+        num_nodes=2,
+        node_rank=1,
+        dist_init_addr="a:1",
+        deterministic=True,
+        custom_weight_loaders=("a.b",),
+        extra_args=("--x", "y"),
+    )
+    line = " ".join(spec.arguments())
+    for part in (
+        "--model-path model",
+        "--port 1234",
+        "--tp-size 4",
+        "--nnodes 2",
+        "--node-rank 1",
+        "--dist-init-addr a:1",
+        "--enable-deterministic-inference",
+        "--custom-weight-loader a.b",
+        "--x y",
+    ):
+        assert part in line
+
+
+def test_free_ports_are_no_ephemeral_ones():
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(20000 <= find_free_port("127.0.0.1") < low for _ in range(20))
+
+
+@pytest.mark.e2e
+def test_failed_start_shows_the_log_and_leaves_nothing(tmp_path):
+    engine = EngineProcess(
+        EngineSpec(model_path=str(tmp_path / "no_such_model"), log_path=str(tmp_path / "log"))
+    )
+    engine.start()
+    with pytest.raises(RuntimeError, match="exited while starting") as failure:
+        engine.wait_healthy()
+    assert str(tmp_path / "log") in str(failure.value)
+    assert "no_such_model" in str(failure.value).split("last lines", 1)[1]
+    assert live_processes(engine.pid) == []
+
+
+@pytest.mark.e2e
+def test_start_has_a_deadline(model_path, tmp_path):
+    engine = EngineProcess(EngineSpec(model_path=model_path, log_path=str(tmp_path / "log")))
+    engine.start()
+    with pytest.raises(TimeoutError, match=r"waited 1 s for engine http.* to become healthy; its last lines"):
+        engine.wait_healthy(timeout_s=1.0)
+    assert live_processes(engine.pid) == []
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("moment", ["starting", "healthy"])
+def test_killing_the_parent_leaves_no_orphan(moment, model_path, tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", START_AND_WAIT, model_path, str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    engine_pid = int(parent.stdout.readline())
+    if moment == "healthy":
+        assert parent.stdout.readline() == "healthy\n"
+        assert len(live_processes(engine_pid)) >= 3
+    else:
+        time.sleep(1.0)
+        assert live_processes(engine_pid)
+    parent.kill()
+    parent.wait()
+    assert wait_until_gone(engine_pid, timeout_s=5.0) == []
+
+
+@pytest.mark.e2e
+def test_losing_a_scheduler_ends_the_engine(model_path, tmp_path):
+    with EngineProcess(EngineSpec(model_path=model_path, log_path=str(tmp_path / "log"))) as engine:
+        scheduler = min(pid for pid in live_processes(engine.pid) if pid != engine.pid)
+        os.kill(scheduler, signal.SIGKILL)
+        assert wait_until_gone(engine.pid, timeout_s=15.0) == []
+        assert not engine.is_alive()
