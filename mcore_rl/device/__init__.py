@@ -6,6 +6,7 @@ with Transformer Engine's module tree and parameter names in its place, so that 
 has a CPU variant.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ def setup_device() -> None:
     """
     if torch.cuda.is_available() and not _cpu_patches_installed:
         _require_transformer_engine()
+        # One queue: no collective may overtake the kernel before it, on which tensor parallelism relies.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         _install_cpu_patches()
     from mcore_rl.device.checkpoint_io import keep_write_results_in_process

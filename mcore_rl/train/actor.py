@@ -112,9 +112,10 @@ class Actor:
             loss = (loss_T * batch.batch.loss_weights_T).sum()
             # megatron-core divides gradients by the step's tokens; the weights already hold every
             # denominator.
-            return loss * num_tokens, token_sums(loss, metrics_T, batch.batch.loss_mask_T)
+            sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
+            return loss * num_tokens, sums
 
-        self._check_step(microbatches, num_tokens)
+        assert microbatches, "train_step without micro-batches"
         self._checkpointer.maybe_finish()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -128,7 +129,7 @@ class Actor:
         aux = self._router_aux_loss(len(microbatches))
         if not on_last_stage():
             return None
-        loss, metrics = reduce_sums(reports)
+        loss, metrics = reduce_sums(reports, num_tokens)
         if not rank_coordinate().owns_output:
             return None
         return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | aux)
@@ -184,13 +185,6 @@ class Actor:
             return {}
         layers = moe_layers(self.hf_config)
         return {"router_aux_loss": reduce_router_aux_loss(len(layers), sum(layers), num_microbatches)}
-
-    def _check_step(self, microbatches: Sequence[TrainBatch], num_tokens: int) -> None:
-        assert microbatches, "train_step without micro-batches"
-        here = sum(len(m.token_ids_T) for m in microbatches)
-        assert here <= num_tokens, (
-            f"{here} tokens on this rank, but num_tokens={num_tokens} for the whole step"
-        )
 
 
 def _gather_tokens(local_T: Tensor, targets_T: Tensor, num_tokens: int) -> Tensor:

@@ -1,6 +1,5 @@
 """Process groups of the training ranks: rank numbers and a ParallelConfig in, this rank's coordinate out."""
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -9,18 +8,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import dist_backend, set_local_device, setup_device
-
-
-@dataclass(frozen=True)
-class RankCoordinate:
-    """Where a rank stands in each parallel dimension; `owns_output` is true on one rank per `dp`."""
-
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    owns_output: bool
+from mcore_rl.train.coordinate import RankCoordinate
 
 
 def init_distributed(

@@ -12,9 +12,15 @@ from mcore_rl.device import device
 from mcore_rl.train.router import AUX_LOSS
 
 
-def token_sums(loss: Tensor, metrics_T: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
+def token_sums(
+    loss: Tensor, metrics_T: Mapping[str, Tensor], mask_T: Tensor, num_tokens: int
+) -> dict[str, Tensor]:
     """Scalars of one micro-batch that add up (those ending in "_max": whose maximum counts) over the step."""
-    sums = {"loss": loss.detach().clone(), "num_masked": mask_T.sum().float()}
+    sums = {
+        "loss": loss.detach().clone(),
+        "num_masked": mask_T.sum(),
+        "num_tokens": torch.tensor(num_tokens, device=loss.device),
+    }
     for name, value_T in metrics_T.items():
         value_T = value_T.detach().float()
         if name.endswith("_max"):
@@ -24,7 +30,7 @@ def token_sums(loss: Tensor, metrics_T: Mapping[str, Tensor], mask_T: Tensor) ->
     return sums
 
 
-def reduce_sums(reports: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, float]]:
+def reduce_sums(reports: Sequence[Mapping[str, Tensor]], num_tokens: int) -> tuple[float, dict[str, float]]:
     """(loss, metrics averaged over the step's masked tokens) from the last stage's reports of
     `token_sums`.
     """
@@ -34,6 +40,10 @@ def reduce_sums(reports: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[st
     sums = torch.stack([torch.stack([r[name].double() for r in reports]).sum() for name in added])
     dist.all_reduce(sums, group=group)
     total = dict(zip(added, sums.tolist(), strict=True))
+    counted = total.pop("num_tokens")
+    assert counted == num_tokens, (
+        f"the step was scaled for {num_tokens} tokens, but its ranks had {counted:.0f}"
+    )
     loss, count = total.pop("loss"), max(total.pop("num_masked"), 1.0)
     metrics = {name: value / count for name, value in total.items()}
     if peaks:

@@ -1,5 +1,6 @@
 """A run continues exactly from its checkpoint, in any layout; a save cut short does no harm."""
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.checkpoint import INCOMPLETE
+from mcore_rl.train.checkpoint import INCOMPLETE, _write_buckets
 from mcore_rl.types import StepStats
 from tests.distributed import run_ranks
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
@@ -79,3 +80,10 @@ def test_a_run_continues_in_any_layout(tmp_path: Path) -> None:
     assert run_ranks(save_again, 1, model, tmp_path) == [0]
     assert (tmp_path / "step_4").is_dir()
     assert not (tmp_path / f"step_4{INCOMPLETE}").exists()
+
+
+def test_a_failed_write_is_reported(tmp_path: Path) -> None:
+    results: queue.Queue[Any] = queue.Queue()
+    file = tmp_path / "no such folder" / "part"
+    _write_buckets([], [(str(file), file.name, ([], []))], results)
+    assert isinstance(results.get_nowait(), FileNotFoundError)
