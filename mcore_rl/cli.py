@@ -73,7 +73,7 @@ def _run_recipe(args: argparse.Namespace) -> None:
     if len(named) != 1:
         raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
     config = load_recipe(named[0], [s for s in args.settings if not s.startswith("recipe=")])
-    from mcore_rl.cluster import app  # Ray is imported only by a command that runs something
+    from mcore_rl import app  # imports Ray, which --help need not wait for
 
     {"sft": app.run_sft, "train": app.run_train, "eval": app.run_eval}[args.command](config)
 

@@ -1,19 +1,24 @@
-"""Seconds of each phase of a step."""
+"""Seconds of each phase of a step; the beginning of each phase is told to the log."""
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+logger = logging.getLogger(__name__)
 
 
 class PhaseTimer:
     """`with timer("rollout"): ...` adds to timer.seconds["rollout"]; making the timer starts the step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        self.step = step
         self.seconds: dict[str, float] = {}
         self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        logger.info("step %d: %s", self.step, phase)
         start = time.perf_counter()
         try:
             yield

@@ -77,6 +77,10 @@ class RolloutClient:
         self._stop_token_ids = list(stop_token_ids)
         self._decode = decode
 
+    @property
+    def urls(self) -> list[str]:
+        return [engine.address.url for engine in self._engines]
+
     def take_out_of_rotation(self, url: str, reason: str) -> None:
         """Send no further requests to the engine at `url`."""
         assert reason
@@ -89,7 +93,7 @@ class RolloutClient:
         for engine in self._engines:
             if engine.address.url == url:
                 return engine
-        raise ValueError(f"no engine at {url}; engines: {[e.address.url for e in self._engines]}")
+        raise ValueError(f"no engine at {url}; engines: {self.urls}")
 
     async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
         """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.

@@ -1,0 +1,140 @@
+"""The players of a run: the loop's batch-wise calls in, calls to ranks and engines out.
+
+Batches are cut into micro-batches here, so the loop sees no parallel layout and the ranks see no whole batch.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcore_rl.config import RolloutConfig
+from mcore_rl.data.batch import make_filler, select, split_by_lens
+from mcore_rl.data.packing import plan_microbatches
+from mcore_rl.rollout.client import RolloutClient, Sampling
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.stream.refit import Refitter
+from mcore_rl.types import Prompt, Sample, StepStats, TrainBatch, WeightVersion
+
+T = TypeVar("T")
+Watched = Callable[[Awaitable[T]], T]
+"""Runs a coroutine to its end while ranks and engines are watched; raises as soon as one of them is lost."""
+
+
+class RankCalls(Protocol):
+    """The training ranks, called by data-parallel coordinate: one list of micro-batches per coordinate."""
+
+    def compute_logprobs(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
+    ) -> list[list[Tensor]]: ...
+
+    def train_step(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
+    ) -> StepStats: ...
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None: ...
+
+
+class PackedTrainer:
+    """Packs each batch for the ranks and puts their answers back in the order of the batch."""
+
+    def __init__(
+        self,
+        ranks: RankCalls,
+        folder: RunFolder,
+        *,
+        dp_size: int,
+        multiple_of: int,
+        max_tokens: int,
+        temperature: float,
+        keep_checkpoints: int,
+    ) -> None:
+        self._ranks, self._folder = ranks, folder
+        self._dp_size, self._multiple_of, self._max_tokens = dp_size, multiple_of, max_tokens
+        self._temperature, self._keep_checkpoints = temperature, keep_checkpoints
+
+    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
+        plan = self._plan(batch)
+        answers = self._ranks.compute_logprobs(
+            _cut(batch, plan), reference=reference, temperature=self._temperature
+        )
+        parts: list[Tensor] = [torch.empty(0)] * len(batch.lens_N)
+        for indices_of_rank, logprobs_of_rank in zip(plan, answers, strict=True):
+            for indices, logprobs_T in zip(indices_of_rank, logprobs_of_rank, strict=True):
+                lens_N = [batch.lens_N[i] for i in indices]
+                for i, part in zip(indices, split_by_lens(logprobs_T[: sum(lens_N)], lens_N), strict=True):
+                    parts[i] = part
+        return torch.cat(parts)
+
+    def train_step(self, batch: TrainBatch) -> StepStats:
+        per_dp = _cut(batch, self._plan(batch))
+        num_tokens = sum(sum(microbatch.lens_N) for rank in per_dp for microbatch in rank)
+        return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Begin to save, after the previous save is complete; then drop what is older than the newest
+        kept.
+        """
+        self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
+        self._folder.prune(self._keep_checkpoints)
+
+    def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+        return plan_microbatches(batch.lens_N, self._dp_size, self._max_tokens, self._multiple_of)
+
+
+def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
+    return [[select(batch, i) if i else make_filler(batch) for i in rank] for rank in plan]
+
+
+class EngineGenerator:
+    """Generates on the engines, at the recipe's sampling or greedily."""
+
+    def __init__(self, client: RolloutClient, config: RolloutConfig, watched: Watched[list[Sample]]) -> None:
+        self._client, self._config, self._watched = client, config, watched
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+    ) -> list[Sample]:
+        config = self._config
+        sampling = Sampling(
+            max_response_len=config.max_response_len,
+            temperature=0.0 if greedy else config.temperature,
+            top_p=1.0 if greedy else config.top_p,
+            top_k=-1 if greedy else config.top_k,
+            seed=seed,
+        )
+        return self._watched(self._client.generate(prompts, num_samples, sampling))
+
+
+class EngineSync:
+    """Keeps the engines on the trainer's weights and the client on the engines that have them."""
+
+    def __init__(self, refitter: Refitter, client: RolloutClient, watched: Watched[Any]) -> None:
+        self._refitter, self._client, self._watched = refitter, client, watched
+
+    def connect(self, urls: Sequence[str]) -> None:
+        self._watched(self._refitter.connect(urls))
+
+    def sync(self, version: WeightVersion) -> Mapping[str, float]:
+        report = self._watched(self._refitter.sync(version))
+        for url, error in report.failed.items():
+            self._client.take_out_of_rotation(url, error)
+        return report.metrics()
+
+
+class EventLoop:
+    """One event loop for all calls of a run, so that connections outlive a call."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def whole() -> T:
+            return await work
+
+        return self._runner.run(whole())
+
+    def close(self) -> None:
+        self._runner.close()
