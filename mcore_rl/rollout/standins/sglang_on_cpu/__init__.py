@@ -7,11 +7,17 @@ from collections.abc import Callable
 
 from sglang_on_cpu.attention import batch_attention
 from sglang_on_cpu.experts import run_local_experts
-from sglang_on_cpu.processes import fork_workers, keep_load_snapshots_in_temp_dir, sleep_while_paused
+from sglang_on_cpu.processes import (
+    fork_workers,
+    keep_load_snapshots_in_temp_dir,
+    leave_megatron_out,
+    sleep_while_paused,
+)
 from sglang_on_cpu.sampling import allow_seeded_sampling
 
 PATCHES: tuple[Callable[[], None], ...] = (
     fork_workers,
+    leave_megatron_out,
     keep_load_snapshots_in_temp_dir,
     sleep_while_paused,
     batch_attention,
