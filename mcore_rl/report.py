@@ -55,7 +55,7 @@ def make_report(run_dir: str | Path) -> Summary:
     console.print(_make_table(summary))
     for row in pick_samples(load_samples(run_dir)):
         console.print(_make_panel(row))
-    console.print("reward curve: reward_curve.png   numbers: summary.json   all samples: samples.jsonl")
+    console.print("in the run folder: reward_curve.png, summary.json, samples.jsonl")
     print(f"run folder: {run_dir}", flush=True)
     return summary
 
@@ -78,8 +78,8 @@ def load_samples(run_dir: Path) -> list[Row]:
 def summarize(rows: Sequence[Row]) -> Summary:
     """The numbers of summary.json; None where the run logged nothing to take them from.
 
-    train_seconds is the wall time of all steps, without evaluations and start-up. step0_logprob_diff_mean is that of
-    the first step, whose samples come from the weights training started from.
+    train_seconds is the wall time of all steps, without evaluations and start-up. step0_logprob_diff_mean is
+    that of the first step, whose samples come from the weights training started from.
     """
     accuracies = _series(rows, "eval/greedy_accuracy")
     steps = _series(rows, "time/step")

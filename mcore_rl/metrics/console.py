@@ -37,7 +37,7 @@ class Column:
 COLUMNS = (
     Column("reward", ("reward/mean",), ".3f"),
     Column("loss", ("loss/total", "loss/policy"), ".4f"),
-    Column("KL", ("kl/ref", "kl/old_new"), ".2e"),
+    Column("KL", ("kl/ref", "kl/old_new"), ".1e"),
     Column("entropy", ("loss/entropy",), ".3f"),
     Column("grad", ("loss/grad_norm",), ".3f"),
     Column("length", ("rollout/response_len",), ".1f"),
@@ -146,10 +146,10 @@ def sparkline(values: Sequence[float] | deque[float]) -> str:
 
 
 def _draw_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     shown = [c for c in COLUMNS if any(c.read(metrics) is not None for metrics in steps.values())]
     for label in ("step", *(column.label for column in shown)):
-        table.add_column(label, justify="right")
+        table.add_column(label, justify="right", no_wrap=True)
     for step, metrics in sorted(steps.items()):
         table.add_row(str(step), *(column.read(metrics) or "" for column in shown))
     return table
