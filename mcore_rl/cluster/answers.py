@@ -1,0 +1,143 @@
+"""Waiting for a call that was sent to several ranks: object references in, answers or one error out.
+
+The first failure ends the wait. If a rank died, that is what is reported: exceptions on the ranks that were
+talking to it only follow from it.
+"""
+
+import asyncio
+import concurrent.futures
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from mcore_rl.cluster.host import Raised
+
+GRACE_S = 3.0
+"""How long a death may take to show after the exception that it caused on another rank."""
+
+
+class RankError(RuntimeError):
+    """Ranks raised, died or did not answer in time; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank as messages name it; `place` is its coordinate in words, once known."""
+
+    role: str
+    index: int
+    log_path: Path
+    place: str = ""
+
+    def placed(self, place: str) -> "Rank":
+        return replace(self, place=place)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} rank {self.index}"
+
+    def __str__(self) -> str:
+        where = ", ".join(filter(None, [self.role, self.place, f"log {self.log_path}"]))
+        return f"rank {self.index} ({where})"
+
+
+class Answers:
+    """Answers to one call, one per rank, as they come in."""
+
+    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], ranks: Sequence[Rank], deadline_s: float):
+        self._method, self._refs, self._ranks, self._deadline_s = method, refs, ranks, deadline_s
+        self._pending = dict(zip(refs, ranks, strict=True))
+        self._values: dict[ray.ObjectRef, Any] = {}
+        self._raised: list[tuple[Rank, Raised]] = []
+        self._died: list[tuple[Rank, str]] = []
+        self._until = time.monotonic() + deadline_s
+
+    def wait(self) -> list[Any]:
+        """The answers in the order of the ranks. Raises RankError."""
+        # Not ray.wait: it would turn the SystemExit of a signal handler into exit status 1.
+        futures = {ref.future(): ref for ref in self._refs}
+        while self._pending and (seconds := self._seconds_left()) > 0:
+            done, _ = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED)
+            self._take([futures.pop(future) for future in done])
+        return self._result()
+
+    async def wait_async(self) -> list[Any]:
+        """`wait` for a caller with an event loop."""
+        futures = {asyncio.wrap_future(ref.future()): ref for ref in self._refs}
+        try:
+            while self._pending and (seconds := self._seconds_left()) > 0:
+                done, _ = await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    future.exception()  # asyncio wants it read; _take reads it from the reference
+                self._take([futures.pop(future) for future in done])
+        finally:
+            for future in futures:
+                future.cancel()
+        return self._result()
+
+    def _seconds_left(self) -> float:
+        return 0.0 if self._died else self._until - time.monotonic()
+
+    def _take(self, ready: Iterable[ray.ObjectRef]) -> None:
+        for ref in ready:
+            rank = self._pending.pop(ref)
+            try:
+                value = ray.get(ref)
+            except RayActorError as error:
+                self._died.append((rank, cause_of_death(str(error))))
+                continue
+            except RayError as error:
+                value = Raised(str(error).strip().splitlines()[-1], "")
+            if isinstance(value, Raised):
+                self._raised.append((rank, value))
+                self._until = min(self._until, time.monotonic() + GRACE_S)
+            self._values[ref] = value
+
+    def _result(self) -> list[Any]:
+        if self._died:
+            raise RankError("\n".join(f"{_death(*death, self._method)}" for death in self._died))
+        if self._raised:
+            raise RankError(self._exceptions())
+        if self._pending:
+            raise RankError(self._overdue())
+        return [self._values[ref] for ref in self._refs]
+
+    def _exceptions(self) -> str:
+        rank, first = min(self._raised, key=lambda entry: entry[0].index)
+        others = sorted(other.index for other, _ in self._raised if other is not rank)
+        also = f"\nalso raised on: {_ranks(others)}" if others else ""
+        return f"{rank}: {first.summary}\n{first.frames}{also}"
+
+    def _overdue(self) -> str:
+        late = list(self._pending.values())
+        lines = [
+            f"{late[0].role}: {_ranks([rank.index for rank in late])} of {len(self._refs)} did not answer"
+            f" {self._method} within {self._deadline_s:g} s; where they were is at the end of their logs:"
+        ]
+        return "\n".join([*lines, *(f"  {rank}" for rank in late)])
+
+
+def cause_of_death(report: str) -> str:
+    """What Ray's report on a dead actor tells about why, in a few words."""
+    if "memory" in report and "node was running low" in report:
+        return "killed by Ray: the machine is out of memory"
+    if match := re.search(r"exit code (\d+)", report):
+        return f"exit code {match.group(1)}"
+    if "node has died" in report or "node died" in report:
+        return "its machine left the cluster"
+    return "killed, crashed or out of memory"
+
+
+def _death(rank: Rank, cause: str, method: str) -> str:
+    place = f" ({rank.place})" if rank.place else ""
+    return f"{rank.name}{place} died ({cause}) while in {method}; log {rank.log_path}"
+
+
+def _ranks(indices: Sequence[int]) -> str:
+    return f"rank{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"

@@ -1,0 +1,192 @@
+"""The ranks of one role as one object: a method call in, the ranks' answers or one short error out."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
+from mcore_rl.cluster.host import Host
+from mcore_rl.cluster.placement import Slot
+
+T = TypeVar("T")
+WATCH_INTERVAL_S = 1.0
+WATCH_DEADLINE_S = 24 * 3600.0
+
+
+class Coordinate(Protocol):
+    """The part of a rank's coordinate that dispatch needs; workers return it from `coordinate()`."""
+
+    @property
+    def dp(self) -> int: ...
+
+    @property
+    def owns_output(self) -> bool: ...
+
+
+class RankGroup:
+    """One process per slot, each around one worker object.
+
+    After any failure the whole group is killed: its other ranks would wait in a collective in vain.
+    """
+
+    def __init__(self, role: str, slots: Sequence[Slot], log_dir: Path) -> None:
+        """Start the processes, without waiting for them. `log_dir` gets one <role>_rank<k>.log each."""
+        self.role = role
+        self.ranks = [Rank(role, k, log_dir / f"{role}_rank{k}.log") for k in range(len(slots))]
+        self._hosts = [_start_host(rank, slot) for rank, slot in zip(self.ranks, slots, strict=True)]
+        self._failed: BaseException | None = None
+        self._dp_ranks: list[int] = []
+        self._owners: list[int] = []
+
+    def start_build(
+        self, worker_cls: type, args_per_rank: Sequence[tuple[Any, ...]], deadline_s: float
+    ) -> Answers:
+        """Begin making worker_cls(*args) on every rank; `finish` the returned answers."""
+        pairs = zip(self._hosts, args_per_rank, strict=True)
+        refs = [host.build.remote(deadline_s, worker_cls, *args) for host, args in pairs]
+        return self._expect("start-up", refs, deadline_s)
+
+    def build(self, worker_cls: type, args_per_rank: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
+        self.finish(self.start_build(worker_cls, args_per_rank, deadline_s))
+
+    def finish(self, answers: Answers) -> list[Any]:
+        """Wait for `answers`; if they are an error, kill the group before raising it."""
+        try:
+            return answers.wait()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def call_all(self, method: str, *args: object, deadline_s: float, **kwargs: object) -> list[Any]:
+        """The answers of every rank to the same call, in rank order. Raises RankError."""
+        return self.finish(self._send_all(method, args, kwargs, deadline_s))
+
+    async def call_all_async(
+        self, method: str, *args: object, deadline_s: float, **kwargs: object
+    ) -> list[Any]:
+        """`call_all` for a caller with an event loop."""
+        try:
+            return await self._send_all(method, args, kwargs, deadline_s).wait_async()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def find_coordinates(self, deadline_s: float) -> None:
+        """Ask each rank for its coordinate, once; needed before `dispatch`."""
+        coordinates = self.call_all("coordinate", deadline_s=deadline_s)
+        owners = {c.dp: k for k, c in enumerate(coordinates) if c.owns_output}
+        self._dp_ranks = [c.dp for c in coordinates]
+        assert sorted(owners) == sorted(set(self._dp_ranks)) == list(range(len(owners))), coordinates
+        self._owners = [owners[dp] for dp in range(len(owners))]
+        self.ranks = [r.placed(_in_words(c)) for r, c in zip(self.ranks, coordinates, strict=True)]
+
+    @property
+    def dp_size(self) -> int:
+        return len(self._owners)
+
+    def dispatch(
+        self, method: str, per_dp_args: Sequence[object], *args: object, deadline_s: float, **kwargs: object
+    ) -> list[Any]:
+        """Call method(per_dp_args[dp], *args, **kwargs) on every rank; the owners' answers in order of dp.
+
+        Each slice is stored once, however many ranks of its data-parallel coordinate read it.
+        """
+        if len(per_dp_args) != self.dp_size:
+            raise ValueError(
+                f"{self.role}.{method}: {len(per_dp_args)} slices for data-parallel size {self.dp_size}"
+            )
+        slices = [ray.put(value) for value in per_dp_args]
+        refs = [
+            host.call.remote(deadline_s, method, slices[dp], *args, **kwargs)
+            for host, dp in zip(self._hosts, self._dp_ranks, strict=True)
+        ]
+        answers = self.finish(self._expect(method, refs, deadline_s))
+        return [answers[rank] for rank in self._owners]
+
+    async def watch(self, method: str | None = None) -> None:
+        """Return never; raise RankError once a rank's process is gone or, if given, its `method` raises.
+
+        A rank that is busy answers late, which is no error here.
+        """
+        while True:
+            refs = [
+                h.call.remote(WATCH_DEADLINE_S, method) if method else h.pid.remote() for h in self._hosts
+            ]
+            try:
+                await self._expect(method or "waiting for work", refs, WATCH_DEADLINE_S).wait_async()
+            except RankError as error:
+                self._fail(error)
+                raise
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    def pids(self, deadline_s: float = 60.0) -> list[int]:
+        """Process ids by rank, each on its own machine."""
+        refs = [host.pid.remote() for host in self._hosts]
+        return self.finish(self._expect("pid", refs, deadline_s))
+
+    def rendezvous(self, deadline_s: float) -> tuple[str, int]:
+        """(address, free port) on the machine of rank 0, for the ranks to meet at."""
+        refs = [host.rendezvous.remote() for host in self._hosts]
+        addresses = self.finish(self._expect("rendezvous", refs, deadline_s))
+        one_machine = len({address for address, _ in addresses}) == 1
+        return ("127.0.0.1" if one_machine else addresses[0][0]), addresses[0][1]
+
+    def kill(self) -> None:
+        """End the processes at once; what they started dies with them. Safe to repeat."""
+        for host in self._hosts:
+            ray.kill(host)
+
+    def _send_all(
+        self, method: str, args: tuple[object, ...], kwargs: dict[str, object], deadline_s: float
+    ) -> Answers:
+        refs = [host.call.remote(deadline_s, method, *args, **kwargs) for host in self._hosts]
+        return self._expect(method, refs, deadline_s)
+
+    def _expect(self, method: str, refs: list[ray.ObjectRef], deadline_s: float) -> Answers:
+        if self._failed is not None:
+            raise RankError(f"{self.role}: {method} after the ranks were stopped: {self._failed}")
+        return Answers(method, refs, self.ranks, deadline_s)
+
+    def _fail(self, error: BaseException) -> None:
+        self.kill()
+        self._failed = error
+
+
+async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
+    """The result of `work`. If one of `watches` raises, `work` is cancelled and that is raised.
+
+    So it is if `work` raises first and a watch within seconds: a dead process explains a lost connection.
+    """
+    task, *others = tasks = [asyncio.ensure_future(work), *map(asyncio.ensure_future, watches)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if task in done and task.exception() is not None:
+            done, _ = await asyncio.wait(others, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        for watch in done - {task}:
+            watch.result()
+        return await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _start_host(rank: Rank, slot: Slot) -> Any:
+    # Ray titles the process after the class: `ps` shows ray::trainer_rank0
+    host_cls = type(f"{rank.role}_rank{rank.index}", (Host,), {})
+    strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index)
+    options = {"num_cpus": slot.bundle["CPU"], "num_gpus": slot.bundle.get("GPU", 0)}
+    actor = ray.remote(host_cls).options(scheduling_strategy=strategy, max_restarts=0, **options)
+    return actor.remote(str(rank.log_path))
+
+
+def _in_words(coordinate: object) -> str:
+    parts = [(name, getattr(coordinate, name, None)) for name in ("dp", "tp", "pp", "cp", "ep")]
+    return " ".join(f"{name} {value}" for name, value in parts if value is not None)
+
+
+__all__ = ["RankError", "RankGroup", "guard"]

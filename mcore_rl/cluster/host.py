@@ -1,0 +1,103 @@
+"""The process around one worker object: method calls in, through Ray; results or a short traceback out.
+
+What the process prints, and what its crashes print, goes to one file of its own.
+"""
+
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+import mcore_rl
+
+PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
+LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+STACK_DUMP_SHARE = 0.95
+"""A call that has used this share of its deadline writes the stacks of its process to the log."""
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception of a worker's method on its way to the controller."""
+
+    summary: str
+    frames: str
+
+
+class Host:
+    """Owns one worker object; the class that Ray makes an actor of."""
+
+    def __init__(self, log_path: str) -> None:
+        redirect_output(Path(log_path))
+        self._worker: Any = None
+
+    def build(self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object) -> Raised | None:
+        """Make the worker; its module is imported here, after the output was redirected."""
+        return self._answer(deadline_s, self._build, worker_cls, *args, **kwargs)
+
+    def call(self, deadline_s: float, method: str, *args: object, **kwargs: object) -> Any:
+        """What the worker's method returns, or the Raised that stands for its exception."""
+        return self._answer(deadline_s, getattr(self._worker, method), *args, **kwargs)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """(address of this machine, TCP port that was free a moment ago)."""
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return ray.util.get_node_ip_address(), listener.getsockname()[1]
+
+    def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
+        self._worker = worker_cls(*args, **kwargs)
+
+    def _answer(self, deadline_s: float, function: Any, *args: object, **kwargs: object) -> Any:
+        faulthandler.dump_traceback_later(deadline_s * STACK_DUMP_SHARE, file=2)
+        try:
+            return function(*args, **kwargs)
+        except (
+            Exception
+        ) as error:  # the process boundary: the controller raises it again, by name of the rank
+            traceback.print_exc()
+            return Raised(summary_of(error), short_traceback(error))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def redirect_output(path: Path) -> None:
+    """Send what this process and its children print to `path`, by line; a crash leaves its stack there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  lives as long as the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=2)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+
+
+def summary_of(error: BaseException) -> str:
+    """`ValueError: message`, as the last line of a traceback."""
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def short_traceback(error: BaseException) -> str:
+    """The frames of `error` that are not Python's, a library's or this module's, and the one that raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    kept = [f for f in frames[:-1] if _is_ours(f.filename)] + frames[-1:]
+    return "".join(traceback.format_list(kept)).rstrip()
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(PACKAGE_DIR) or not filename.startswith((*LIBRARY_DIRS, "<frozen"))

@@ -1,0 +1,153 @@
+"""Ray for the length of a run: started here or joined, and gone afterwards with every process under it."""
+
+import fcntl
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import ray
+import ray._private.worker
+
+from mcore_rl.cluster import watchdog
+from mcore_rl.config import ClusterConfig
+
+TEMP_PREFIX = "mcore_rl_ray_"
+LOCK_NAME = "lock"
+JOIN_TIMEOUT_S = 10.0
+LONGEST_TEMP_ROOT = 20
+"""Characters: Ray appends 67 for its sockets, a socket's path may have 107."""
+ENVIRONMENT = {
+    "RAY_DEBUG": "legacy",  # breakpoint() answers to `ray debug`; "1" is the VS Code extension's
+    "RAY_worker_niceness": "0",  # else ranks and engines run at nice 15
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Defaults: what the caller's environment sets is left alone."""
+
+
+@contextmanager
+def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
+    """Ray, joined at `config.address` or started on this machine with room for `num_cpus`.
+
+    Leaving the block by any way (end, exception, Ctrl-C, SIGTERM) ends the ranks and what they started;
+    so does killing this process. Main thread only. Raises ValueError if nothing answers at the address.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray._private.worker._worker_logs_enabled = False  # a rank's death is told once, by RankError
+    if config.address is not None:
+        with _shut_down():
+            _join(config.address)
+            yield
+        return
+    with _temp_dir() as temp_dir, _marked_processes(str(temp_dir)), _shut_down():
+        _start(config, num_cpus, temp_dir)
+        yield
+
+
+def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
+        object_store_memory=config.object_store_mib * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=str(temp_dir),
+    )
+    _exit_on_sigterm()
+
+
+def _join(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:
+        raise ValueError(f"cluster.address={address}: no Ray answers there ({error})") from error
+    _exit_on_sigterm()
+
+
+def _exit_on_sigterm() -> None:
+    """Ray's own handler would exit with status 15."""
+
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+@contextmanager
+def _shut_down() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with _uninterrupted():
+            ray.shutdown()
+
+
+@contextmanager
+def _marked_processes(session: str) -> Iterator[None]:
+    """Mark what is started in the block and end it on the way out; a watchdog does if this process dies."""
+    command = [sys.executable, "-I", watchdog.__file__, session, str(os.getpid())]
+    guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    os.environ[watchdog.MARK] = session
+    try:
+        yield
+    finally:
+        with _uninterrupted():
+            del os.environ[watchdog.MARK]
+            watchdog.end_session(session)
+            guard.kill()
+            guard.wait()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore Ctrl-C for the few seconds of an orderly end: a second, impatient one would leave orphans."""
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+@contextmanager
+def _temp_dir() -> Iterator[Path]:
+    """A folder for Ray's logs and sockets (whose paths must be short); removes what killed runs left."""
+    root = Path(tempfile.gettempdir())
+    root = root if len(str(root)) <= LONGEST_TEMP_ROOT else Path("/tmp")
+    _remove_stale(root)
+    path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))
+    with open(path / LOCK_NAME, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process is gone, however it goes
+        lock.write("held\n")
+        lock.flush()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_stale(root: Path) -> None:
+    for path in root.glob(f"{TEMP_PREFIX}*/{LOCK_NAME}"):
+        if path.stat().st_uid != os.getuid() or path.stat().st_size == 0:  # empty: about to be locked
+            continue
+        with open(path) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            shutil.rmtree(path.parent, ignore_errors=True)

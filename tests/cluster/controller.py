@@ -1,0 +1,30 @@
+"""A run for tests of mcore_rl.cluster.session: ranks that spin or sleep and have children of their own."""
+
+import sys
+from pathlib import Path
+
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import plan_trainer, reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.config import ClusterConfig
+from tests.cluster.workers import Worker
+
+
+def main(log_dir: Path, then: str) -> None:
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
+        [slots] = reserve([plan_trainer(2, 0.5, gpus_per_node=0)], timeout_s=20)
+        group = RankGroup("trainer", slots, log_dir)
+        group.build(Worker, [(0,), (1,)], deadline_s=60)
+        group.call_all("start_child", deadline_s=60)
+        print("ready", *group.pids(), flush=True)
+        sys.stdin.readline()
+        if then == "fail":
+            raise ValueError("the controller's own error")
+        group.call_all(then, deadline_s=600)
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), sys.argv[2])
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,156 @@
+"""Calls over ranks on real Ray: values, errors, deaths, deadlines, and that nothing is left after them."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ray.util.placement_group import remove_placement_group
+
+from mcore_rl.cluster.group import RankError, RankGroup, guard
+from mcore_rl.cluster.placement import plan_trainer, reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.config import ClusterConfig
+from tests.cluster.workers import Worker
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=8):
+        yield
+
+
+@pytest.fixture
+def make_group(tmp_path: Path) -> Iterator[Callable[[int], RankGroup]]:
+    groups, placements = [], []
+
+    def make(num_ranks: int, first_rank: int = 0) -> RankGroup:
+        [slots] = reserve([plan_trainer(num_ranks, 0.5, gpus_per_node=0)], timeout_s=20)
+        placements.append(slots[0].group)
+        groups.append(RankGroup("trainer", slots, tmp_path / "logs"))
+        groups[-1].build(Worker, [(first_rank + k,) for k in range(num_ranks)], deadline_s=60)
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.kill()
+    for placement in placements:
+        remove_placement_group(placement)
+
+
+def test_slices_reach_their_coordinate_and_owners_answer(make_group) -> None:
+    group = make_group(4)
+    group.find_coordinates(deadline_s=30)
+    assert group.call_all("scaled", [1], factor=2, deadline_s=30) == [(k, [2]) for k in range(4)]
+    assert group.dispatch("scaled", [[1, 2], [3]], 10, deadline_s=30) == [(1, [10, 20]), (3, [30])]
+    answers = asyncio.run(group.call_all_async("scaled", [1], 3, deadline_s=30))
+    assert answers == [(k, [3]) for k in range(4)]
+    with pytest.raises(ValueError, match="3 slices for data-parallel size 2"):
+        group.dispatch("scaled", [[1], [2], [3]], 10, deadline_s=30)
+    group.call_all("speak", deadline_s=30)
+    assert str(group.ranks[3]).startswith("rank 3 (trainer, dp 1 tp 1, log ")
+    for k, rank in enumerate(group.ranks):
+        assert f"said by {k}\nwritten by {k}\n" in rank.log_path.read_text()
+
+
+def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> None:
+    group = make_group(2)
+    group.find_coordinates(deadline_s=30)
+    began = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        group.call_all("fail", 1, deadline_s=60)
+    assert time.monotonic() - began < 8
+    first, *frames = str(caught.value).splitlines()
+    assert first == f"rank 1 (trainer, dp 0 tp 1, log {group.ranks[1].log_path}): ValueError: bad value on 1"
+    files = [line.split('"')[1] for line in frames if line.startswith("  File")]
+    assert files == [files[0]] * 2 and files[0].endswith("cluster/workers.py"), frames
+    assert "json/decoder.py" in group.ranks[1].log_path.read_text()
+    with pytest.raises(RankError, match="after the ranks were stopped"):
+        group.call_all("speak", deadline_s=30)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("kill", "killed"),
+        ("exit", "killed, crashed"),
+        ("sys.exit", "exit code 4"),
+        ("segfault", "killed, crashed"),
+    ],
+)
+def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: str, capfd) -> None:
+    group = make_group(3)
+    pids = group.pids()
+    began = time.monotonic()
+    with pytest.raises(
+        RankError, match=rf"^trainer rank 2 died \({cause}.*\) while in die; log .*rank2.log$"
+    ):
+        asyncio.run(group.call_all_async("die", 2, how, deadline_s=60))
+    assert time.monotonic() - began < 8
+    assert wait_until_gone(pids) == []
+    assert capfd.readouterr() == ("", "")
+    if how == "segfault":
+        assert "in die" in group.ranks[2].log_path.read_text()
+
+
+def test_a_deadline_names_the_late_ranks_and_leaves_their_stacks(make_group) -> None:
+    group = make_group(2)
+    with pytest.raises(
+        RankError, match=r"(?s)rank 1 of 2 did not answer sleep within 2 s.*trainer_rank1.log"
+    ):
+        group.call_all("sleep", 1, deadline_s=2)
+    assert 'workers.py", line' in group.ranks[1].log_path.read_text()
+    assert "workers.py" not in group.ranks[0].log_path.read_text()
+
+
+def test_start_up_errors_name_the_rank(make_group) -> None:
+    with pytest.raises(RankError, match=r"^rank 1 \(trainer, log .*\): ValueError: no rank 99 here"):
+        make_group(2, first_rank=98)
+
+
+@pytest.mark.parametrize("victim", ["child", "rank"])
+def test_a_watch_ends_work_that_needs_a_dead_process(make_group, victim: str) -> None:
+    group = make_group(2)
+    pids = {"child": group.call_all("start_child", deadline_s=30), "rank": group.pids()}
+
+    async def work() -> None:
+        await asyncio.sleep(2)
+        os.kill(pids[victim][1], signal.SIGKILL)
+        killed.append(time.monotonic())
+        await asyncio.sleep(60)
+
+    killed: list[float] = []
+    expected = {"child": r"rank 1 .*RuntimeError: server ended with -9", "rank": r"trainer rank 1 died"}
+    with pytest.raises(RankError, match=expected[victim]):
+        asyncio.run(guard(work(), group.watch("check")))
+    assert time.monotonic() - killed[0] < 4
+    assert wait_until_gone(pids["rank"]) == []
+    os.kill(pids["child"][0], signal.SIGKILL)
+
+
+def test_guarded_work_returns_while_all_is_well(make_group) -> None:
+    group = make_group(1)
+
+    async def work() -> int:
+        await asyncio.sleep(1.5)
+        return 7
+
+    assert asyncio.run(guard(work(), group.watch("check"))) == 7
+    assert group.call_all("coordinate", deadline_s=30)
+
+
+def test_what_the_cluster_cannot_hold_is_refused_by_number() -> None:
+    with pytest.raises(ValueError, match=r"needs 12 CPU and 0 GPU in 24 bundles.*of 8 CPU"):
+        reserve([plan_trainer(24, 0.5, gpus_per_node=0)], timeout_s=1)
+
+
+def wait_until_gone(pids: list[int], timeout_s: float = 5.0) -> list[int]:
+    until = time.monotonic() + timeout_s
+    while (alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < until:
+        time.sleep(0.05)
+    return alive

@@ -1,0 +1,80 @@
+"""Worker classes that the tests of mcore_rl.cluster run on real Ray."""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    dp: int
+    tp: int
+    owns_output: bool
+
+
+class Worker:
+    """Rank `rank` of a layout with tensor-parallel size 2."""
+
+    def __init__(self, rank: int) -> None:
+        if rank == 99:
+            raise ValueError("no rank 99 here")
+        self.rank = rank
+        self.children: list[subprocess.Popen[bytes]] = []
+
+    def coordinate(self) -> Place:
+        return Place(dp=self.rank // 2, tp=self.rank % 2, owns_output=self.rank % 2 == 1)
+
+    def scaled(self, values: list[int], factor: int) -> tuple[int, list[int]]:
+        return self.rank, [factor * value for value in values]
+
+    def speak(self) -> None:
+        print(f"said by {self.rank}")
+        os.write(2, f"written by {self.rank}\n".encode())
+
+    def fail(self, on: int) -> None:
+        """One rank raises, from below a library's frames; the others wait for it."""
+        if self.rank != on:
+            time.sleep(600)
+        json.loads("{}", object_hook=self._raise)
+
+    def _raise(self, _: object) -> None:
+        raise ValueError(f"bad value on {self.rank}")
+
+    def sleep(self, on: int) -> None:
+        if self.rank == on:
+            time.sleep(600)
+
+    def die(self, on: int, how: str) -> None:
+        """One rank dies; of the others, one raises, as a collective with a dead peer does."""
+        if self.rank == on:
+            time.sleep(0.2)
+            deaths = {
+                "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                "exit": lambda: os._exit(3),
+                "sys.exit": lambda: sys.exit(4),
+                "segfault": lambda: ctypes.string_at(0),
+            }
+            deaths[how]()
+        if self.rank == 0:
+            raise RuntimeError("connection closed by peer")
+        time.sleep(600)
+
+    def check(self) -> None:
+        if self.children and self.children[0].poll() is not None:
+            raise RuntimeError(f"server ended with {self.children[0].returncode}")
+
+    def start_child(self) -> int:
+        self.children.append(subprocess.Popen(["sleep", "600"]))
+        return self.children[0].pid
+
+    def sleep_long(self) -> None:
+        time.sleep(600)
+
+    def spin(self) -> None:
+        while True:
+            pass
