@@ -12,7 +12,8 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   kl/ref                                    policy against the reference, by algorithm.kl.estimator
   logprob_diff/mean token_max clipped_share |trainer - engine| in nats, same weights; share outside the clip
   time/<phase> time/step                    wall seconds; time/refit is the weight sync
-  weights/bytes weights/...                 what the weight sync moved
+  refit/seconds transfer_seconds mib engines_failed   the weight sync as it measured itself
+  router_aux_loss                           load balance of the experts, 1 is perfect (coefficient not 0)
   eval/greedy_accuracy greedy_reward prompts pass_at_<k>   held-out evaluation, step 0 before training
 
 Token metrics are means over the trained tokens, those named *_max maxima.
@@ -78,18 +79,20 @@ def load_samples(run_dir: Path) -> list[Row]:
 def summarize(rows: Sequence[Row]) -> Summary:
     """The numbers of summary.json; None where the run logged nothing to take them from.
 
+    final_accuracy is that after the last step: an older one never stands in for it.
     train_seconds is the wall time of all steps, without evaluations and start-up. step0_logprob_diff_mean is
     that of the first step, whose samples come from the weights training started from.
     """
-    accuracies = _series(rows, "eval/greedy_accuracy")
+    last_step = max(step for step, _ in _series(rows, "reward/mean"))
+    accuracies = dict(_series(rows, "eval/greedy_accuracy"))
     steps = _series(rows, "time/step")
     refits = _series(rows, "time/refit")
     num_samples = sum(value for _, value in _series(rows, "rollout/samples"))
     train_seconds = sum(value for _, value in steps)
     return {
-        "warm_start_accuracy": accuracies[0][1] if accuracies and accuracies[0][0] == 0 else None,
-        "final_accuracy": accuracies[-1][1] if accuracies else None,
-        "grpo_steps": max(step for step, _ in _series(rows, "reward/mean")),
+        "warm_start_accuracy": accuracies.get(0),
+        "final_accuracy": accuracies.get(last_step),
+        "grpo_steps": last_step,
         "train_seconds": train_seconds if steps else None,
         "step0_logprob_diff_mean": dict(_series(rows, "logprob_diff/mean")).get(1),
         "samples_per_second": num_samples / train_seconds if train_seconds else None,

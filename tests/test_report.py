@@ -74,6 +74,12 @@ def test_a_run_that_was_resumed_late_has_no_warm_start_accuracy() -> None:
     assert summary["step0_logprob_diff_mean"] is None
 
 
+def test_an_older_evaluation_does_not_stand_in_for_the_final_one() -> None:
+    rows = [{"step": 0, "eval/greedy_accuracy": 0.4}, {"step": 1, "reward/mean": 0.5}]
+    summary = summarize(rows)
+    assert (summary["warm_start_accuracy"], summary["final_accuracy"]) == (0.4, None)
+
+
 def test_what_is_no_training_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no metrics.jsonl; give the run.dir"):
         make_report(tmp_path)
