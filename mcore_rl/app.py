@@ -5,8 +5,9 @@ loops.
 import logging
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -52,8 +53,7 @@ def run_train(config: Config) -> None:
     loss, advantages = make_policy_loss(config.algorithm), make_advantages(config.algorithm)
     _check_lens(config)
     folder = RunFolder(config.run.dir)
-    newest = folder.newest_checkpoint() if config.run.resume else None
-    folder.prepare(config)
+    newest = folder.prepare(config)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
     with _cluster(config, folder, with_engines=True, with_trainer=True) as cluster:
         trainer = cluster.start_trainer(config, config.train.optimizer, num_steps, loss)
@@ -89,8 +89,7 @@ def run_sft(config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     batches = SftStream(config.sft.data, tokenizer, config.sft.max_len, config.run.seed)
     folder = RunFolder(config.run.dir)
-    newest = folder.newest_checkpoint() if config.run.resume else None
-    folder.prepare(config)
+    newest = folder.prepare(config)
     with _cluster(config, folder, with_engines=False, with_trainer=True) as cluster:
         trainer = cluster.start_trainer(config, config.sft.optimizer, config.sft.steps, sft_loss)
         trainer.wait_built()
@@ -102,12 +101,12 @@ def run_sft(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: engines alone, on the weights in model.path."""
+    """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
     require(config, "run.dir", "model.path", "eval.data", "reward.path")
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     reward = _make_reward(config)
-    folder = RunFolder(config.run.dir)
+    folder = RunFolder(Path(config.run.dir) / "eval")
     folder.prepare(config)
     with _cluster(config, folder, with_engines=True, with_trainer=False) as cluster:
         client = _make_client(config, cluster.start_engines(config)(), tokenizer)
@@ -221,8 +220,13 @@ def _check_lens(config: Config) -> None:
 def _make_client(
     config: Config, addresses: Sequence[EngineAddress], tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
-    decode = partial(tokenizer.decode, skip_special_tokens=True)
-    return RolloutClient(addresses, config.rollout, [tokenizer.eos_token_id], decode)
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    stop = tokenizer.eos_token_id
+    if not isinstance(stop, int):
+        raise ValueError(f"the tokenizer in {config.model.path} has no eos_token: responses would never stop")
+    return RolloutClient(addresses, config.rollout, [stop], decode)
 
 
 def _pack(config: Config, trainer: TrainerGroup, folder: RunFolder) -> PackedTrainer:
@@ -233,7 +237,7 @@ def _pack(config: Config, trainer: TrainerGroup, folder: RunFolder) -> PackedTra
         multiple_of=config.parallel.pp if config.parallel.vpp else 1,
         max_tokens=config.train.max_tokens_per_microbatch,
         temperature=config.rollout.temperature,
-        keep_checkpoints=config.checkpoint.keep,
+        checkpoint=config.checkpoint,
     )
 
 
@@ -257,6 +261,7 @@ def _make_log(config: Config, folder: RunFolder, total_steps: int | None, start_
         tensorboard=log.tensorboard,
         wandb_project=log.wandb_project,
         mlflow_uri=log.mlflow_uri,
+        config=asdict(config),
     )
 
 

@@ -35,14 +35,16 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
             stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
         with timer("refit"):
             refit = roles.weights.sync(WeightVersion(step))
-        with timer("checkpoint"):
-            if is_due(step, config.checkpoint.every_steps, config.run.steps):
-                roles.trainer.save(step, {"step": step, "prompts": roles.prompts.state_dict()})
         metrics = summarize_samples(samples, rewards_N, timer.seconds["rollout"]) | summarize_steps(stats)
         roles.log.log(step, {**metrics, **refit, **timer.metrics()})
         roles.log.log_samples(step, samples, rewards_N)
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
+        if is_due(step, config.checkpoint.every_steps, config.run.steps):
+            # after the step was logged: a resumed run drops the rows beyond its checkpoint, and no others
+            with timer("checkpoint"):
+                roles.trainer.save(step, {"step": step, "prompts": roles.prompts.state_dict()})
+            roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
 
 
 def mini_batches(config: Config, batch: TrainBatch, seed: int) -> Iterator[TrainBatch]:

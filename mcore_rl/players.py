@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_rl.config import RolloutConfig
+from mcore_rl.config import CheckpointConfig, RolloutConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.rollout.client import RolloutClient, Sampling
@@ -36,6 +36,8 @@ class RankCalls(Protocol):
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
 
+    def finish_save(self) -> None: ...
+
 
 class PackedTrainer:
     """Packs each batch for the ranks and puts their answers back in the order of the batch."""
@@ -49,11 +51,11 @@ class PackedTrainer:
         multiple_of: int,
         max_tokens: int,
         temperature: float,
-        keep_checkpoints: int,
+        checkpoint: CheckpointConfig,
     ) -> None:
         self._ranks, self._folder = ranks, folder
         self._dp_size, self._multiple_of, self._max_tokens = dp_size, multiple_of, max_tokens
-        self._temperature, self._keep_checkpoints = temperature, keep_checkpoints
+        self._temperature, self._checkpoint = temperature, checkpoint
 
     def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
         plan = self._plan(batch)
@@ -78,7 +80,9 @@ class PackedTrainer:
         kept.
         """
         self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
-        self._folder.prune(self._keep_checkpoints)
+        if not self._checkpoint.asynchronous:
+            self._ranks.finish_save()
+        self._folder.prune(self._checkpoint.keep)
 
     def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
         return plan_microbatches(batch.lens_N, self._dp_size, self._max_tokens, self._multiple_of)

@@ -62,7 +62,7 @@ def leaves(cls: type = Config, prefix: str = "") -> list[str]:
     names: list[str] = []
     for field in fields(cls):
         name, kind = f"{prefix}{field.name}", hints[field.name]
-        names += leaves(kind, f"{name}.") if is_dataclass(kind) else [name]
+        names += leaves(kind, f"{name}.") if isinstance(kind, type) and is_dataclass(kind) else [name]
     return names
 
 

@@ -11,6 +11,7 @@ newest.
 import logging
 import re
 import shutil
+import time
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -25,8 +26,14 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "hf"
 
-    def prepare(self, config: Config) -> None:
-        """Make the folder, keep the configuration in it, and send this process's log records to its file."""
+    def prepare(self, config: Config) -> Path | None:
+        """Make the folder, keep the configuration in it, and send this process's log records to its file.
+
+        Returns the checkpoint to continue from. With run.resume=false there is none, and the checkpoints of
+        an earlier run are moved aside, lest a later resume takes them for this run's.
+        """
+        if self.checkpoints.exists() and not config.run.resume:
+            self.checkpoints.rename(self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}")
         self.logs.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
         handler = logging.FileHandler(self.logs / "controller.log")
@@ -34,6 +41,7 @@ class RunFolder:
         package = logging.getLogger("mcore_rl")
         package.setLevel(logging.INFO)
         package.addHandler(handler)
+        return self.newest_checkpoint()
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"

@@ -13,8 +13,8 @@ def fine_tune(config: Config, batches: BatchStream, trainer: Trainer, log: Log, 
         timer = PhaseTimer(step)
         with timer("train"):
             stats = trainer.train_step(batches.next_batch(config.sft.batch_size))
-        with timer("checkpoint"):
-            if is_due(step, config.checkpoint.every_steps, config.sft.steps):
-                trainer.save(step, {"step": step, "prompts": batches.state_dict()})
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
         log.log(step, {**summarize_steps([stats]), **speed, **timer.metrics()})
+        if is_due(step, config.checkpoint.every_steps, config.sft.steps):
+            with timer("checkpoint"):
+                trainer.save(step, {"step": step, "prompts": batches.state_dict()})

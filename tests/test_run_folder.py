@@ -20,6 +20,16 @@ def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path) -> 
     assert left == ["step_000004", "step_000010", "step_000012.incomplete"]
 
 
+def test_starting_over_moves_old_checkpoints_aside(tmp_path) -> None:
+    folder, config = RunFolder(tmp_path), Config()
+    folder.checkpoint(5).mkdir(parents=True)
+    assert folder.prepare(config) == folder.checkpoint(5)
+    config.run.resume = False
+    assert folder.prepare(config) is None
+    assert folder.newest_checkpoint() is None
+    assert len(list(tmp_path.glob("checkpoints.before_*/step_000005"))) == 1
+
+
 def test_configuration_and_log_are_kept(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     config = Config()

@@ -70,13 +70,13 @@ class TrainerWorker:
         self._actor.snapshot_reference()
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        self._actor.save(folder, extra)
+        self._actor.save(Path(folder), extra)
 
     def finish_save(self) -> None:
         self._actor.finish_save()
 
     def load(self, folder: str) -> dict[str, Any]:
-        return self._actor.load(folder)
+        return self._actor.load(Path(folder))
 
     def export_hf(self, folder: str) -> None:
         self._actor.export_hf(Path(folder))

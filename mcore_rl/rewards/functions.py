@@ -5,7 +5,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mcore_rl.types import Sample
 
@@ -43,7 +43,7 @@ def load_reward(path: str, name: str) -> RewardFunction:
         raise ValueError(
             f"{path}:{name} must take the keyword arguments {', '.join(ARGUMENTS)}: {error}"
         ) from None
-    return function
+    return cast(RewardFunction, function)
 
 
 def score_samples(function: RewardFunction, samples: Sequence[Sample]) -> list[float]:

@@ -42,8 +42,8 @@ class Run:
     def tail(self, num_chars: int = 4000) -> str:
         return self.output.read_text(errors="replace")[-num_chars:]
 
-    def metrics(self) -> list[dict[str, float]]:
-        path = self.run_dir / "metrics.jsonl"
+    def metrics(self, subfolder: str = ".") -> list[dict[str, float]]:
+        path = self.run_dir / subfolder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def wait_for(self, text: str, timeout_s: float = 150.0) -> None:

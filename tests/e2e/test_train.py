@@ -50,7 +50,7 @@ def test_train_eval_export_and_report(start: Start) -> None:
 
     after = start("eval", f"model.path={run.run_dir / 'hf'}", "eval.every_steps=0")
     assert after.finish() == 0, after.tail()
-    exported = [line for line in after.metrics() if "eval/greedy_accuracy" in line][-1]
+    exported = [line for line in after.metrics("eval") if "eval/greedy_accuracy" in line][-1]
     assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
 
 
