@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
+RUN ?= runs/quickstart_seed$(SEED)
 
 # Two small matrix products at once gain nothing from threads that fight for the cores of the ranks beside them.
 export OMP_NUM_THREADS ?= 1
@@ -41,10 +42,9 @@ test: lint ## everything CI runs: lint, then all tests but those that need a GPU
 	$(BIN)/python -m pytest -m "not gpu"
 
 quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise
-	$(BIN)/mcore-rl data arithmetic
-	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo run.seed=$(SEED)
-	$(BIN)/mcore-rl train recipe=tiny_moe_grpo run.seed=$(SEED)
-	$(BIN)/mcore-rl report runs/tiny_moe_grpo
+	$(BIN)/mcore-rl data arithmetic --out data/arithmetic
+	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=$(RUN)/warm_start
+	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
 
 bench: venv ## tokens per second of a GRPO step, beside TRL's
 	$(BIN)/python benchmarks/grpo_step.py
