@@ -111,8 +111,8 @@ class Answers:
     def _exceptions(self) -> str:
         rank, first = min(self._raised, key=lambda entry: entry[0].index)
         others = sorted(other.index for other, _ in self._raised if other is not rank)
-        also = f"\nalso raised on: {_ranks(others)}" if others else ""
-        return f"{rank}: {first.summary}\n{first.frames}{also}"
+        also = f"also raised on: {_ranks(others)}" if others else ""
+        return "\n".join(filter(None, [f"{rank}: {first.summary}", first.frames, also]))
 
     def _overdue(self) -> str:
         late = list(self._pending.values())

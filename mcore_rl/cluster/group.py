@@ -128,12 +128,10 @@ class RankGroup:
         refs = [host.pid.remote() for host in self._hosts]
         return self.finish(self._expect("pid", refs, deadline_s))
 
-    def rendezvous(self, deadline_s: float) -> tuple[str, int]:
-        """(address, free port) on the machine of rank 0, for the ranks to meet at."""
-        refs = [host.rendezvous.remote() for host in self._hosts]
-        addresses = self.finish(self._expect("rendezvous", refs, deadline_s))
-        one_machine = len({address for address, _ in addresses}) == 1
-        return ("127.0.0.1" if one_machine else addresses[0][0]), addresses[0][1]
+    def meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
+        """By rank: (address, free port) of its machine, for ranks to meet at."""
+        refs = [host.meeting_point.remote() for host in self._hosts]
+        return self.finish(self._expect("start-up", refs, deadline_s))
 
     def kill(self) -> None:
         """End the processes at once; what they started dies with them. Safe to repeat."""

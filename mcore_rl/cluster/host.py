@@ -32,11 +32,17 @@ class Raised:
     frames: str
 
 
+class ProcessLost(RuntimeError):
+    """A worker found a process that it watches gone; the message says all, so no frames go with it."""
+
+
 class Host:
     """Owns one worker object; the class that Ray makes an actor of."""
 
     def __init__(self, log_path: str) -> None:
         redirect_output(Path(log_path))
+        address = ray.get_runtime_context().gcs_address
+        print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
         self._worker: Any = None
 
     def build(self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object) -> Raised | None:
@@ -50,11 +56,11 @@ class Host:
     def pid(self) -> int:
         return os.getpid()
 
-    def rendezvous(self) -> tuple[str, int]:
+    def meeting_point(self) -> tuple[str, int]:
         """(address of this machine, TCP port that was free a moment ago)."""
         with socket.socket() as listener:
             listener.bind(("", 0))
-            return ray.util.get_node_ip_address(), listener.getsockname()[1]
+            return node_address(), listener.getsockname()[1]
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
         self._worker = worker_cls(*args, **kwargs)
@@ -63,13 +69,20 @@ class Host:
         faulthandler.dump_traceback_later(deadline_s * STACK_DUMP_SHARE, file=2)
         try:
             return function(*args, **kwargs)
-        except (
-            Exception
-        ) as error:  # the process boundary: the controller raises it again, by name of the rank
+        except ProcessLost as error:
+            return Raised(str(error), "")
+        except Exception as error:
+            # The process boundary: the controller raises it again, naming the rank.
             traceback.print_exc()
             return Raised(summary_of(error), short_traceback(error))
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def node_address() -> str:
+    """This machine as the other processes of the run reach it: the loopback if all of them are here."""
+    others = sum(node["Alive"] for node in ray.nodes()) > 1
+    return ray.util.get_node_ip_address() if others else "127.0.0.1"
 
 
 def redirect_output(path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -30,9 +31,7 @@ class TrainerSpec:
 
 
 class TrainerWorker:
-    """One rank: a train.Actor and the sender of its weights. Megatron is imported here, inside the
-    process.
-    """
+    """One rank: a train.Actor and the sender of its weights. Megatron is imported inside the process only."""
 
     def __init__(self, spec: TrainerSpec, rank: int, master_addr: str, master_port: int) -> None:
         import torch
@@ -72,8 +71,8 @@ class TrainerWorker:
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         self._actor.save(Path(folder), extra)
 
-    def finish_save(self) -> None:
-        self._actor.finish_save()
+    def finish_save(self, timeout_s: float) -> None:
+        self._actor.finish_save(timeout_s)
 
     def load(self, folder: str) -> dict[str, Any]:
         return self._actor.load(Path(folder))
@@ -102,15 +101,17 @@ class TrainerGroup:
         """Start the processes, without waiting for them."""
         self._group = RankGroup("trainer", slots, log_dir)
         self._call_timeout_s = call_timeout_s
-        self._building: Any = None
+        self._building: Answers | None = None
 
     def start_build(self, spec: TrainerSpec, timeout_s: float) -> None:
         """Begin to build the model on every rank; `wait_built` ends it."""
-        address, port = self._group.rendezvous(timeout_s)
+        address, port = self._group.meeting_points(timeout_s)[0]
         args = [(spec, rank, address, port) for rank in range(spec.parallel.world_size)]
         self._building = self._group.start_build(TrainerWorker, args, timeout_s)
 
     def wait_built(self) -> None:
+        """Return once every rank holds its share of the model."""
+        assert self._building is not None, "start_build comes first"
         self._group.finish(self._building)
         self._group.find_coordinates(self._call_timeout_s)
 
@@ -149,7 +150,8 @@ class TrainerGroup:
         self._call("save", folder, extra)
 
     def finish_save(self) -> None:
-        self._call("finish_save")
+        """Wait until the save under way, if there is one, is complete."""
+        self._call("finish_save", self._call_timeout_s)
 
     def load(self, folder: str) -> dict[str, Any]:
         """Restore the checkpoint; what was saved beside the model comes back."""
@@ -171,6 +173,14 @@ class TrainerGroup:
     async def watch(self) -> None:
         """Return never; raise RankError once a rank's process is gone."""
         await self._group.watch()
+
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its own machine."""
+        return self._group.pids(self._call_timeout_s)
+
+    def shutdown(self) -> None:
+        """End the ranks at once."""
+        self._group.kill()
 
     def _call(self, method: str, *args: object) -> list[Any]:
         return self._group.call_all(method, *args, deadline_s=self._call_timeout_s)

@@ -130,9 +130,8 @@ class EngineProcess:
         Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
         self._temp_dir = tempfile.mkdtemp(prefix="mcore_rl_engine_")
         started: Future[subprocess.Popen[bytes]] = Future()
-        threading.Thread(
-            target=self._start_and_wait, args=(started,), daemon=True, name=f"wait {self.url}"
-        ).start()
+        self._waiting = threading.Thread(target=self._start_and_wait, args=(started,), daemon=True)
+        self._waiting.start()
         self._process = started.result()
 
     def _start_and_wait(self, started: "Future[subprocess.Popen[bytes]]") -> None:
@@ -168,15 +167,17 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         while not self._answers():
             if not self.is_alive():
-                failure = RuntimeError(f"{self.name} exited while starting (status {self._exit_status()})")
-            elif time.monotonic() > deadline:
-                failure = TimeoutError(f"waited {timeout_s:.0f} s for {self.name} to become healthy")
-            else:
-                time.sleep(_HEALTH_POLL_S)
-                continue
-            self.stop()
-            failure.args = (f"{failure}; its last lines:\n{self.tail()}",)
-            raise failure
+                self.stop()
+                raise RuntimeError(
+                    f"{self.name} exited with status {self._exit_status()} while starting;"
+                    f" its last lines:\n{self.tail()}"
+                )
+            if time.monotonic() > deadline:
+                self.stop()
+                raise TimeoutError(
+                    f"waited {timeout_s:.0f} s for {self.name} to become healthy; its last lines:\n{self.tail()}"
+                )
+            time.sleep(_HEALTH_POLL_S)
 
     def _answers(self) -> bool:
         try:
@@ -188,7 +189,9 @@ class EngineProcess:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    def _exit_status(self) -> int | None:
+    @property
+    def exit_status(self) -> int | None:
+        """Of the ended server: its exit code, or minus the signal that killed it; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     def tail(self, num_lines: int = 30) -> str:
@@ -213,6 +216,7 @@ class EngineProcess:
                     f"{self.name}: processes {left} are still there {_KILL_TIMEOUT_S} s after SIGKILL"
                 )
             time.sleep(0.02)
+        self._waiting.join(_KILL_TIMEOUT_S)
         shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 

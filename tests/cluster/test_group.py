@@ -2,7 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,6 +145,36 @@ def test_guarded_work_returns_while_all_is_well(make_group) -> None:
 
     assert asyncio.run(guard(work(), group.watch("check"))) == 7
     assert group.call_all("coordinate", deadline_s=30)
+
+
+def test_breakpoint_in_a_rank_answers_to_ray_debug(make_group) -> None:
+    group = make_group(1)
+
+    async def debug() -> str:
+        await wait_for_text(group.ranks[0].log_path, "RemotePdb session open")
+        address = re.search(r"Ray at (\S+)", group.ranks[0].log_path.read_text())
+        assert address is not None
+        command = [sys.executable, "-m", "ray.scripts.scripts", "debug", f"--address={address.group(1)}"]
+        pipe = subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+        output, _ = await process.communicate(b"0\nanswer = 42\ncontinue\n")
+        return output.decode()
+
+    async def both() -> tuple[list[int], str]:
+        call = asyncio.ensure_future(group.call_all_async("pause", deadline_s=60))
+        output = await asyncio.wait_for(debug(), timeout=50)
+        return await call, output
+
+    answers, output = asyncio.run(both())
+    assert answers == [42]
+    assert "ray::trainer_rank0.call" in output and "workers.py" in output
+
+
+async def wait_for_text(path: Path, text: str, timeout_s: float = 20.0) -> None:
+    until = time.monotonic() + timeout_s
+    while text not in path.read_text():
+        assert time.monotonic() < until, path.read_text()
+        await asyncio.sleep(0.1)
 
 
 def test_what_the_cluster_cannot_hold_is_refused_by_number() -> None:

@@ -75,6 +75,11 @@ class Worker:
     def sleep_long(self) -> None:
         time.sleep(600)
 
+    def pause(self) -> int:
+        answer = 41
+        breakpoint()
+        return answer
+
     def spin(self) -> None:
         while True:
             pass
