@@ -1,0 +1,141 @@
+"""Real Megatron ranks and a real SGLang server under Ray: calls, weights, and what is told when one dies."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.algo.build import sft_loss
+from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.group import RankError, guard
+from mcore_rl.cluster.placement import plan_engine, plan_trainer, reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
+from mcore_rl.config import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.rollout.client import EngineAddress
+from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.stream.refit import Refitter
+from mcore_rl.types import TrainBatch
+
+pytestmark = pytest.mark.e2e
+
+LENS = (7, 12)
+
+
+@dataclass
+class Run:
+    trainer: TrainerGroup
+    engines: EngineGroup
+    address: EngineAddress
+    log_dir: Path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Two expert-parallel ranks and one engine, both on the exported random weights of a tiny model."""
+    folder = tmp_path_factory.mktemp("run")
+    prepare_arithmetic(folder / "data")
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+        trainer_slots, engine_slots = reserve([plan_trainer(2, 0.5, 0), plan_engine(1, 0.5, 0)], timeout_s=20)
+        trainer = TrainerGroup(trainer_slots, folder / "logs", call_timeout_s=120)
+        engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120)
+        trainer.start_build(trainer_spec(folder / "data" / "model"), timeout_s=240)
+        trainer.wait_built()
+        trainer.export_hf(str(folder / "hf"))
+        spec = EngineSpec(
+            model_path=str(folder / "hf"),
+            log_path=str(folder / "logs" / "sglang_0.log"),
+            kv_cache_len=4096,
+            custom_weight_loaders=("mcore_rl.stream.receiver.load",),
+        )
+        engines.start_build([spec], timeout_s=240)
+        [address] = engines.wait_built()
+        yield Run(trainer, engines, address, folder / "logs")
+
+
+def trainer_spec(model: Path) -> TrainerSpec:
+    return TrainerSpec(
+        model=ModelConfig(path=str(model), init="random"),
+        parallel=ParallelConfig(ep=2),
+        train=TrainConfig(),
+        optimizer=OptimizerConfig(lr=1e-2),
+        total_steps=10,
+        seed=0,
+        loss=sft_loss,
+        collective_timeout_s=120,
+    )
+
+
+def make_batch(seed: int) -> TrainBatch:
+    num_tokens = sum(LENS)
+    starts = torch.tensor([0, *LENS[:-1]])
+    return TrainBatch(
+        token_ids_T=torch.randint(5, 40, (num_tokens,), generator=torch.Generator().manual_seed(seed)),
+        loss_mask_T=torch.ones(num_tokens, dtype=torch.bool).index_fill(0, starts, False),
+        lens_N=LENS,
+        loss_weights_T=torch.full((num_tokens,), 1.0 / (2 * num_tokens)),
+    )
+
+
+def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> None:
+    batches = [[make_batch(0)], [make_batch(1)]]
+
+    def logprobs(*, reference: bool = False) -> torch.Tensor:
+        answers = run.trainer.compute_logprobs(batches, reference=reference, temperature=1.0)
+        assert [len(of_dp) for of_dp in answers] == [1, 1]
+        return torch.cat([of_dp[0] for of_dp in answers])
+
+    before = logprobs()
+    assert before.shape == (2 * sum(LENS),) and before.std() > 0
+    run.trainer.snapshot_reference()
+    run.trainer.save(str(tmp_path / "checkpoint"), {"step": 0, "words": ["a"]})
+    run.trainer.finish_save()
+    stats = [
+        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS)).loss for _ in range(3)
+    ]
+    assert stats[2] < stats[1] < stats[0]
+    assert not torch.equal(logprobs(), before)
+    torch.testing.assert_close(logprobs(reference=True), before, atol=0, rtol=0)
+    assert run.trainer.load(str(tmp_path / "checkpoint")) == {"step": 0, "words": ["a"]}
+    torch.testing.assert_close(logprobs(), before, atol=0, rtol=0)
+    assert "process" in (run.log_dir / "trainer_rank1.log").read_text()
+
+
+def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
+    async def refit() -> None:
+        refitter = Refitter(run.trainer, timeout_s=60)
+        await refitter.connect([run.address.url])
+        report = await refitter.sync(3)
+        assert report.failed == {}
+
+    run.engines.check_alive()
+    asyncio.run(guard(refit(), run.trainer.watch(), run.engines.watch()))
+
+
+def test_a_killed_server_and_a_killed_rank_are_told_at_once(run: Run) -> None:
+    async def wait() -> None:
+        await asyncio.sleep(60)
+
+    [server] = run.engines.server_pids()
+    os.kill(server, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"(?s)rank 0 \(engine.*died \(status -9\); its last lines:"):
+        asyncio.run(guard(wait(), run.trainer.watch(), run.engines.watch()))
+    assert time.monotonic() - began < 5
+
+    victim = run.trainer.pids()[1]
+    os.kill(victim, signal.SIGSTOP)  # so that the other rank waits for it in a collective
+    threading.Timer(2.0, os.kill, (victim, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"trainer rank 1 \(dp 1 tp 0 pp 0 cp 0 ep 1\) died"):
+        batches = [[make_batch(0)], [make_batch(1)]]
+        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS))
+    assert 2 <= time.monotonic() - began < 10
