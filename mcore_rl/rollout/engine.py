@@ -169,13 +169,14 @@ class EngineProcess:
             if not self.is_alive():
                 self.stop()
                 raise RuntimeError(
-                    f"{self.name} exited with status {self._exit_status()} while starting;"
+                    f"{self.name} exited with status {self.exit_status} while starting;"
                     f" its last lines:\n{self.tail()}"
                 )
             if time.monotonic() > deadline:
                 self.stop()
                 raise TimeoutError(
-                    f"waited {timeout_s:.0f} s for {self.name} to become healthy; its last lines:\n{self.tail()}"
+                    f"waited {timeout_s:.0f} s for {self.name} to become healthy;"
+                    f" its last lines:\n{self.tail()}"
                 )
             time.sleep(_HEALTH_POLL_S)
 
@@ -187,12 +188,23 @@ class EngineProcess:
             return False
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self.exit_status is None
 
     @property
     def exit_status(self) -> int | None:
-        """Of the ended server: its exit code, or minus the signal that killed it; None while it runs."""
-        return None if self._process is None else self._process.returncode
+        """Of the ended server: its exit code, or minus the signal that killed it; None while it runs.
+
+        Asks the kernel, since the thread that waits for the server may not have woken yet.
+        """
+        if self._process is None or self._process.returncode is not None:
+            return None if self._process is None else self._process.returncode
+        with contextlib.suppress(ChildProcessError):  # the thread was faster
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                return None
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self._waiting.join(_KILL_TIMEOUT_S)
+        return self._process.returncode
 
     def tail(self, num_lines: int = 30) -> str:
         """The last lines of the log, as they are."""

@@ -15,14 +15,13 @@ STANDINS_DIR = Path(__file__).parent / "standins"
 
 _PR_SET_PDEATHSIG = 1
 
-_CPU_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "served_models",
     "TORCH_COMPILE_DISABLE": "1",
-    "SGLANG_OPT_USE_GUMBEL_SAMPLE": "1",  # 10x faster than torch.multinomial
 }
 
-_CPU_ARGUMENTS = {
+CPU_ARGUMENTS = {
     "--device": "cpu",
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
@@ -36,6 +35,17 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)  # the parent died before the line above
+
+
+def forks_die_with_their_parents() -> None:
+    """Call die_with_parent in every process that this one forks, and in those that they fork."""
+    forking_pid = 0
+
+    def remember_parent() -> None:
+        nonlocal forking_pid
+        forking_pid = os.getpid()
+
+    os.register_at_fork(before=remember_parent, after_in_child=lambda: die_with_parent(forking_pid))
 
 
 def rank_cpus(num_ranks: int, cpus: Sequence[int]) -> str:
@@ -53,8 +63,8 @@ def use_cpu(arguments: list[str]) -> list[str]:
 
     Call it before anything imports sglang.
     """
-    for name, value in _CPU_ENVIRONMENT.items():
-        os.environ[name] = value
+    for name, value in CPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     num_ranks = int(_option(arguments, "--tp-size", "1"))
     if num_ranks > 1:
         cpus = rank_cpus(num_ranks, sorted(os.sched_getaffinity(0)))
@@ -63,7 +73,7 @@ def use_cpu(arguments: list[str]) -> list[str]:
     from sglang_on_cpu import apply_patches  # pyright: ignore[reportMissingImports]
 
     apply_patches()
-    added = [part for item in _CPU_ARGUMENTS.items() if item[0] not in arguments for part in item]
+    added = [part for item in CPU_ARGUMENTS.items() if item[0] not in arguments for part in item]
     return [*arguments, *added]
 
 
@@ -76,8 +86,7 @@ def main(arguments: list[str]) -> None:
         die_with_parent(int(arguments[1]))
         arguments = arguments[2:]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
-    own_pid = os.getpid()
-    os.register_at_fork(after_in_child=lambda: die_with_parent(own_pid))
+    forks_die_with_their_parents()
 
     from mcore_rl.device import has_cuda
 
@@ -92,7 +101,7 @@ def main(arguments: list[str]) -> None:
     try:
         run_server(prepare_server_args(arguments))
     finally:
-        kill_process_tree(own_pid, include_parent=False)
+        kill_process_tree(os.getpid(), include_parent=False)
 
 
 if __name__ == "__mp_main__":  # a process that multiprocessing spawned from this one

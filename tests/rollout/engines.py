@@ -23,7 +23,6 @@ def save_tiny_moe(path: Path, dtype: torch.dtype = torch.float32) -> str:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -36,9 +35,11 @@ def save_tiny_moe(path: Path, dtype: torch.dtype = torch.float32) -> str:
         tie_word_embeddings=False,
         initializer_range=0.05,
     )
-    model = Qwen3MoeForCausalLM(config)
+    config.head_dim = 16
+    config.dtype = dtype
+    model = Qwen3MoeForCausalLM._from_config(config)
     model.lm_head.weight.data.mul_(4.0)
-    model.to(dtype).save_pretrained(path)
+    model.save_pretrained(path)
     return str(path)
 
 

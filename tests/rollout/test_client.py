@@ -1,8 +1,10 @@
 import asyncio
+import json
 import os
 import signal
 import threading
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +75,12 @@ def logprob_error(model: Qwen3MoeForCausalLM, samples: list[Sample], temperature
     return worst
 
 
+def post(url: str, **body: str) -> None:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30):
+        pass
+
+
 def test_logprobs_equal_transformers(engine, model):
     prompts = make_prompts(24)
     for temperature in (1.0, 0.7):
@@ -131,6 +139,14 @@ def test_a_refused_request_names_the_engine(engine):
 def test_an_idle_engine_leaves_the_cpu_alone(engine):
     generate(client_of(engine), make_prompts(4), 1, Sampling(max_response_len=4))
     assert idle_cpu_seconds(engine.pid, 5.0) < 0.25
+
+
+def test_a_paused_engine_leaves_the_cpu_alone(engine):
+    post(f"{engine.url}/pause_generation", mode="in_place")
+    try:
+        assert idle_cpu_seconds(engine.pid, 5.0) < 0.25
+    finally:
+        post(f"{engine.url}/continue_generation")
 
 
 def test_lost_engines(engine, model_path, tmp_path):
