@@ -1,6 +1,7 @@
 """The mcore-rl command: recipe name and overrides in, a run folder out."""
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ RECIPE_COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
     args = make_parser().parse_args(argv)
+    _tell_counts()
     try:
         args.run(args)
     except ValueError as error:
@@ -26,6 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
+
+
+def _tell_counts() -> None:
+    """What the data readers count (prompts, overlong ones) goes to the console, before there is a run
+    folder.
+    """
+    logger = logging.getLogger("mcore_rl.data")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(sys.stderr))
 
 
 def make_parser() -> argparse.ArgumentParser:

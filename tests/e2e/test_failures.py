@@ -14,7 +14,7 @@ LONG = ("run.steps=500", "eval.data=[]", "checkpoint.every_steps=1", "checkpoint
 
 
 def trainer_rank(run: Run) -> psutil.Process:
-    return run.find("TrainerWorker")[0]
+    return run.find("trainer_rank")[0]
 
 
 def engine(run: Run) -> psutil.Process:
@@ -24,9 +24,9 @@ def engine(run: Run) -> psutil.Process:
 @pytest.mark.parametrize(
     ("phase", "victim", "message"),
     [
-        ("step 3: rollout", engine, "engine 0"),
+        ("step 3: rollout", engine, "engine"),
         ("step 3: train", trainer_rank, "trainer rank"),
-        ("step 3: refit", engine, "engine 0"),
+        ("step 3: refit", engine, "engine"),
     ],
     ids=["engine-in-rollout", "rank-in-train", "engine-in-refit"],
 )

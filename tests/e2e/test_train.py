@@ -87,6 +87,6 @@ def test_resume_continues_exactly_also_in_another_layout(start: Start, tmp_path)
     expected, got = steps_of(whole), steps_of(second)
     assert [line["step"] for line in got] == [1, 2, 3, 4]
     for name in ("loss/total", "loss/policy", "loss/entropy", "reward/mean", "rollout/response_len"):
-        assert [line[name] for line in got] == pytest.approx([line[name] for line in expected], abs=1e-6), (
-            name
-        )
+        assert [line[name] for line in got] == pytest.approx(
+            [line[name] for line in expected], rel=1e-6, abs=1e-6
+        ), name
