@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ Row = Mapping[str, Any]
 class Tokenizer(Protocol):
     """What is used of a HuggingFace tokenizer."""
 
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, str]], **options: Any) -> Any: ...
+    @property
+    def apply_chat_template(self) -> Callable[..., Any]: ...
 
 
 def load_prompts(
