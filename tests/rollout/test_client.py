@@ -1,3 +1,5 @@
+"""RolloutClient against real engines: log-probs, order, seeds, lost engines, ranks, number types."""
+
 import asyncio
 import json
 import os

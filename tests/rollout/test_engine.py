@@ -1,3 +1,5 @@
+"""Starting, failing and ending one engine: what the user reads and which processes are left."""
+
 import os
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""Runs sglang_on_cpu_checks.py in its own process; one test per check."""
+
 import json
 import os
 import subprocess

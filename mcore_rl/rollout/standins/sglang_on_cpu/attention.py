@@ -121,64 +121,43 @@ def batch_attention() -> None:
     loop_extend, loop_decode = Backend._run_sdpa_forward_extend, Backend._run_sdpa_forward_decode
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
-        self.attention_groups = None
+        self.attention_groups = None  # of the last forward pass
         init_metadata(self, forward_batch)
 
-    def run_groups(
-        self: Any,
-        query_lens: list[int],
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
-        requests: tuple[Tensor, Tensor, Tensor],
-        scaling: float | None,
-    ) -> Tensor:
-        query, output, k_cache, v_cache = tensors
-        if getattr(self, "attention_groups", None) is None:
-            req_to_token, req_pool_indices, seq_lens = requests
-            self.attention_groups = make_groups(query_lens, seq_lens.tolist(), req_to_token, req_pool_indices)
-        for group in self.attention_groups:
-            attend(group, query, output, k_cache, v_cache, scaling)
-        return output
+    def run_extend(self: Any, *args: Any, **options: Any) -> Tensor:
+        tensors, requests, (_, query_lens), encoder_lens = args[:4], args[4:7], args[7:9], args[9:]
+        if not options["causal"] or _is_special(encoder_lens, options):
+            return loop_extend(self, *args, **options)
+        return _run_groups(self, tensors, requests, query_lens.tolist(), options["scaling"])
 
-    def is_special(encoder_lens: Any = None, is_cross_attn: bool = False, **options: Any) -> bool:
-        return encoder_lens is not None or is_cross_attn or options.get("sliding_window_size") is not None
-
-    def run_extend(
-        self: Any,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        extend_prefix_lens: Tensor,
-        extend_seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        tensors, requests = (query, output, k_cache, v_cache), (req_to_token, req_pool_indices, seq_lens)
-        if is_special(encoder_lens, **options) or not options.get("causal"):
-            lens = (extend_prefix_lens, extend_seq_lens)
-            return loop_extend(self, *tensors, *requests, *lens, encoder_lens, **options)
-        return run_groups(self, extend_seq_lens.tolist(), tensors, requests, options.get("scaling"))
-
-    def run_decode(
-        self: Any,
-        query: Tensor,
-        output: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        req_to_token: Tensor,
-        req_pool_indices: Tensor,
-        seq_lens: Tensor,
-        encoder_lens: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        tensors, requests = (query, output, k_cache, v_cache), (req_to_token, req_pool_indices, seq_lens)
-        if is_special(encoder_lens, **options):
-            return loop_decode(self, *tensors, *requests, encoder_lens, **options)
-        return run_groups(self, [1] * len(seq_lens), tensors, requests, options.get("scaling"))
+    def run_decode(self: Any, *args: Any, **options: Any) -> Tensor:
+        tensors, requests, encoder_lens = args[:4], args[4:7], args[7:]
+        if _is_special(encoder_lens, options):
+            return loop_decode(self, *args, **options)
+        return _run_groups(self, tensors, requests, [1] * len(requests[2]), options["scaling"])
 
     Backend.init_forward_metadata = init_forward_metadata
     Backend._run_sdpa_forward_extend = run_extend
     Backend._run_sdpa_forward_decode = run_decode
+
+
+def _is_special(encoder_lens: tuple[Tensor | None, ...], options: dict[str, Any]) -> bool:
+    cross = options.get("is_cross_attn", False) or any(lens is not None for lens in encoder_lens)
+    return cross or options.get("sliding_window_size") is not None
+
+
+def _run_groups(
+    backend: Any,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    requests: tuple[Tensor, Tensor, Tensor],
+    query_lens: list[int],
+    scaling: float | None,
+) -> Tensor:
+    """Attention of a batch, whose groups the first layer makes for all."""
+    query, output, k_cache, v_cache = tensors
+    if getattr(backend, "attention_groups", None) is None:
+        req_to_token, req_pool_indices, seq_lens = requests
+        backend.attention_groups = make_groups(query_lens, seq_lens.tolist(), req_to_token, req_pool_indices)
+    for group in backend.attention_groups:
+        attend(group, query, output, k_cache, v_cache, scaling)
+    return output
