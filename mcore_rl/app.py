@@ -174,7 +174,7 @@ def _cluster(
         trainer_slots, engine_slots = (slots[0], slots[1:]) if with_trainer else ([], slots)
         timeout_s = config.run.call_timeout_s
         trainer = TrainerGroup(trainer_slots, folder.logs, timeout_s) if with_trainer else None
-        engines = EngineGroup([s[0] for s in engine_slots], folder.logs, timeout_s) if with_engines else None
+        engines = EngineGroup(engine_slots, folder.logs, timeout_s) if with_engines else None
         event_loop = EventLoop()
         try:
             yield _Cluster(trainer, engines, event_loop, str(folder.logs))

@@ -136,7 +136,7 @@ def cause_of_death(report: str) -> str:
 
 def _death(rank: Rank, cause: str, method: str) -> str:
     place = f" ({rank.place})" if rank.place else ""
-    return f"{rank.name}{place} died ({cause}) while in {method}; log {rank.log_path}"
+    return f"{rank.name}{place} died ({cause}) during {method}; log {rank.log_path}"
 
 
 def _ranks(indices: Sequence[int]) -> str:

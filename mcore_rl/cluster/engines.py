@@ -11,7 +11,7 @@ from mcore_rl.cluster.placement import Slot
 from mcore_rl.rollout.client import EngineAddress
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 
-TAIL_LINES = 8
+TAIL_LINES = 5
 
 
 class EngineWorker:
