@@ -18,7 +18,7 @@ from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.placement import gpus_per_node, plan_engine, plan_trainer, reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
-from mcore_rl.config import Config, OptimizerConfig
+from mcore_rl.config import Config, ModelConfig, OptimizerConfig
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.source import ShuffledStream
@@ -34,6 +34,8 @@ from mcore_rl.rollout.client import EngineAddress, RolloutClient
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf_files import open_hf_dir, read_hf_config
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
 
@@ -44,7 +46,7 @@ RECEIVER = "mcore_rl.stream.receiver.load"
 def run_train(config: Config) -> None:
     """`mcore-rl train`: everything that can be refused is refused before a process is started."""
     require(config, "run.dir", "model.path", "data.train", "reward.path")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = _open_model(config.model)
     prompts = ShuffledStream(
         _load(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle
     )
@@ -86,7 +88,7 @@ def run_train(config: Config) -> None:
 def run_sft(config: Config) -> None:
     """`mcore-rl sft`: from the weights in model.path, or from random ones, to <run.dir>/hf."""
     require(config, "run.dir", "model.path", "sft.data")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = _open_model(config.model)
     batches = SftStream(config.sft.data, tokenizer, config.sft.max_len, config.run.seed)
     folder = RunFolder(config.run.dir)
     newest = folder.prepare(config)
@@ -103,7 +105,7 @@ def run_sft(config: Config) -> None:
 def run_eval(config: Config) -> None:
     """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
     require(config, "run.dir", "model.path", "eval.data", "reward.path")
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = _open_model(config.model)
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     reward = _make_reward(config)
     folder = RunFolder(Path(config.run.dir) / "eval")
@@ -198,6 +200,24 @@ def _engine_spec(config: Config, log_path: str) -> EngineSpec:
         seed=config.run.seed,
         extra_args=("--weight-version", "0", *dummy),
     )
+
+
+def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; ValueError if the directory cannot be what the run needs."""
+    path = Path(model.path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path={model.path}: no config.json there; give a HuggingFace model directory")
+    family_of(read_hf_config(path))
+    if model.init == "hf":
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(
+                f"model.path={model.path}: no *.safetensors there; model.init=random starts without"
+            )
+        open_hf_dir(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"model.path={model.path}: no tokenizer there ({error})") from None
 
 
 def _load(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -1,0 +1,49 @@
+"""The command line: help lists recipes, wrong input exits with 2 and one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.data.arithmetic import prepare_arithmetic
+
+
+def test_help_lists_the_recipes(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "tiny_moe_grpo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train"], "give one recipe=<name>, got 0; recipes: tiny_moe_grpo"),
+        (["train", "recipe=nope"], "recipe=nope: no file"),
+        (["train", "recipe=tiny_moe_grpo", "rollout.temprature=1"], "Did you mean 'rollout.temperature'?"),
+        (
+            ["train", "recipe=tiny_moe_grpo", "model.path=/nowhere"],
+            "model.path=/nowhere: no config.json there",
+        ),
+        (["report", "/nowhere"], "no metrics.jsonl"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(capsys, argv: list[str], message: str) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_help_does_not_wait_for_torch_and_ray() -> None:
+    code = "import sys; from mcore_rl.cli import make_parser; make_parser(); print('ray' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "False"
+
+
+def test_a_model_directory_without_weights_is_refused(tmp_path, capsys) -> None:
+    prepare_arithmetic(tmp_path)
+    settings = [f"model.path={tmp_path / 'model'}", f"data.train=[{tmp_path / 'train.parquet'}]"]
+    assert main(["train", "recipe=tiny_moe_grpo", f"run.dir={tmp_path / 'run'}", *settings]) == 2
+    assert "no *.safetensors there; model.init=random starts without" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

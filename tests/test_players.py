@@ -1,0 +1,77 @@
+"""The packed trainer: whatever the layout, answers come back in the order of the batch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.config import CheckpointConfig
+from mcore_rl.data.batch import with_loss_weights
+from mcore_rl.players import PackedTrainer
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.types import StepStats, TrainBatch
+
+
+class EchoRanks:
+    """Ranks whose log-probs are the token ids, and whose loss is the sum of the loss weights."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    def compute_logprobs(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
+    ) -> list[list[Tensor]]:
+        return [[batch.token_ids_T.float() for batch in rank] for rank in per_dp]
+
+    def train_step(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
+    ) -> StepStats:
+        batches = [batch for rank in per_dp for batch in rank]
+        assert num_tokens == sum(len(b.token_ids_T) for b in batches)
+        loss = sum(float(b.loss_weights_T.sum()) for b in batches if b.loss_weights_T is not None)
+        return StepStats(loss, 0.0, 0.0, num_tokens)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        Path(folder).mkdir(parents=True)
+        self.saved.append(folder)
+
+    def finish_save(self) -> None:
+        self.saved.append("finished")
+
+
+def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
+    ids_T = torch.arange(sum(lens_N))
+    mask_T = torch.cat([torch.arange(n) > 0 for n in lens_N])
+    return with_loss_weights(TrainBatch(ids_T, mask_T, lens_N), "token_mean", 8)
+
+
+def make_trainer(tmp_path: Path, dp_size: int, multiple_of: int, asynchronous: bool = True) -> PackedTrainer:
+    return PackedTrainer(
+        EchoRanks(),
+        RunFolder(tmp_path),
+        dp_size=dp_size,
+        multiple_of=multiple_of,
+        max_tokens=12,
+        temperature=1.0,
+        checkpoint=CheckpointConfig(keep=2, asynchronous=asynchronous),
+    )
+
+
+@pytest.mark.parametrize(("dp_size", "multiple_of"), [(1, 1), (2, 1), (2, 2), (4, 3)])
+def test_answers_come_back_in_order_and_no_weight_is_lost(
+    tmp_path: Path, dp_size: int, multiple_of: int
+) -> None:
+    batch = make_batch((5, 3, 9, 2, 7, 4, 4))
+    trainer = make_trainer(tmp_path, dp_size, multiple_of)
+    assert torch.equal(trainer.compute_logprobs(batch), batch.token_ids_T.float())
+    assert trainer.train_step(batch).loss == pytest.approx(1.0)
+
+
+def test_checkpoints_are_named_by_step_and_pruned(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, 1, asynchronous=False)
+    for step in (5, 10, 15):
+        trainer.save(step, {})
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015"]
