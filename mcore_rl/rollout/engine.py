@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+
+from mcore_rl.rollout.temp_dir import TempDir
 
 _HEALTH_POLL_S = 0.1
 _KILL_TIMEOUT_S = 10.0
@@ -98,7 +99,7 @@ class EngineProcess:
         self.spec = spec if spec.port is not None else replace(spec, port=find_free_port(spec.host))
         self.url = f"http://{self.spec.host}:{self.spec.port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._temp_dir = ""
+        self._temp_dir: TempDir | None = None
 
     def __enter__(self) -> "EngineProcess":
         self.start()
@@ -128,7 +129,7 @@ class EngineProcess:
         """
         assert self._process is None, f"{self.name} was started before"
         Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
-        self._temp_dir = tempfile.mkdtemp(prefix="mcore_rl_engine_")
+        self._temp_dir = TempDir()
         started: Future[subprocess.Popen[bytes]] = Future()
         self._waiting = threading.Thread(target=self._start_and_wait, args=(started,), daemon=True)
         self._waiting.start()
@@ -154,7 +155,8 @@ class EngineProcess:
 
     def _environment(self) -> dict[str, str]:
         """SGLang leaves files in its temporary folder, so it gets its own; compile caches stay shared."""
-        environment = {**os.environ, "TMPDIR": self._temp_dir, "PYTHONUNBUFFERED": "1"}
+        assert self._temp_dir is not None
+        environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
         return environment
 
@@ -229,7 +231,8 @@ class EngineProcess:
                 )
             time.sleep(0.02)
         self._waiting.join(_KILL_TIMEOUT_S)
-        shutil.rmtree(self._temp_dir, ignore_errors=True)
+        if self._temp_dir is not None:
+            self._temp_dir.remove()
 
 
 def _group_members(group_id: int) -> Iterator[int]:

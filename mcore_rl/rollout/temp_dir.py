@@ -1,0 +1,49 @@
+"""A temporary folder per engine; those whose owner was killed are swept away when the next one is made."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "mcore_rl_engine_"
+_MIN_AGE_S = 60.0
+"""A folder younger than this may be about to be locked."""
+
+
+class TempDir:
+    """A folder that this process holds a lock on for as long as it lives."""
+
+    def __init__(self) -> None:
+        sweep()
+        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """Remove the folder; harmless when it is gone."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(min_age_s: float = _MIN_AGE_S) -> None:
+    """Remove the folders that nobody holds a lock on."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if time.time() - path.stat().st_mtime > min_age_s and not _is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_locked(path: Path) -> bool:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(folder)

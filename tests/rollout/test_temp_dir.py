@@ -1,0 +1,34 @@
+"""Folders of live owners stay, those of killed ones go."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mcore_rl.rollout.temp_dir import TempDir, sweep
+
+OWN_A_FOLDER = """
+import os, signal, sys, tempfile
+tempfile.tempdir = sys.argv[1]
+from mcore_rl.rollout.temp_dir import TempDir
+folder = TempDir()
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_only_folders_without_an_owner_are_swept(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = subprocess.run(
+        [sys.executable, "-c", OWN_A_FOLDER, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    left = Path(killed.stdout.strip())
+    mine, other = TempDir(), tmp_path / "not_ours"
+    other.mkdir()
+    assert left.is_dir(), "too young to be swept"
+    sweep(min_age_s=0.0)
+    assert not left.exists()
+    assert Path(mine.path).is_dir() and other.is_dir()
+    mine.remove()
+    mine.remove()
+    assert not Path(mine.path).exists()
