@@ -6,7 +6,8 @@ engine rank:  trace, publish -+
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Connection:
         `make_shards` gives this rank's own layout; an engine rank's gets the layouts of the trainer ranks, a
         trainer rank's gets none. TransferError names the ranks that did not come, failed or disagree.
         """
-        self._link, self._rank = link, rank
+        self._store, self._link, self._rank = store, link, rank
         deadline_s = time.monotonic() + link.timeout_s
         layouts = self._exchange_layouts(store, make_shards, deadline_s)
         self.digest, self._buckets = self._agree(store, layouts, deadline_s)
@@ -58,29 +59,46 @@ class Connection:
     def send(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
         """Cast, checksum and send this trainer rank's slices; packs one bucket while the last one travels."""
         began_s = time.monotonic()
-        for i, bucket in enumerate(self._buckets):
-            packed_u8 = self._packer.pack(bucket, version, tensors, self._buffers[i % 2])
-            self._transport.run(began_s + timeout_s)
-            peer = self._link.num_senders + bucket.target_rank
-            self._transport.send(packed_u8, peer, f"version {version} {bucket}")
-        self._transport.run(began_s + timeout_s)
+        with self._failing_together():
+            for i, bucket in enumerate(self._buckets):
+                packed_u8 = self._packer.pack(bucket, version, tensors, self._buffers[i % 2])
+                self._run(began_s + timeout_s)
+                peer = self._link.num_senders + bucket.target_rank
+                self._transport.send(packed_u8, peer, f"version {version} {bucket}")
+            self._run(began_s + timeout_s)
         return self._report(began_s)
 
     def receive(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
         """Receive, verify and place this engine rank's slices; places one bucket while the next travels."""
         began_s = time.monotonic()
-        for i, bucket in enumerate(self._buckets):
-            if i == 0:
-                self._start_recv(version, i)
-            self._transport.run(began_s + timeout_s)
-            if i + 1 < len(self._buckets):
-                self._start_recv(version, i + 1)
-            self._packer.unpack(bucket, version, tensors, self._buffers[i % 2])
+        with self._failing_together():
+            for i, bucket in enumerate(self._buckets):
+                if i == 0:
+                    self._start_recv(version, i)
+                self._run(began_s + timeout_s)
+                if i + 1 < len(self._buckets):
+                    self._start_recv(version, i + 1)
+                self._packer.unpack(bucket, version, tensors, self._buffers[i % 2])
         return self._report(began_s)
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""
         self._transport.close()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Tell the other ranks of the link of a failure here; each of them stops waiting when it hears of it."""
+        try:
+            yield
+        except Exception as error:
+            own = f"{self.name}: {error}"
+            first = self._store.fail(own)
+            if first not in own:
+                raise TransferError(f"{error}; before that, {first}", peer_lost=True) from error
+            raise
+
+    def _run(self, deadline_s: float) -> None:
+        self._transport.run(deadline_s, self._store.failure)
 
     def _start_recv(self, version: int, i: int) -> None:
         bucket = self._buckets[i]

@@ -1,8 +1,8 @@
 """Inside each SGLang rank: commands come in through the custom weight loader, slices land in the parameters.
 
 SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller sends commands through
-/update_weights_from_tensor. What happened is reported through the link's store, never by an exception, of which
-SGLang's scheduler would die.
+/update_weights_from_tensor. What happened is reported through the link's store, never by an exception: that
+would be the end of SGLang's scheduler.
 """
 
 import logging

@@ -18,6 +18,7 @@ from mcore_rl.stream.wire import Link, Report, decode_report, encode_report
 TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _DATA, _ERROR = b"D", b"E"
+_FAILURE = "failure"
 
 
 class LinkStore:
@@ -87,6 +88,20 @@ class LinkStore:
             if value[:1] == _ERROR:
                 raise TransferError(f"{names[rank]} failed: {value[1:].decode()}", peer_lost=True)
         return [value[1:] for value in values]
+
+    def fail(self, message: str) -> str:
+        """Tell all ranks of the link that it failed; returns what the first of them told, also if we did."""
+        try:
+            return self.tcp_store.compare_set(_FAILURE, "", message).decode()
+        except RuntimeError:
+            return message
+
+    def failure(self) -> str | None:
+        """The first failure that a rank of the link told of, if any."""
+        try:
+            return self.tcp_store.get(_FAILURE).decode() if self.tcp_store.check([_FAILURE]) else None
+        except RuntimeError as error:
+            return f"the controller's store is gone ({error})"
 
     def put_report(self, version: int | None, rank: int, report: Report) -> None:
         self.tcp_store.set(_report_key(version, rank), encode_report(report))

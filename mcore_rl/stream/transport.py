@@ -6,13 +6,19 @@
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 from torch import Tensor, distributed
 
 ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # stubs lack options and point-to-point verbs
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+_ASK_S = 0.5
 
 
 class TransferError(RuntimeError):
@@ -35,12 +41,15 @@ class Transport(Protocol):
         """Start filling contiguous bytes from rank `peer`."""
         ...
 
-    def run(self, deadline_s: float) -> None:
-        """Wait for what was started, until time.monotonic() passes `deadline_s`; else TransferError."""
+    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
+        """Wait for what was started, until time.monotonic() passes `deadline_s`; else TransferError.
+
+        `failure` is asked about twice a second whether something elsewhere makes waiting pointless, and what.
+        """
         ...
 
     def close(self) -> None:
-        """Drop every connection; peers that wait for this rank fail at once."""
+        """Drop every connection; peers that wait for this rank fail."""
         ...
 
 
@@ -69,19 +78,42 @@ class GlooTransport:
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         self._start(self._group.recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
 
-    def run(self, deadline_s: float) -> None:
-        started, self._started = self._started, []
-        for work, _, what in started:
+    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
+        # Gloo forgets some sends whose connection broke and then waits out its time, so it waits beside us.
+        outcome: SimpleQueue[TransferError | None] = SimpleQueue()
+        Thread(target=self._wait, args=(deadline_s, outcome), name="gloo-wait", daemon=True).start()
+        error = None
+        while time.monotonic() < deadline_s + _ASK_S:
+            try:
+                error = outcome.get(timeout=_ASK_S)
+                break
+            except Empty:
+                reason = failure()
+            if reason is not None:
+                raise TransferError(f"{self._names[self._rank]} stopped waiting: {reason}", peer_lost=True)
+        if error is not None:
+            raise error
+        self._started.clear()
+
+    def close(self) -> None:
+        # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go before buffers.
+        # A wait that times out closes all connections of a group.
+        for work, _, _ in self._started:
+            with suppress(RuntimeError):
+                work.wait(timedelta(milliseconds=1))
+        self._group.abort()
+        del self._group
+        self._started.clear()
+
+    def _wait(self, deadline_s: float, outcome: "SimpleQueue[TransferError | None]") -> None:
+        for work, _, what in tuple(self._started):
             began_s = time.monotonic()
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline_s - began_s)))
             except RuntimeError as error:
-                raise self._failure(error, what, time.monotonic() - began_s) from error
-
-    def close(self) -> None:
-        self._started.clear()
-        self._group.abort()
-        del self._group
+                outcome.put(self._failure(error, what, time.monotonic() - began_s))
+                return
+        outcome.put(None)
 
     def _start(self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str) -> None:
         assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, f"{what}: bytes must lie contiguous"

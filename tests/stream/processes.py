@@ -1,0 +1,167 @@
+"""Sender and receiver processes around one engine, linked as in a run, without SGLang; one may be killed."""
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.slices.box import Shard
+from mcore_rl.stream.connection import gloo_transport
+from mcore_rl.stream.receiver import WeightReceiver
+from mcore_rl.stream.sender import WeightSender
+from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.transport import Transport
+from mcore_rl.stream.wire import Link, Report
+from tests.stream.layouts import FusedEngine, make_tensors
+
+Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[str, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong on trainer rank `rank` when it starts its message number `message`."""
+
+    rank: int
+    message: int
+    kind: str
+    """corrupt: one byte changes in transit; kill, stop: the process gets SIGKILL, SIGSTOP."""
+
+
+class FaultyTransport:
+    """The transport of one rank, except that a fault happens to it."""
+
+    def __init__(self, transport: Transport, fault: Fault) -> None:
+        self._transport, self._fault, self._started = transport, fault, 0
+
+    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        if self._started == self._fault.message:
+            if self._fault.kind == "corrupt":
+                tensor_u8[-3] ^= 1
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if self._fault.kind == "kill" else signal.SIGSTOP)
+        self._started += 1
+        self._transport.send(tensor_u8, peer, what)
+
+    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        self._transport.recv(tensor_u8, peer, what)
+
+    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
+        self._transport.run(deadline_s, failure)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """`cut` deals HF tensors to the senders; receivers are FusedEngine ranks of `dtype`."""
+
+    cut: Cut
+    num_senders: int
+    num_receivers: int
+    dtype: str = "float32"
+    bucket_bytes: int = 700
+    timeout_s: float = 30.0
+    num_syncs: int = 2
+    fault: Fault | None = None
+    absent_sender: int | None = None
+    """This trainer rank never connects."""
+
+
+def run_scene(scene: Scene) -> tuple[list[list[Report] | None], list[Any], int]:
+    """Connect once, sync `num_syncs` versions; per sender its reports (None if it died), per receiver its
+    reports and final parameters, and the number of keys left in the store.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tests.stream.processes"])
+    store = LinkStore.serve("127.0.0.1", scene.timeout_s)
+    link = Link(
+        engine="engine-0",
+        store_host="127.0.0.1",
+        store_port=store.port,
+        num_senders=scene.num_senders,
+        num_receivers=scene.num_receivers,
+        bucket_bytes=scene.bucket_bytes,
+        timeout_s=scene.timeout_s,
+    )
+    pipes, processes = [], []
+    for rank in range(scene.num_senders + scene.num_receivers):
+        ours, theirs = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_rank_main, args=(theirs, scene, link, rank), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    answers: dict[int, Any] = {}
+    give_up_s = time.monotonic() + 2 * scene.timeout_s + 20
+    while len(answers) < len(pipes) and time.monotonic() < give_up_s:
+        for pipe in wait([p for r, p in enumerate(pipes) if r not in answers], timeout=1):
+            try:
+                answers[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                answers[pipes.index(pipe)] = None
+        if scene.fault is not None and len(answers) == len(pipes) - 1:
+            answers.setdefault(scene.fault.rank, None)
+    for process in processes:
+        process.kill()
+        process.join()
+    assert len(answers) == len(pipes), f"only ranks {sorted(answers)} answered"
+    results = [answers[rank] for rank in range(len(pipes))]
+    for rank in range(scene.num_receivers):
+        for version in (None, *range(scene.num_syncs)):
+            store.take_report(version, scene.num_senders + rank)
+    return results[: scene.num_senders], results[scene.num_senders :], store.num_keys
+
+
+def expected_parameters(scene: Scene, receiver: int, version: int) -> dict[str, Tensor]:
+    """What the engine's own loader puts there from the full tensors."""
+    engine = FusedEngine(receiver, scene.num_receivers, getattr(torch, scene.dtype))
+    engine.load_weights(make_tensors(seed=version).items())
+    return dict(engine.named_parameters())
+
+
+def _rank_main(pipe: Any, scene: Scene, link: Link, rank: int) -> None:
+    torch.set_num_threads(1)
+    is_sender = rank < scene.num_senders
+    answer = _send(scene, link, rank) if is_sender else _receive(scene, link, rank - scene.num_senders)
+    pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
+    pipe.close()
+
+
+def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
+    if rank == scene.absent_sender:
+        return []
+
+    def make_transport(store: LinkStore, own_rank: int, link: Link) -> Transport:
+        transport = gloo_transport(store, own_rank, link)
+        own_fault = scene.fault is not None and scene.fault.rank == rank
+        return FaultyTransport(transport, scene.fault) if own_fault else transport  # type: ignore[arg-type]
+
+    shards, tensors = scene.cut(make_tensors(seed=0), rank, scene.num_senders, "float32")
+    sender = WeightSender(shards, tensors, rank, make_transport)
+    reports = [sender.connect(link)]
+    for version in range(scene.num_syncs):
+        if reports[-1].error is not None:
+            break
+        newer = scene.cut(make_tensors(seed=version), rank, scene.num_senders, "float32")[1]
+        for name, tensor in tensors.items():
+            tensor.copy_(newer[name])
+        reports.append(sender.send(version, ["engine-0"], scene.timeout_s)["engine-0"])
+    return reports
+
+
+def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dict[str, Tensor]]:
+    engine = FusedEngine(receiver, scene.num_receivers, getattr(torch, scene.dtype))
+    engine.load_weights(make_tensors(seed=99).items())
+    tensors = dict(engine.named_parameters())
+    weights = WeightReceiver()
+    commands = [None, *range(scene.num_syncs)]
+    reports = [weights.handle(link, version, receiver, engine.load_weights, tensors) for version in commands]
+    return reports, {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,121 @@
+"""Buckets: bounded, in an order that cannot deadlock, exact, and fail closed when a byte changed."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.plan import SlicePlan, Transfer, make_plan
+from mcore_rl.stream.buckets import Bucket, Packer, message, plan_buckets, split_box
+from mcore_rl.stream.transport import TransferError
+from tests.stream.layouts import column_cut, make_tensors, row_cut
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
+
+
+@given(shape=shapes, max_numel=st.integers(1, 40))
+def test_a_box_is_cut_into_bounded_parts_that_cover_it_once(shape: tuple[int, ...], max_numel: int) -> None:
+    box = Box("w", tuple(3 for _ in shape), tuple(3 + n for n in shape))
+    parts = split_box(box, max_numel)
+    elements = Counter(e for part in parts for e in product(*map(range, part.start, part.stop)))
+    assert set(elements.values()) == {1}
+    assert len(elements) == box.numel
+    assert all(part.numel <= max_numel for part in parts)
+
+
+def plan_of(num_sources: int, num_targets: int, dtype: str = "float32") -> SlicePlan:
+    hf = make_tensors()
+    sources = [row_cut(hf, rank, num_sources, "float32")[0] for rank in range(num_sources)]
+    targets = [column_cut(hf, rank, num_targets, dtype)[0] for rank in range(num_targets)]
+    return make_plan(sources, targets)
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 100, 4096, 1 << 20])
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(1, 1), (2, 1), (1, 2), (3, 2), (4, 4)])
+def test_every_element_once_and_no_bucket_too_large(
+    num_sources: int, num_targets: int, bucket_bytes: int
+) -> None:
+    plan = plan_of(num_sources, num_targets)
+    buckets = plan_buckets(plan.transfers, num_targets, bucket_bytes)
+    assert sum(bucket.num_bytes for bucket in buckets) == plan.num_bytes
+    assert all(bucket.num_bytes <= bucket_bytes for bucket in buckets)
+    for bucket in buckets:
+        ends = [2 + len(bucket.pieces), *(p.first_word + p.num_words for p in bucket.pieces)]
+        assert ends[:-1] == [piece.first_word for piece in bucket.pieces]
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 4096])
+@pytest.mark.parametrize(("num_sources", "num_targets"), [(2, 3), (4, 4), (5, 2)])
+def test_ranks_that_work_through_their_own_buckets_in_order_never_block_each_other(
+    num_sources: int, num_targets: int, bucket_bytes: int
+) -> None:
+    plan = plan_of(num_sources, num_targets)
+    cut = lambda transfers: plan_buckets(transfers, num_targets, bucket_bytes)  # noqa: E731
+    sends = {rank: cut(plan.sends(rank)) for rank in range(num_sources)}
+    recvs = {rank: cut(plan.recvs(rank)) for rank in range(num_targets)}
+    while any(sends.values()) or any(recvs.values()):
+        heads = {rank: queue[0] for rank, queue in sends.items() if queue}
+        movable = [b for b in heads.values() if recvs[b.target_rank][:1] == [b]]
+        assert movable, "every sender waits for a receiver that waits for another"
+        for bucket in movable:
+            sends[bucket.source_rank].pop(0)
+            recvs[bucket.target_rank].pop(0)
+
+
+def pack_all(buckets: Sequence[Bucket], tensors: dict[str, Tensor]) -> tuple[Packer, list[Tensor]]:
+    packer = Packer(buckets)
+    buffers = [packer.make_buffer() for _ in buckets]
+    for bucket, buffer_W in zip(buckets, buffers, strict=True):
+        packer.pack(bucket, 3, tensors, buffer_W)
+    return packer, buffers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bucket_bytes", [24, 1000, 1 << 20])
+def test_packed_cast_and_unpacked_values_are_exact(dtype: str, bucket_bytes: int) -> None:
+    hf = make_tensors()
+    source_shards, sources = row_cut(hf, 0, 1, "float32")
+    target_shards, targets = column_cut(hf, 0, 1, dtype)
+    expected = {name: tensor.clone() for name, tensor in targets.items()}
+    for tensor in targets.values():
+        tensor.fill_(float("nan"))
+    buckets = plan_buckets(make_plan([source_shards], [target_shards]).transfers, 1, bucket_bytes)
+    packer, buffers = pack_all(buckets, sources)
+    for bucket, buffer_W in zip(buckets, buffers, strict=True):
+        packer.unpack(bucket, 3, targets, buffer_W)
+    assert all(torch.equal(targets[name], expected[name]) for name in expected)
+
+
+def one_bucket() -> tuple[Packer, Bucket, Tensor, dict[str, Tensor]]:
+    values = torch.arange(6, dtype=torch.float32)
+    shard = Shard(Box("w", (0,), (6,)), "param", 0, (1,), "float32")
+    (bucket,) = plan_buckets([Transfer(0, 0, shard, shard)], 1, 1024)
+    packer, (buffer_W,) = pack_all([bucket], {"param": values})
+    return packer, bucket, buffer_W, {"param": torch.zeros(6)}
+
+
+def test_a_changed_byte_is_refused_by_name_and_nothing_is_written() -> None:
+    packer, bucket, buffer_W, targets = one_bucket()
+    buffer_W.view(torch.uint8)[bucket.pieces[0].first_word * 8 + 5] ^= 1
+    with pytest.raises(
+        TransferError, match=r"w \(0,\) to \(6,\), bound for param, has checksum .* engine rank 0"
+    ):
+        packer.unpack(bucket, 3, targets, buffer_W)
+    assert targets["param"].count_nonzero() == 0
+
+
+def test_a_bucket_of_another_version_is_refused() -> None:
+    packer, bucket, buffer_W, targets = one_bucket()
+    with pytest.raises(TransferError, match=r"sent version 3 bucket 0 .* expected version 4 bucket 0"):
+        packer.unpack(bucket, 4, targets, buffer_W)
+
+
+def test_a_message_carries_no_more_than_header_and_slices() -> None:
+    _, bucket, buffer_W, _ = one_bucket()
+    assert message(bucket, buffer_W).numel() == (2 + 1) * 8 + 6 * 4
