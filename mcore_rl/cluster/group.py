@@ -117,7 +117,7 @@ class RankGroup:
                 h.call.remote(WATCH_DEADLINE_S, method) if method else h.pid.remote() for h in self._hosts
             ]
             try:
-                await self._expect(method or "a health check", refs, WATCH_DEADLINE_S).wait_async()
+                await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
             except RankError as error:
                 self._fail(error)
                 raise

@@ -1,6 +1,5 @@
 """Ray for the length of a run: started here or joined, and gone afterwards with every process under it."""
 
-import fcntl
 import logging
 import math
 import os
@@ -23,7 +22,6 @@ from mcore_rl.cluster import watchdog
 from mcore_rl.config import ClusterConfig
 
 TEMP_PREFIX = "mcore_rl_ray_"
-LOCK_NAME = "lock"
 JOIN_TIMEOUT_S = 10.0
 LONGEST_TEMP_ROOT = 20
 """Characters: Ray appends 67 for its sockets, a socket's path may have 107."""
@@ -100,18 +98,24 @@ def _shut_down() -> Iterator[None]:
 
 @contextmanager
 def _marked_processes(session: str) -> Iterator[None]:
-    """Mark what is started in the block and end it on the way out; a watchdog does if this process dies."""
+    """Mark what is started in the block and end it on the way out; a watchdog does if this process dies.
+
+    Temporary files of what is started go to the session's folder and with it; compile caches stay.
+    """
     command = [sys.executable, "-I", watchdog.__file__, session, str(os.getpid())]
     guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    os.environ[watchdog.MARK] = session
+    before = dict(os.environ)
+    os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
     try:
         yield
     finally:
         with _uninterrupted():
-            del os.environ[watchdog.MARK]
             watchdog.end_session(session)
             guard.kill()
             guard.wait()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextmanager
@@ -126,28 +130,11 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A folder for Ray's logs and sockets (whose paths must be short); removes what killed runs left."""
+    """A folder for Ray's logs and sockets, whose paths must be short."""
     root = Path(tempfile.gettempdir())
     root = root if len(str(root)) <= LONGEST_TEMP_ROOT else Path("/tmp")
-    _remove_stale(root)
     path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))
-    with open(path / LOCK_NAME, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # held until this process is gone, however it goes
-        lock.write("held\n")
-        lock.flush()
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _remove_stale(root: Path) -> None:
-    for path in root.glob(f"{TEMP_PREFIX}*/{LOCK_NAME}"):
-        if path.stat().st_uid != os.getuid() or path.stat().st_size == 0:  # empty: about to be locked
-            continue
-        with open(path) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            shutil.rmtree(path.parent, ignore_errors=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -90,9 +90,7 @@ def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: s
     group = make_group(3)
     pids = group.pids()
     began = time.monotonic()
-    with pytest.raises(
-        RankError, match=rf"^trainer rank 2 died \({cause}.*\) while in die; log .*rank2.log$"
-    ):
+    with pytest.raises(RankError, match=rf"^trainer rank 2 died \({cause}.*\) during die; log .*rank2.log$"):
         asyncio.run(group.call_all_async("die", 2, how, deadline_s=60))
     assert time.monotonic() - began < 8
     assert wait_until_gone(pids) == []
