@@ -6,7 +6,8 @@ take something away. As most of these are wrong, greedy decoding after imitation
 about the third of the problems that only add), while sampling still finds the right answer often enough for
 reinforcement learning to put it right.
 
-Held-out problems share templates, names, things and sums with the others; no question as a whole occurs twice.
+Held-out problems share templates, names, things and sums with the others; no question as a whole occurs
+twice.
 """
 
 import json

@@ -87,7 +87,9 @@ class Connection:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Tell the other ranks of the link of a failure here; each of them stops waiting when it hears of it."""
+        """Tell the other ranks of the link of a failure here; each of them stops waiting when it hears of
+        it.
+        """
         try:
             yield
         except Exception as error:

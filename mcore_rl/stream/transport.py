@@ -96,8 +96,8 @@ class GlooTransport:
         self._started.clear()
 
     def close(self) -> None:
-        # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go before buffers.
-        # A wait that times out closes all connections of a group.
+        # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go before
+        # buffers. A wait that times out closes all connections of a group.
         for work, _, _ in self._started:
             with suppress(RuntimeError):
                 work.wait(timedelta(milliseconds=1))

@@ -76,7 +76,7 @@ class Scene:
     """This trainer rank never connects."""
 
 
-def run_scene(scene: Scene) -> tuple[list[list[Report] | None], list[Any], int]:
+def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     """Connect once, sync `num_syncs` versions; per sender its reports (None if it died), per receiver its
     reports and final parameters, and the number of keys left in the store.
     """
@@ -102,9 +102,10 @@ def run_scene(scene: Scene) -> tuple[list[list[Report] | None], list[Any], int]:
     answers: dict[int, Any] = {}
     give_up_s = time.monotonic() + 2 * scene.timeout_s + 20
     while len(answers) < len(pipes) and time.monotonic() < give_up_s:
-        for pipe in wait([p for r, p in enumerate(pipes) if r not in answers], timeout=1):
+        waiting: list[Any] = [p for r, p in enumerate(pipes) if r not in answers]
+        for pipe in wait(waiting, timeout=1):
             try:
-                answers[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
+                answers[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 answers[pipes.index(pipe)] = None
         if scene.fault is not None and len(answers) == len(pipes) - 1:
