@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mcore_rl.algo.build import make_advantages, make_policy_loss, sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
+from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.placement import gpus_per_node, plan_engine, plan_trainer, reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
@@ -65,7 +66,7 @@ def run_train(config: Config) -> None:
             trainer.snapshot_reference()
         start_step = _resume(trainer, prompts, newest)
         client = _make_client(config, addresses(), tokenizer)
-        refitter = Refitter(trainer, timeout_s=config.run.call_timeout_s)
+        refitter = Refitter(trainer, host=node_address(), timeout_s=config.run.call_timeout_s)
         weights = EngineSync(refitter, client, cluster.watched)
         weights.connect(client.urls)
         weights.sync(WeightVersion(start_step))
