@@ -74,7 +74,9 @@ def _join(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
-        raise ValueError(f"cluster.address={address}: no Ray answers there ({error})") from error
+        refused = "InvalidAuthToken" in str(error.__cause__)
+        hint = "; it wants a token: set RAY_AUTH_MODE=token" if refused else ""
+        raise ValueError(f"cluster.address={address}: no Ray answers there ({error}){hint}") from error
     _exit_on_sigterm()
 
 

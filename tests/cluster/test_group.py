@@ -153,8 +153,11 @@ def test_breakpoint_in_a_rank_answers_to_ray_debug(make_group) -> None:
         address = re.search(r"Ray at (\S+)", group.ranks[0].log_path.read_text())
         assert address is not None
         command = [sys.executable, "-m", "ray.scripts.scripts", "debug", f"--address={address.group(1)}"]
+        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_DEBUG": "legacy"}
         pipe = subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
+        )
         output, _ = await process.communicate(b"0\nanswer = 42\ncontinue\n")
         return output.decode()
 
