@@ -56,7 +56,7 @@ class Transport(Protocol):
 class GlooTransport:
     """TCP through a gloo process group of its own, beside any other group of the process.
 
-    A pair of ranks connects when it first exchanges bytes, so an idle pair costs nothing.
+    All pairs of ranks connect at the start: gloo's lazy connections lose messages now and then.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GlooTransport:
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
-        options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=True)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=False)]
         self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, len(names), options)
         self._names = names
         self._rank = rank
