@@ -1,5 +1,6 @@
 """Start the command line in a process of its own, follow it, and find every process it started."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,11 +17,16 @@ MARK = "MCORE_RL_TEST_RUN"
 
 
 class Run:
-    """One `mcore-rl` command; every process it starts inherits a mark in its environment."""
+    """One `mcore-rl` command and every process under it.
+
+    Processes are remembered as descendants while the command lives, and found by a mark in their
+    environment; a title that a process gives itself may overwrite the mark.
+    """
 
     def __init__(self, args: Sequence[str], run_dir: Path) -> None:
         self.mark, self.run_dir = uuid.uuid4().hex, run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._seen: set[psutil.Process] = set()
         self.output = run_dir.parent / f"{run_dir.name}-{self.mark[:6]}.out"
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
@@ -33,11 +39,15 @@ class Run:
 
     def finish(self, timeout_s: float = 170.0) -> int:
         """Exit status; a run that outlasts `timeout_s` is killed whole and fails the test."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill_all()
-            raise AssertionError(f"no end after {timeout_s} s; last output:\n{self.tail()}") from None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._remember()
+            try:
+                return self.process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                continue
+        self.kill_all()
+        raise AssertionError(f"no end after {timeout_s} s; last output:\n{self.tail()}")
 
     def tail(self, num_chars: int = 4000) -> str:
         return self.output.read_text(errors="replace")[-num_chars:]
@@ -53,30 +63,53 @@ class Run:
             assert self.process.poll() is None, f"ended while waiting for {text!r}:\n{self.tail()}"
             assert time.monotonic() < deadline, f"no {text!r} in {log} after {timeout_s} s:\n{self.tail()}"
             time.sleep(0.05)
+        self._remember()
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of this run."""
-        return [p for p in psutil.process_iter() if _has_mark(p, self.mark)]
+        self._remember()
+        marked = {p for p in psutil.process_iter() if _has_mark(p, self.mark)}
+        return [p for p in self._seen | marked if _is_alive(p)]
+
+    def _remember(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            me = psutil.Process(self.process.pid)
+            self._seen |= {me, *me.children(recursive=True)}
 
     def find(self, *words: str) -> list[psutil.Process]:
         """The run's processes whose command line holds all `words`."""
-        return [p for p in self.processes() if all(word in " ".join(p.cmdline()) for word in words)]
+        return [p for p in self.processes() if all(word in _title(p) for word in words)]
 
     def assert_nothing_left(self, within_s: float = 20.0) -> None:
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        names = [(p.pid, " ".join(p.cmdline())[:80]) for p in left]
+        names = [(p.pid, _title(p)[:80]) for p in left]
         self.kill_all()
         assert not left, f"processes left {within_s} s after the end: {names}"
 
     def kill_all(self) -> None:
         for p in self.processes():
-            p.send_signal(signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                p.send_signal(signal.SIGKILL)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark
+        return process.environ().get(MARK) == mark
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
