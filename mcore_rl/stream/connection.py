@@ -18,6 +18,11 @@ from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import GlooTransport, TransferError, Transport, route_to
 from mcore_rl.stream.wire import Link, Report, decode_shards, encode_shards
 
+SENDER_GRACE_S = 2.0
+"""How much longer than the engine's ranks a sender waits: a receiver knows which sender it waits for, while
+to the other senders the receiver itself seems to be late.
+"""
+
 MakeTransport = Callable[[LinkStore, int, Link], Transport]
 Layouts = Sequence[tuple[Shard, ...]]
 
@@ -59,13 +64,14 @@ class Connection:
     def send(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
         """Cast, checksum and send this trainer rank's slices; packs one bucket while the last one travels."""
         began_s = time.monotonic()
+        deadline_s = began_s + timeout_s + SENDER_GRACE_S
         with self._failing_together():
             for i, bucket in enumerate(self._buckets):
                 packed_u8 = self._packer.pack(bucket, version, tensors, self._buffers[i % 2])
-                self._run(began_s + timeout_s)
+                self._run(deadline_s)
                 peer = self._link.num_senders + bucket.target_rank
                 self._transport.send(packed_u8, peer, f"version {version} {bucket}")
-            self._run(began_s + timeout_s)
+            self._run(deadline_s)
         return self._report(began_s)
 
     def receive(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:

@@ -90,6 +90,10 @@ class GlooTransport:
             except Empty:
                 reason = failure()
             if reason is not None:
+                # Our own timeout closes the connections of our peers, who may tell of that before we do.
+                with suppress(Empty):
+                    error = outcome.get(timeout=_ASK_S)
+                    break
                 raise TransferError(f"{self._names[self._rank]} stopped waiting: {reason}", peer_lost=True)
         if error is not None:
             raise error

@@ -1,7 +1,5 @@
 """Weights from trainer ranks to engine ranks in their own processes, and what happens when one goes wrong."""
 
-import time
-
 import pytest
 import torch
 
@@ -46,9 +44,8 @@ def test_a_byte_changed_in_transit_is_refused_by_name() -> None:
 
 def test_a_killed_sender_fails_the_others_at_once_and_is_named() -> None:
     scene = Scene(row_cut, 3, 2, num_syncs=1, fault=Fault(rank=1, message=3, kind="kill"))
-    began_s = time.monotonic()
     senders, receivers, _ = run_scene(scene)
-    assert time.monotonic() - began_s < scene.timeout_s
+    assert max(reports[1].seconds for reports, _ in receivers) < scene.timeout_s / 2
     assert senders[1] is None
     errors = [reports[1].error for reports, _ in receivers]
     assert any(error and "from trainer rank 1" in error and "waited" in error for error in errors), errors
@@ -61,7 +58,7 @@ def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named() -> Non
     assert reports[1].error is not None
     assert "rank 0 of engine engine-0 waited" in reports[1].error
     assert "from trainer rank 1" in reports[1].error
-    assert 3.0 < reports[1].seconds < 8.0
+    assert 3.0 < reports[1].seconds < scene.timeout_s + 10
 
 
 def test_a_rank_that_never_comes_is_named_by_those_who_waited() -> None:

@@ -1,0 +1,120 @@
+"""Trainer ranks as plain processes with a checkpoint cut as Megatron cuts it, called by the real Refitter."""
+
+import asyncio
+import json
+import multiprocessing as mp
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.training import training_shards
+from mcore_rl.stream.connection import gloo_transport
+from mcore_rl.stream.sender import WeightSender
+from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.transport import Transport
+from mcore_rl.stream.wire import Link, Report
+from tests.slices.megatron_layout import TrainLayout, train_ranks
+from tests.stream.processes import Fault, FaultyTransport
+
+
+class ProcessRanks:
+    """The TrainerRanks that a Refitter calls; `load` stands for a training step."""
+
+    def __init__(self, layout: TrainLayout) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tests.stream.ranks"])
+        self.world_size = layout.world_size
+        self._pipes, self.processes = [], []
+        for rank in range(layout.world_size):
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=_serve, args=(theirs, layout, rank), daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
+
+    def load(self, hf_dir: Path) -> None:
+        asyncio.run(self._call_all("load", hf_dir))
+
+    def inject(self, engine: str, fault: Fault) -> None:
+        """From the next connect to `engine` on, the fault happens on its rank."""
+        asyncio.run(self._call_all("inject", engine, fault))
+
+    async def connect(self, link: Link) -> Sequence[Report]:
+        return await self._call_all("connect", link)
+
+    async def send(
+        self, version: int, engines: Sequence[str], timeout_s: float
+    ) -> Sequence[Mapping[str, Report]]:
+        return await self._call_all("send", version, engines, timeout_s)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    async def _call_all(self, *call: Any) -> list[Any]:
+        return await asyncio.gather(
+            *(asyncio.to_thread(self._call, rank, call) for rank in range(self.world_size))
+        )
+
+    def _call(self, rank: int, call: tuple[Any, ...]) -> Any:
+        try:
+            self._pipes[rank].send_bytes(pickle.dumps(call))
+            return pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise RuntimeError(f"trainer rank {rank} died") from error
+
+
+class _Rank:
+    """What runs in each process."""
+
+    def __init__(self, layout: TrainLayout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._faults: dict[str, Fault] = {}
+        self._sender: WeightSender | None = None
+
+    def load(self, hf_dir: Path) -> None:
+        config = json.loads((hf_dir / "config.json").read_text())
+        config["num_experts"] = config["num_local_experts"]
+        own = train_ranks(config, load_file(hf_dir / "model.safetensors"), self._layout)[self._rank]
+        if self._sender is None:
+            self._tensors = own.tensors
+            shards = training_shards(own.parts, family_of(config), config)
+            self._sender = WeightSender(shards, self._tensors, self._rank, self._make_transport)
+        for name, tensor in own.tensors.items():
+            self._tensors[name].copy_(tensor)
+
+    def inject(self, engine: str, fault: Fault) -> None:
+        self._faults[engine] = fault
+
+    def connect(self, link: Link) -> Report:
+        assert self._sender is not None
+        return self._sender.connect(link)
+
+    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
+        assert self._sender is not None
+        return self._sender.send(version, engines, timeout_s)
+
+    def _make_transport(self, store: LinkStore, rank: int, link: Link) -> Transport:
+        transport = gloo_transport(store, rank, link)
+        fault = self._faults.pop(link.engine, None)
+        return FaultyTransport(transport, fault) if fault and fault.rank == self._rank else transport
+
+
+def _serve(pipe: Any, layout: TrainLayout, rank: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    served = _Rank(layout, rank)
+    while True:
+        try:
+            method, *args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(getattr(served, method)(*args)))

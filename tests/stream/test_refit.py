@@ -1,0 +1,222 @@
+"""Trainer ranks to real SGLang engines: parameters bit for bit, versions, faults, requests in flight."""
+
+import asyncio
+import json
+import math
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.stream.engine_control import LOADER
+from mcore_rl.stream.refit import RefitError, Refitter
+from tests.rollout.engines import save_tiny_moe
+from tests.slices.megatron_layout import TrainLayout
+from tests.stream.processes import Fault
+from tests.stream.ranks import ProcessRanks
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = list(range(10, 22))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Two engines, one of one rank and one of two, linked to two trainer ranks; two unlike checkpoints."""
+
+    checkpoints: Sequence[Path]
+    engines: Sequence[EngineProcess]
+    ranks: ProcessRanks
+    refitter: Refitter
+
+    @property
+    def urls(self) -> list[str]:
+        return [engine.url for engine in self.engines]
+
+    def sync(self, version: int, urls: Sequence[str] | None = None) -> Any:
+        """The trainer moves on to checkpoint `version` % 2 and the engines follow."""
+        self.ranks.load(self.checkpoints[version % 2])
+        return asyncio.run(self.refitter.sync(version, urls))
+
+
+def save_checkpoints(folder: Path) -> list[Path]:
+    """The same model twice, with other weights throughout, norms included."""
+    first = Path(save_tiny_moe(folder / "0"))
+    second = Path(save_tiny_moe(folder / "1"))
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(first / "model.safetensors")
+    noisy = {
+        n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) + 0.01 for n, t in weights.items()
+    }
+    save_file(noisy, second / "model.safetensors", metadata={"format": "pt"})
+    return [first, second]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("refit")
+    checkpoints = save_checkpoints(folder)
+    engines = [
+        EngineProcess(
+            EngineSpec(
+                str(checkpoints[0]),
+                str(folder / f"engine{tp}.log"),
+                tp=tp,
+                ep=tp,
+                kv_cache_len=4096,
+                max_running=8,
+                custom_weight_loaders=(LOADER,),
+            )
+        )
+        for tp in (1, 2)
+    ]
+    ranks = ProcessRanks(TrainLayout(tp=2, ep=2))
+    try:
+        for engine in engines:
+            engine.start()
+        ranks.load(checkpoints[0])
+        for engine in engines:
+            engine.wait_healthy()
+        refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=30)
+        asyncio.run(refitter.connect([engine.url for engine in engines]))
+        yield Stage(checkpoints, engines, ranks, refitter)
+    finally:
+        ranks.stop()
+        for engine in engines:
+            engine.stop()
+
+
+def call(url: str, path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        return json.loads(error.read())
+
+
+def generate(url: str, max_new_tokens: int = 8) -> Any:
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return call(url, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+
+
+def served_version(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/model_info", timeout=60) as response:
+        return json.loads(response.read())["weight_version"]
+
+
+def checksums(url: str) -> list[dict[str, str]]:
+    """SGLang's own hash of every parameter and buffer, by name, for each rank."""
+    answer = call(url, "/weights_checker", action="checksum")
+    assert answer["success"], answer
+    return [rank["checksums"] for rank in answer["ranks"]]
+
+
+def checksums_after_loading(url: str, checkpoint: Path) -> list[dict[str, str]]:
+    loaded = call(url, "/update_weights_from_disk", model_path=str(checkpoint))
+    assert loaded["success"], loaded
+    return checksums(url)
+
+
+def logprob_error(checkpoint: Path, answer: Any) -> float:
+    """Largest difference between the engine's log-probs and those of transformers with `checkpoint`."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = [*PROMPT, *answer["output_ids"]]
+    with torch.no_grad():
+        logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    pairs = enumerate(answer["output_ids"], start=len(PROMPT) - 1)
+    return max(abs(float(logprobs_TV[t, token]) - own[i]) for i, (t, token) in enumerate(pairs))
+
+
+def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkpoint(stage: Stage) -> None:
+    expected = {url: checksums_after_loading(url, stage.checkpoints[1]) for url in stage.urls}
+    for url in stage.urls:
+        others = checksums_after_loading(url, stage.checkpoints[0])
+        for other, wanted in zip(others, expected[url], strict=True):
+            assert all(other[name] != wanted[name] for name in wanted)
+    report = stage.sync(1)
+    assert not report.failed
+    assert report.engines[1].num_bytes >= report.engines[0].num_bytes > 0
+    for url in stage.urls:
+        for found, wanted in zip(checksums(url), expected[url], strict=True):
+            assert {name for name in wanted if found[name] != wanted[name]} == set()
+        assert served_version(url) == "1"
+        answer = generate(url)
+        assert answer["meta_info"]["weight_version"] == "1"
+        assert (
+            logprob_error(stage.checkpoints[1], answer) < 1e-4 < logprob_error(stage.checkpoints[0], answer)
+        )
+
+
+def test_requests_in_flight_go_on_with_the_new_weights_and_say_from_where(stage: Stage) -> None:
+    answers: list[Any] = []
+    url = stage.urls[0]
+    request = threading.Thread(target=lambda: answers.append(generate(url, max_new_tokens=900)))
+    request.start()
+    time.sleep(0.5)
+    stage.sync(2)
+    request.join(60)
+    (answer,) = answers
+    assert len(answer["output_ids"]) == 900
+    spans = answer["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["1", "2"]
+
+
+def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:
+    stage.sync(3)
+    seconds = sorted(asyncio.run(stage.refitter.sync(3)).seconds for _ in range(10))
+    print(f"seconds per sync: median {seconds[5]:.3f}, least {seconds[0]:.3f}")
+    assert seconds[0] < 0.5
+    assert all(num_keys < 20 for num_keys in (e.store.num_keys for e in stage.refitter._engines.values()))
+
+
+def test_corrupted_bytes_keep_one_engine_out_of_rotation_until_it_is_synced_anew(stage: Stage) -> None:
+    bad, good = stage.urls
+    stage.sync(5)
+    stage.ranks.inject(bad, Fault(rank=1, message=2, kind="corrupt"))
+    asyncio.run(stage.refitter.connect([bad]))
+    report = stage.sync(6)
+    assert set(report.failed) == {bad}
+    assert "has checksum" in report.failed[bad]
+    assert f"rank 0 of engine {bad}" in report.failed[bad]
+    assert "trainer rank 1" in report.failed[bad]
+    assert (served_version(bad), served_version(good)) == ("5", "6")
+    assert stage.refitter.in_rotation == (good,)
+    asyncio.run(stage.refitter.connect([bad]))
+    assert stage.refitter.in_rotation == (good,)
+    assert not stage.sync(6, [bad]).failed
+    assert set(stage.refitter.in_rotation) == {bad, good}
+    assert logprob_error(stage.checkpoints[0], generate(bad)) < 1e-4
+
+
+def test_an_engine_that_dies_leaves_the_others_in_rotation(stage: Stage) -> None:
+    left, lost = stage.urls
+    stage.engines[1].stop()
+    report = stage.sync(7)
+    assert set(report.failed) == {lost}
+    assert lost in report.failed[lost]
+    assert stage.refitter.in_rotation == (left,)
+    assert not stage.sync(8).failed
+    assert math.isclose(logprob_error(stage.checkpoints[0], generate(left)), 0, abs_tol=1e-4)
+
+
+def test_a_trainer_rank_that_dies_is_named_and_the_engine_stays_out(stage: Stage) -> None:
+    url = stage.urls[0]
+    stage.ranks.processes[1].kill()
+    with pytest.raises(RefitError, match="trainer rank 1"):
+        asyncio.run(stage.refitter.sync(9))
+    assert stage.refitter.in_rotation == ()
+    assert served_version(url) == "8"
