@@ -18,6 +18,7 @@ from mcore_rl.slices.plan import Transfer
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.verify import WORD_BYTES, Checksum
 
+_UNSIGNED = 2**64 - 1
 _HEADER_WORDS = 2
 """Weight version and index of the bucket; one checksum per piece follows."""
 
@@ -140,7 +141,7 @@ class Packer:
         for piece in bucket.pieces:
             words_W = buffer_W[piece.first_word : piece.first_word + piece.num_words]
             _values(words_W, piece).copy_(piece.source.view(tensors))
-            sums.append(int(self._checksum(words_W, piece.first_word)))
+            sums.append(self._checksum(words_W, piece.first_word))
         buffer_W[: len(sums)] = torch.tensor(sums)
         return message(bucket, buffer_W)
 
@@ -154,13 +155,13 @@ class Packer:
             )
         for piece, expected in zip(bucket.pieces, header[_HEADER_WORDS:], strict=True):
             words_W = buffer_W[piece.first_word : piece.first_word + piece.num_words]
-            found = int(self._checksum(words_W, piece.first_word))
+            found = self._checksum(words_W, piece.first_word)
             if found != expected:
                 box = piece.target.box
                 raise TransferError(
                     f"{box.name} {box.start} to {box.stop}, bound for {piece.target.tensor}, has checksum"
-                    f" {found:#x} on engine rank {bucket.target_rank},"
-                    f" {expected:#x} on trainer rank {bucket.source_rank}"
+                    f" {found & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
+                    f" {expected & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
                 )
             piece.target.view(tensors).copy_(_values(words_W, piece))
 

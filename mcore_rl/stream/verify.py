@@ -26,7 +26,7 @@ class Checksum:
     def __init__(self, max_bytes: int) -> None:
         self._multipliers_W = _multipliers(-(-max_bytes // WORD_BYTES))
 
-    def __call__(self, words_W: Tensor, first_word: int) -> Tensor:
-        """int64 scalar of int64 `words_W`, which start at word `first_word` of their buffer."""
+    def __call__(self, words_W: Tensor, first_word: int) -> int:
+        """Signed 64-bit sum over int64 `words_W`, which start at word `first_word` of their buffer."""
         factors_W = self._multipliers_W[first_word : first_word + words_W.numel()]
-        return torch.dot(words_W, factors_W)
+        return int(torch.dot(words_W, factors_W))
