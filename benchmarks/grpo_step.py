@@ -83,7 +83,9 @@ def run_trl(folder: Path, num_steps: int, threads: int) -> float:
     """Median seconds per step of TRL with `threads` compute threads."""
     command = [sys.executable, str(ROOT / "benchmarks" / "grpo_trl.py"), "--folder", str(folder)]
     output = run(
-        [*command, "--steps", str(num_steps), "--threads", str(threads)], OMP_NUM_THREADS=str(threads)
+        [*command, "--steps", str(num_steps), "--threads", str(threads)],
+        OMP_NUM_THREADS=str(threads),
+        PYTHONPATH=str(TRL_SITE),
     )
     measured = json.loads(output.strip().splitlines()[-1])
     check_length("TRL", measured["response_len"])
