@@ -82,22 +82,26 @@ class GlooTransport:
         # Gloo forgets some sends whose connection broke and then waits out its time, so it waits beside us.
         outcome: SimpleQueue[TransferError | None] = SimpleQueue()
         Thread(target=self._wait, args=(deadline_s, outcome), name="gloo-wait", daemon=True).start()
-        error = None
-        while time.monotonic() < deadline_s + _ASK_S:
-            try:
-                error = outcome.get(timeout=_ASK_S)
-                break
-            except Empty:
-                reason = failure()
-            if reason is not None:
-                # Our own timeout closes the connections of our peers, who may tell of that before we do.
-                with suppress(Empty):
-                    error = outcome.get(timeout=_ASK_S)
-                    break
-                raise TransferError(f"{self._names[self._rank]} stopped waiting: {reason}", peer_lost=True)
+        reason = None
+        while reason is None:
+            with suppress(Empty):
+                self._end(outcome.get(timeout=_ASK_S))
+                return
+            reason = failure() or self._overdue(deadline_s)
+        # Our own timeout closes the connections of our peers, who may tell of that before we do.
+        with suppress(Empty):
+            self._end(outcome.get(timeout=_ASK_S))
+            return
+        raise TransferError(f"{self._names[self._rank]} stopped waiting: {reason}", peer_lost=True)
+
+    def _end(self, error: TransferError | None) -> None:
         if error is not None:
             raise error
         self._started.clear()
+
+    def _overdue(self, deadline_s: float) -> str | None:
+        over_s = time.monotonic() - deadline_s
+        return None if over_s < _ASK_S else f"gloo went {over_s:.1f} s over the deadline"
 
     def close(self) -> None:
         # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go before
