@@ -37,11 +37,11 @@ from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_files import open_hf_dir, read_hf_config
+from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
 
 logger = logging.getLogger(__name__)
-RECEIVER = "mcore_rl.stream.receiver.load"
 
 
 def run_train(config: Config) -> None:
@@ -197,7 +197,7 @@ def _engine_spec(config: Config, log_path: str) -> EngineSpec:
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
-        custom_weight_loaders=(RECEIVER,),
+        custom_weight_loaders=(LOADER,),
         seed=config.run.seed,
         extra_args=("--weight-version", "0", *dummy),
     )
