@@ -1,8 +1,5 @@
-"""What the commands do: a checked Config in, a run folder out. The parts are made here and handed to the
-loops.
-"""
+"""What the commands do: a checked Config in, a run folder out; parts are made here and handed to loops."""
 
-import logging
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -40,8 +37,6 @@ from mcore_rl.slices.hf_files import open_hf_dir, read_hf_config
 from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
-
-logger = logging.getLogger(__name__)
 
 
 def run_train(config: Config) -> None:

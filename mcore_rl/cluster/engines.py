@@ -81,7 +81,3 @@ class EngineGroup:
     async def watch(self) -> None:
         """Return never; raise RankError once a server or its worker is gone."""
         await self._group.watch("check")
-
-    def shutdown(self) -> None:
-        """End workers and servers at once."""
-        self._group.kill()

@@ -178,9 +178,5 @@ class TrainerGroup:
         """Process ids by rank, each on its own machine."""
         return self._group.pids(self._call_timeout_s)
 
-    def shutdown(self) -> None:
-        """End the ranks at once."""
-        self._group.kill()
-
     def _call(self, method: str, *args: object) -> list[Any]:
         return self._group.call_all(method, *args, deadline_s=self._call_timeout_s)
