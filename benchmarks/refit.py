@@ -1,0 +1,174 @@
+"""Seconds per weight sync: this system against gather-and-broadcast and SGLang's own updates; last line JSON.
+
+One model, one pair of layouts (TP = EP over the trainer ranks, one SGLang engine), all on this machine over
+loopback; the methods take turns, and the engine's weights are compared after each.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec, find_free_port
+from mcore_rl.stream.engine_control import LOADER
+from mcore_rl.stream.refit import RefitReport, Refitter
+from refit_model import SHAPES, Case, num_bytes, write_config
+from refit_raw import raw_seconds
+from refit_trainer import BenchRanks
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+OURS = "this"
+GATHER = "gather and broadcast"
+DISTRIBUTED = "sglang distributed"
+"""From whole tensors that trainer rank 0 holds already: without the gathering."""
+DISK = "sglang disk"
+"""Gathered, written and loaded, all through the page cache."""
+DISK_LOAD = "sglang disk, load only"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="64,512,2048", help="MiB of weights, comma-separated")
+    parser.add_argument("--kinds", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}: expert matrices")
+    parser.add_argument("--repeats", type=int, default=5, help="syncs per method; the median counts")
+    parser.add_argument("--trainer-ranks", type=int, default=2)
+    parser.add_argument("--engine-tp", type=int, default=1)
+    parser.add_argument("--skip-baselines", action="store_true", help="only this system and the raw copy")
+    args = parser.parse_args()
+    cases = [Case(int(mib), kind) for mib in args.sizes.split(",") for kind in args.kinds.split(",")]
+    figures = {}
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="refit_") as folder:
+            figures[case.name] = run_case(case, Path(folder), args)
+    print(json.dumps(figures))
+
+
+def run_case(case: Case, folder: Path, args: argparse.Namespace) -> dict[str, float]:
+    config = case.config()
+    model = write_config(case, folder / "model")
+    raw = raw_seconds(num_bytes(config), args.repeats)
+    ranks = BenchRanks(config, args.trainer_ranks)
+    spec = EngineSpec(
+        str(model),
+        str(folder / "engine.log"),
+        tp=args.engine_tp,
+        kv_cache_len=4096,
+        max_running=8,
+        custom_weight_loaders=(LOADER,),
+        extra_args=("--load-format", "dummy"),
+    )
+    try:
+        with EngineProcess(spec) as engine:
+            return measure(case, engine, ranks, model, raw, args)
+    finally:
+        ranks.stop()
+
+
+def measure(
+    case: Case,
+    engine: EngineProcess,
+    ranks: BenchRanks,
+    model: Path,
+    raw: dict[str, float],
+    args: argparse.Namespace,
+) -> dict[str, float]:
+    url = engine.url
+    refitter = Refitter(ranks, timeout_s=300)
+    began_s = time.perf_counter()
+    asyncio.run(refitter.connect([url]))
+    connect_s = time.perf_counter() - began_s
+    reports: list[RefitReport] = []
+
+    def ours() -> float:
+        reports.append(asyncio.run(refitter.sync(len(reports))))
+        return reports[-1].seconds
+
+    methods: dict[str, Callable[[], float]] = {OURS: ours}
+    if not args.skip_baselines:
+        methods |= baselines(url, ranks, model, args.engine_tp)
+    seconds = take_turns(methods, url, args.repeats)
+    return report(case, seconds, reports[1:], raw, connect_s)
+
+
+def baselines(url: str, ranks: BenchRanks, model: Path, engine_tp: int) -> dict[str, Callable[[], float]]:
+    ranks.call("join_trainers", find_free_port("127.0.0.1"))
+    ranks.call("join_engine", url, engine_tp, find_free_port("127.0.0.1"))
+    stored = model.parent / "stored"
+    shutil.copytree(model, stored)
+    ranks.call("prepare_whole_model", str(stored))
+
+    def load() -> float:
+        began_s = time.perf_counter()
+        post(url, "/update_weights_from_disk", model_path=str(stored), load_format="auto")
+        return time.perf_counter() - began_s
+
+    def write_and_load() -> float:
+        began_s = time.perf_counter()
+        ranks.call("prepare_whole_model", str(stored))
+        return time.perf_counter() - began_s + load()
+
+    return {
+        GATHER: lambda: max(ranks.call("gather_and_broadcast", url)),
+        DISTRIBUTED: lambda: max(ranks.call("broadcast", url)),
+        DISK: write_and_load,
+        DISK_LOAD: load,
+    }
+
+
+def take_turns(methods: dict[str, Callable[[], float]], url: str, repeats: int) -> dict[str, float]:
+    """Median seconds per method, the first turn left out; all must leave the same weights in the engine."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    expected = None
+    for turn in range(repeats + 1):
+        for name, method in methods.items():
+            taken_s = method()
+            if turn == 0:
+                found = post(url, "/weights_checker", action="checksum")["ranks"]
+                weights = [rank["checksums"] for rank in found]
+                expected = expected or weights
+                assert weights == expected, f"{name} left other weights in the engine than {OURS}"
+            else:
+                seconds[name].append(taken_s)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def report(
+    case: Case, seconds: dict[str, float], reports: list[RefitReport], raw: dict[str, float], connect_s: float
+) -> dict[str, float]:
+    """Prints the case's table; returns its figures."""
+    mib = sum(engine.num_bytes for engine in reports[0].engines) / 2**20
+    print(f"\n{case.name}: {mib:.0f} MiB per sync, connected in {connect_s:.2f} s")
+    for name, value in {**seconds, **{f"raw {k}": v for k, v in raw.items()}}.items():
+        print(f"  {name:24s}{value:9.4f} s{mib / 1024 / value:9.2f} GiB/s", flush=True)
+    figures = {
+        "seconds": seconds[OURS],
+        "vs_gather_broadcast": seconds.get(GATHER, math.nan) / seconds[OURS],
+        "vs_sglang_distributed": seconds.get(DISTRIBUTED, math.nan) / seconds[OURS],
+        "vs_sglang_disk": seconds.get(DISK, math.nan) / seconds[OURS],
+        "vs_sglang_disk_load_only": seconds.get(DISK_LOAD, math.nan) / seconds[OURS],
+        "share_of_raw_copy": raw["shared memory"] / seconds[OURS],
+    }
+    return {name: round(value, 4) for name, value in figures.items() if not math.isnan(value)}
+
+
+def post(url: str, path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=600) as response:
+        answer = json.loads(response.read())
+    assert answer.get("success", True), answer
+    return answer
+
+
+if __name__ == "__main__":
+    main()

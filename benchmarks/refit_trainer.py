@@ -1,0 +1,257 @@
+"""Trainer ranks as plain processes: they send by this system, or gather and broadcast the model."""
+
+import asyncio
+import json
+import multiprocessing as mp
+import os
+import pickle
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+from torch.distributed import distributed_c10d as c10d
+
+from mcore_rl.slices.box import Shard
+from mcore_rl.slices.families.qwen3_moe import FAMILY
+from mcore_rl.slices.training import training_shards
+from mcore_rl.stream.sender import WeightSender
+from mcore_rl.stream.wire import Link, Report
+from refit_model import local_tensors
+
+BROADCAST_GROUP = "weight_update_group"
+BUCKET_BYTES = 512 * 2**20
+"""slime's default of --update-weight-buffer-size."""
+TIMEOUT = timedelta(seconds=600)
+
+
+class BenchRanks:
+    """The TrainerRanks that a Refitter calls, and the baselines beside it."""
+
+    def __init__(self, config: dict[str, Any], world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.world_size = world_size
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            args = (theirs, config, rank, world_size)
+            self._processes.append(context.Process(target=_serve, args=args, daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return asyncio.run(self.call_async(method, *args))
+
+    async def call_async(self, method: str, *args: Any) -> list[Any]:
+        calls = (asyncio.to_thread(self._call, rank, (method, *args)) for rank in range(self.world_size))
+        return await asyncio.gather(*calls)
+
+    async def connect(self, link: Link) -> Sequence[Report]:
+        return await self.call_async("connect", link)
+
+    async def send(
+        self, version: int, engines: Sequence[str], timeout_s: float
+    ) -> Sequence[Mapping[str, Report]]:
+        return await self.call_async("send", version, engines, timeout_s)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _call(self, rank: int, call: tuple[Any, ...]) -> Any:
+        self._pipes[rank].send_bytes(pickle.dumps(call))
+        succeeded, answer = pickle.loads(self._pipes[rank].recv_bytes())
+        if not succeeded:
+            raise RuntimeError(f"trainer rank {rank}: {answer}")
+        return answer
+
+
+def _serve(pipe: Any, config: dict[str, Any], rank: int, world_size: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    served = _Rank(config, rank, world_size)
+    while True:
+        try:
+            method, *args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(served, method)(*args))
+        except (RuntimeError, ValueError, OSError) as error:
+            answer = (False, repr(error))
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+class _Rank:
+    def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._layouts = [local_tensors(config, other, world_size) for other in range(world_size)]
+        self._tensors = {t.part.tensor: t.make() for t in self._layouts[rank]}
+        shards = training_shards([t.part for t in self._layouts[rank]], FAMILY, config)
+        self._sender = WeightSender(shards, self._tensors, rank)
+        self._hf: dict[str, Tensor] = {}
+
+    def connect(self, link: Link) -> Report:
+        return self._sender.connect(link)
+
+    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
+        return self._sender.send(version, engines, timeout_s)
+
+    def join_trainers(self, port: int) -> None:
+        distributed.init_process_group(
+            "gloo", f"tcp://127.0.0.1:{port}", rank=self._rank, world_size=self._world_size, timeout=TIMEOUT
+        )
+
+    def join_engine(self, url: str, engine_ranks: int, port: int) -> None:
+        """Rank 0 and the engine's ranks form SGLang's group for updates."""
+        if self._rank == 0:
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(
+                    _post,
+                    url,
+                    "/init_weights_update_group",
+                    master_address="127.0.0.1",
+                    master_port=port,
+                    rank_offset=1,
+                    world_size=1 + engine_ranks,
+                    group_name=BROADCAST_GROUP,
+                    backend="gloo",
+                )
+                self._group = _beside_default_group(f"tcp://127.0.0.1:{port}", 1 + engine_ranks)
+                answer.result()
+
+    def gather_and_broadcast(self, url: str) -> float:
+        """As slime does: all-gather each parameter, convert on rank 0, broadcast in buckets; seconds."""
+        distributed.barrier()
+        began_s = time.perf_counter()
+        if self._rank == 0:
+            _open(url)
+        for bucket in _buckets(self._gathered()):
+            if self._rank == 0:
+                self._broadcast(url, bucket)
+        if self._rank == 0:
+            _close(url)
+        return time.perf_counter() - began_s
+
+    def prepare_whole_model(self, folder: str | None) -> None:
+        """Rank 0 keeps all HF tensors and, for a `folder`, writes them there as safetensors."""
+        whole = {name: tensor for name, tensor in self._gathered() if self._rank == 0}
+        if folder is not None and self._rank == 0:
+            save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        self._hf = whole
+
+    def broadcast(self, url: str) -> float:
+        """SGLang's own update from tensors that rank 0 holds already; seconds."""
+        began_s = time.perf_counter()
+        if self._rank == 0:
+            _open(url)
+            for bucket in _buckets(self._hf.items()):
+                self._broadcast(url, bucket)
+            _close(url)
+        return time.perf_counter() - began_s
+
+    def forget_whole_model(self) -> None:
+        self._hf = {}
+
+    def _broadcast(self, url: str, bucket: list[tuple[str, Tensor]]) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(
+                _post,
+                url,
+                "/update_weights_from_distributed",
+                names=[name for name, _ in bucket],
+                dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                shapes=[list(tensor.shape) for _, tensor in bucket],
+                group_name=BROADCAST_GROUP,
+            )
+            works = [distributed.broadcast(t, 0, group=self._group, async_op=True) for _, t in bucket]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+            answer.result()
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """HF tensors, each as soon as its last part has come; on rank 0 only, the others take part."""
+        filled: dict[str, tuple[Tensor, int]] = {}
+        shapes = FAMILY.shapes(self._config)
+        for same in zip(*self._layouts, strict=True):
+            mine = self._tensors[same[self._rank].part.tensor]
+            holders, parts = list(same[:1]), [mine]
+            if same[0].is_sharded:
+                holders, parts = list(same), [torch.empty_like(mine) for _ in same]
+                distributed.all_gather(parts, mine)
+            if self._rank != 0:
+                continue
+            for holder, part in zip(holders, parts, strict=True):
+                for shard in training_shards([holder.part], FAMILY, self._config):
+                    name = shard.box.name
+                    if name not in filled:
+                        filled[name] = (torch.empty(shapes[name], dtype=mine.dtype), 0)
+                    whole, numel = filled[name]
+                    _box_of(whole, shard).copy_(shard.view({shard.tensor: part}))
+                    filled[name] = (whole, numel + shard.box.numel)
+                    if filled[name][1] == whole.numel():
+                        yield name, filled.pop(name)[0]
+        assert not filled, f"parts of {list(filled)} never came"
+
+
+def _box_of(whole: Tensor, shard: Shard) -> Tensor:
+    return whole[tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))]
+
+
+def _buckets(tensors: Any) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket, filled_bytes = [], 0
+    for name, tensor in tensors:
+        if bucket and filled_bytes + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, filled_bytes = [], 0
+        bucket.append((name, tensor))
+        filled_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _open(url: str) -> None:
+    _post(url, "/pause_generation", mode="retract")
+    _post(url, "/begin_weight_update", selector="target")
+
+
+def _close(url: str) -> None:
+    _post(url, "/end_weight_update")
+    _post(url, "/continue_generation")
+
+
+def _post(url: str, path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=TIMEOUT.total_seconds()) as response:
+        answer = json.loads(response.read())
+    assert answer.get("success", True), answer
+    return answer
+
+
+def _beside_default_group(init_method: str, world_size: int) -> Any:
+    """Rank 0 of a group made as SGLang's init_custom_process_group makes it."""
+    rendezvous: Any = c10d.rendezvous  # pyright: ignore[reportPrivateImportUsage]
+    store, rank, world_size = next(rendezvous(init_method, 0, world_size, timeout=TIMEOUT))
+    helper: Any = c10d._new_process_group_helper
+    group, _ = helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend("gloo"),
+        c10d.PrefixStore(BROADCAST_GROUP, store),  # type: ignore[attr-defined]
+        group_name=BROADCAST_GROUP,
+        backend_options=None,
+        timeout=TIMEOUT,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
