@@ -192,6 +192,7 @@ def _engine_spec(config: Config, log_path: str) -> EngineSpec:
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
+        routed_experts=_experts_shape(config) is not None,
         custom_weight_loaders=(LOADER,),
         seed=config.run.seed,
         extra_args=("--weight-version", "0", *dummy),
@@ -242,7 +243,15 @@ def _make_client(
     stop = tokenizer.eos_token_id
     if not isinstance(stop, int):
         raise ValueError(f"the tokenizer in {config.model.path} has no eos_token: responses would never stop")
-    return RolloutClient(addresses, config.rollout, [stop], decode)
+    return RolloutClient(addresses, config.rollout, [stop], decode, _experts_shape(config))
+
+
+def _experts_shape(config: Config) -> tuple[int, int] | None:
+    """Layers and experts per token, if the model has experts and the recipe wants to hear of them."""
+    hf_config = read_hf_config(Path(config.model.path))
+    if not config.drift.routed_experts or not family_of(hf_config).sizes(hf_config).get("experts"):
+        return None
+    return hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]
 
 
 def _pack(config: Config, trainer: TrainerGroup, folder: RunFolder) -> PackedTrainer:

@@ -176,6 +176,18 @@ class AlgorithmConfig:
 
 
 @dataclass
+class DriftConfig:
+    """How far the trainer's log-probs of sampled tokens may be from the engine's, and why they are."""
+
+    routed_experts: bool = True
+    """Ask engines which experts each token went to; count the tokens that the trainer routes otherwise."""
+    warn_above: float = 0.0
+    """Mean |difference| in nats beyond which a step warns; 0 never does."""
+    stop_above: float = 0.0
+    """Mean |difference| in nats beyond which the run stops, after the step is logged; 0 never does."""
+
+
+@dataclass
 class RewardConfig:
     path: str = ""
     """Python file; a relative path is looked up from the working directory, then beside the recipes."""
@@ -237,6 +249,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -6,6 +6,7 @@ Its roles are Protocols; who plays them (Ray actors on many nodes, or plain obje
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
 from mcore_rl.data.batch import make_train_batch, plan_mini_batches, select, with_loss_weights
 from mcore_rl.data.summary import summarize_samples, summarize_steps
@@ -29,7 +30,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with timer("reward"):
             rewards_N = roles.reward(samples)
         with timer("logprobs"):
-            batch = make_train_batch(samples, roles.advantages(rewards_N, samples))
+            batch = make_train_batch(samples, roles.advantages(rewards_N, samples), WeightVersion(step - 1))
             batch = add_logprobs(config, roles.trainer, batch)
         with timer("train"):
             stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
@@ -38,6 +39,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         metrics = summarize_samples(samples, rewards_N, timer.seconds["rollout"]) | summarize_steps(stats)
         roles.log.log(step, {**metrics, **refit, **timer.metrics()})
         roles.log.log_samples(step, samples, rewards_N)
+        check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
         if is_due(step, config.checkpoint.every_steps, config.run.steps):
@@ -59,9 +61,11 @@ def mini_batches(config: Config, batch: TrainBatch, seed: int) -> Iterator[Train
 def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
     """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
     if config.train.epochs * config.train.mini_batches > 1:
-        batch = replace(batch, old_logprobs_T=trainer.compute_logprobs(batch))
+        old = trainer.compute_logprobs(batch)
+        batch = replace(batch, old_logprobs_T=old.logprobs_T, router_flips_T=old.router_flips_T)
     if config.algorithm.kl.coef:
-        batch = replace(batch, ref_logprobs_T=trainer.compute_logprobs(batch, reference=True))
+        reference = trainer.compute_logprobs(batch, reference=True)
+        batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
     return batch
 
 

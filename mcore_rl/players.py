@@ -16,7 +16,7 @@ from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.rollout.client import RolloutClient, Sampling
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.stream.refit import Refitter
-from mcore_rl.types import Prompt, Sample, StepStats, TrainBatch, WeightVersion
+from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch, WeightVersion
 
 T = TypeVar("T")
 Watched = Callable[[Awaitable[T]], T]
@@ -28,7 +28,7 @@ class RankCalls(Protocol):
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
-    ) -> list[list[Tensor]]: ...
+    ) -> list[list[TokenScores]]: ...
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -57,18 +57,15 @@ class PackedTrainer:
         self._dp_size, self._multiple_of, self._max_tokens = dp_size, multiple_of, max_tokens
         self._temperature, self._checkpoint = temperature, checkpoint
 
-    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
+    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> TokenScores:
         plan = self._plan(batch)
         answers = self._ranks.compute_logprobs(
             _cut(batch, plan), reference=reference, temperature=self._temperature
         )
-        parts: list[Tensor] = [torch.empty(0)] * len(batch.lens_N)
-        for indices_of_rank, logprobs_of_rank in zip(plan, answers, strict=True):
-            for indices, logprobs_T in zip(indices_of_rank, logprobs_of_rank, strict=True):
-                lens_N = [batch.lens_N[i] for i in indices]
-                for i, part in zip(indices, split_by_lens(logprobs_T[: sum(lens_N)], lens_N), strict=True):
-                    parts[i] = part
-        return torch.cat(parts)
+        flat = [(i, s) for of_rank in zip(plan, answers, strict=True) for i, s in zip(*of_rank, strict=True)]
+        logprobs_T = _put_back(batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat])
+        flips = [(i, s.router_flips_T) for i, s in flat if s.router_flips_T is not None]
+        return TokenScores(logprobs_T, _put_back(batch.lens_N, flips) if flips else None)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         per_dp = _cut(batch, self._plan(batch))
@@ -86,6 +83,15 @@ class PackedTrainer:
 
     def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
         return plan_microbatches(batch.lens_N, self._dp_size, self._max_tokens, self._multiple_of)
+
+
+def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """Values of micro-batches, each given with its sequences' indices, in the order of the whole batch."""
+    by_index: dict[int, Tensor] = {}
+    for indices, values_T in parts:
+        lens = [lens_N[i] for i in indices]
+        by_index |= dict(zip(indices, split_by_lens(values_T[: sum(lens)], lens), strict=True))
+    return torch.cat([by_index[i] for i in range(len(lens_N))])
 
 
 def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
@@ -108,6 +114,7 @@ class EngineGenerator:
             top_p=1.0 if greedy else config.top_p,
             top_k=-1 if greedy else config.top_k,
             seed=seed,
+            routed_experts=not greedy,
         )
         return self._watched(self._client.generate(prompts, num_samples, sampling))
 

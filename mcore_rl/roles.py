@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mcore_rl.types import Prompt, Sample, StepStats, TrainBatch, WeightVersion
+from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch, WeightVersion
 
 Reward = Callable[[Sequence[Sample]], list[float]]
 """One reward per sample, in order."""
@@ -35,8 +35,8 @@ class PromptStream(Protocol):
 
 
 class Trainer(Protocol):
-    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
-        """Token-aligned log-probs, shape [T]."""
+    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> TokenScores:
+        """Token-aligned log-probs; router flips where the batch has the engine's experts."""
         ...
 
     def train_step(self, batch: TrainBatch) -> StepStats: ...

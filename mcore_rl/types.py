@@ -1,7 +1,7 @@
 """The values that flow through the loop: prompts become samples, samples become train batches.
 
 Axis legend for tensor names, here and everywhere: N sequences, T tokens of all sequences laid end to end,
-P prompts, G samples of one prompt (its group), V vocabulary.
+P prompts, G samples of one prompt (its group), V vocabulary, L layers, K experts of a token in a layer.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,11 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt; `logprobs` are the engine's own, one per response token."""
+    """One response to one prompt; `logprobs` are the engine's own, one per response token.
+
+    routed_experts   int16 [prompt and response tokens but the last, L, K]: the experts that the engine's
+                     routers chose; None where they were not asked for
+    """
 
     prompt: Prompt
     sample_index: int
@@ -50,6 +54,7 @@ class Sample:
     finish_reason: str
     versions: tuple[VersionSpan, ...]
     text: str
+    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         where = f"prompt {self.prompt.index} sample {self.sample_index}"
@@ -61,6 +66,9 @@ class Sample:
             raise ValueError(
                 f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
             )
+        rows, expected = self.routed_experts, len(self.prompt.token_ids) + num_tokens - 1
+        if rows is not None and len(rows) != expected:
+            raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,10 @@ class TrainBatch:
                          depend on how sequences are spread over micro-batches and ranks
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
                          float32. Log-probs are token-aligned: entry t is log p(token t | tokens before it)
+    stale_T              bool, True on tokens sampled from other weights than those that train
+    routed_experts_TLK   int16, the engine's choice of experts for each token; -1 where it is not known
+    router_flips_T       int32, number of layers in which trainer and engine chose other experts for the token
+                         before; token-aligned like log-probs
     """
 
     token_ids_T: Tensor
@@ -84,12 +96,27 @@ class TrainBatch:
     rollout_logprobs_T: Tensor | None = None
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
+    stale_T: Tensor | None = None
+    routed_experts_TLK: Tensor | None = None
+    router_flips_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = sum(self.lens_N)
-        for name, value in vars(self).items():
-            if name.endswith("_T") and value is not None and tuple(value.shape) != (num_tokens,):
+        for name, value in self.token_fields().items():
+            if len(value) != num_tokens or value.dim() != len(name.rpartition("_")[2]):
                 raise ValueError(f"TrainBatch.{name} has {tuple(value.shape)}, lens_N sum to {num_tokens}")
+
+    def token_fields(self) -> dict[str, Tensor]:
+        """The fields with a row per token, those that are None left out."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a forward pass says of each token of a batch; fields as in TrainBatch."""
+
+    logprobs_T: Tensor
+    router_flips_T: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from mcore_rl.config import CheckpointConfig
 from mcore_rl.data.batch import with_loss_weights
 from mcore_rl.players import PackedTrainer
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
 
 class EchoRanks:
@@ -23,8 +22,10 @@ class EchoRanks:
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
-    ) -> list[list[Tensor]]:
-        return [[batch.token_ids_T.float() for batch in rank] for rank in per_dp]
+    ) -> list[list[TokenScores]]:
+        return [
+            [TokenScores(batch.token_ids_T.float(), batch.token_ids_T) for batch in rank] for rank in per_dp
+        ]
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -66,7 +67,9 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
 ) -> None:
     batch = make_batch((5, 3, 9, 2, 7, 4, 4))
     trainer = make_trainer(tmp_path, dp_size, multiple_of)
-    assert torch.equal(trainer.compute_logprobs(batch), batch.token_ids_T.float())
+    scores = trainer.compute_logprobs(batch)
+    assert torch.equal(scores.logprobs_T, batch.token_ids_T.float())
+    assert scores.router_flips_T is not None and torch.equal(scores.router_flips_T, batch.token_ids_T)
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
 
 

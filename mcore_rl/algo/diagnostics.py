@@ -1,10 +1,16 @@
 """Two sets of log-probs of the same tokens in; their ratio, and metrics_T of how far they are apart, out."""
 
+import logging
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.kl import k3
 from mcore_rl.algo.losses import Metrics
+from mcore_rl.config import DriftConfig
+
+_log = logging.getLogger(__name__)
 
 MAX_LOG_RATIO = 20.0
 """Ratios are held within exp(+-20), without gradient beyond: exp(89) is infinite in float32."""
@@ -35,3 +41,40 @@ def logprob_diff(
         "logprob_diff/token_max": difference_T.abs(),
         "logprob_diff/clipped_share": clipped_T.float(),
     }
+
+
+def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor | None) -> Metrics:
+    """Where |trainer - engine| comes from; stale + router + arithmetic = difference on every token.
+
+    stale        the token was sampled from other weights
+    router       of the same weights, but a layer sent the token before it to other experts
+    arithmetic   the rest: the same function, computed otherwise
+    """
+    difference_T = difference_T.detach().abs()
+    flipped_T = torch.zeros_like(stale_T) if router_flips_T is None else router_flips_T > 0
+    router_T = flipped_T & ~stale_T
+    metrics = {
+        "logprob_diff/stale": torch.where(stale_T, difference_T, 0.0),
+        "logprob_diff/arithmetic": torch.where(stale_T | router_T, 0.0, difference_T),
+        "logprob_diff/stale_share": stale_T.float(),
+    }
+    if router_flips_T is not None:
+        metrics["logprob_diff/router"] = torch.where(router_T, difference_T, 0.0)
+        metrics["logprob_diff/router_flip_share"] = flipped_T.float()
+    return metrics
+
+
+class DriftError(RuntimeError):
+    """Trainer and engine disagree on the log-probs of sampled tokens by more than the recipe allows."""
+
+
+def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) -> None:
+    """Warn or stop on this step's mean |trainer - engine|, saying where the difference comes from."""
+    mean = metrics["logprob_diff/mean"]
+    parts = {name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")}
+    split = ", ".join(f"{name} {value:.1e}" for name, value in parts.items() if value is not None)
+    message = f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average ({split})"
+    if 0 < config.stop_above < mean:
+        raise DriftError(f"{message}, more than drift.stop_above={config.stop_above}; see docs/debugging.md")
+    if 0 < config.warn_above < mean:
+        _log.warning("%s, more than drift.warn_above=%s", message, config.warn_above)

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.stream.wire import Link, Report
-from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class TrainerWorker:
 
     def compute_logprobs(
         self, microbatches: Sequence[TrainBatch], *, reference: bool, temperature: float
-    ) -> list[Tensor] | None:
+    ) -> list[TokenScores] | None:
         return self._actor.compute_logprobs(microbatches, reference=reference, temperature=temperature)
 
     def train_step(
@@ -121,7 +119,7 @@ class TrainerGroup:
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
-    ) -> list[list[Tensor]]:
+    ) -> list[list[TokenScores]]:
         return self._group.dispatch(
             "compute_logprobs",
             per_dp,

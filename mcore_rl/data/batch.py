@@ -1,19 +1,23 @@
 """Samples and advantages in, train batches out; batches cut into smaller ones by sequence index."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
-from mcore_rl.types import Sample, TrainBatch
+from mcore_rl.types import Sample, TrainBatch, WeightVersion
 
 
-def make_train_batch(samples: Sequence[Sample], advantages_N: Tensor) -> TrainBatch:
+def make_train_batch(
+    samples: Sequence[Sample], advantages_N: Tensor, version: WeightVersion | None = None
+) -> TrainBatch:
     """Prompt and response of each sample laid end to end, trained on the response, in the order of `samples`.
 
     Samples without a response token are left out: there is nothing to train on. ValueError if none has any.
+    `version`: of the weights that train; tokens sampled from another one are stale.
     """
     kept = [i for i, sample in enumerate(samples) if sample.response_ids]
     if not kept:
@@ -32,20 +36,31 @@ def make_train_batch(samples: Sequence[Sample], advantages_N: Tensor) -> TrainBa
         rollout_logprobs_T=_flat(
             ([0.0] * n + list(s.logprobs) for n, s in zip(prompt_lens, sequences, strict=True)), torch.float32
         ),
+        stale_T=None if version is None else _flat((_stale(s, version) for s in sequences), torch.bool),
+        routed_experts_TLK=_routed_experts(sequences),
     )
+
+
+def _stale(sample: Sample, version: WeightVersion) -> list[bool]:
+    of_response = [span.version != version for span in sample.versions for _ in range(span.start, span.stop)]
+    return [False] * len(sample.prompt.token_ids) + of_response
+
+
+def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
+    """Rows of all samples end to end, -1 for the last token of each, which no engine has run."""
+    rows = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if len(rows) != len(samples):
+        return None
+    unknown = torch.full((1, *rows[0].shape[1:]), -1, dtype=rows[0].dtype)
+    return torch.cat([part for row in rows for part in (row, unknown)])
 
 
 def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """The sequences at `indices`, in that order."""
-    parts = {
-        field.name: None
-        if (value := getattr(batch, field.name)) is None
-        else split_by_lens(value, batch.lens_N)
-        for field in fields(batch)
-        if field.name.endswith("_T")
-    }
-    picked = {name: None if p is None else torch.cat([p[i] for i in indices]) for name, p in parts.items()}
-    return TrainBatch(lens_N=tuple(batch.lens_N[i] for i in indices), **picked)  # type: ignore[arg-type]
+    stops = list(accumulate(batch.lens_N))
+    rows = [slice(stops[i] - batch.lens_N[i], stops[i]) for i in indices]
+    picked = {name: torch.cat([value[r] for r in rows]) for name, value in batch.token_fields().items()}
+    return replace(batch, lens_N=tuple(batch.lens_N[i] for i in indices), **picked)
 
 
 def split_by_lens(values_T: Tensor, lens_N: Sequence[int]) -> tuple[Tensor, ...]:
@@ -72,20 +87,18 @@ def plan_mini_batches(num_sequences: int, mini_batches: int, epochs: int, seed: 
 def with_loss_weights(batch: TrainBatch, aggregation: str, max_response_len: int) -> TrainBatch:
     """The batch as one optimizer step: loss weights over all of its sequences."""
     weights_T = loss_weights(aggregation, batch.loss_mask_T, batch.lens_N, max_response_len)
-    return TrainBatch(**{**vars(batch), "loss_weights_T": weights_T})
+    return replace(batch, loss_weights_T=weights_T)
 
 
 def make_filler(batch: TrainBatch) -> TrainBatch:
     """A micro-batch without weight, for a rank that has fewer than the others: the batch's first two
     tokens.
     """
-    values = {
-        name: value[:2] for name, value in vars(batch).items() if name.endswith("_T") and value is not None
-    }
+    values = {name: value[:2] for name, value in batch.token_fields().items()}
     values["loss_mask_T"] = torch.zeros(2, dtype=torch.bool)
     if batch.loss_weights_T is not None:
         values["loss_weights_T"] = torch.zeros(2)
-    return TrainBatch(lens_N=(2,), **values)
+    return replace(batch, lens_N=(2,), **values)
 
 
 def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:

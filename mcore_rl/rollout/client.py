@@ -1,6 +1,7 @@
 """Async client of the engines: prompts in, samples out (token ids, log-probs, weight versions)."""
 
 import asyncio
+import base64
 import hashlib
 import json
 import logging
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import torch
+from torch import Tensor
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
@@ -34,7 +37,7 @@ class Sampling:
     """How responses are drawn. temperature 0 is greedy, top_k -1 keeps the whole vocabulary.
 
     Log-probs are those of the distribution at this temperature before top_p and top_k cut it. The seed counts
-    only on engines that sample deterministically.
+    only on engines that sample deterministically. `routed_experts` asks which experts each token went to.
     """
 
     max_response_len: int
@@ -42,6 +45,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     seed: int | None = None
+    routed_experts: bool = False
 
 
 class EngineError(RuntimeError):
@@ -69,13 +73,16 @@ class RolloutClient:
         config: RolloutConfig,
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
+        experts_shape: tuple[int, int] | None = None,
     ) -> None:
+        """`experts_shape`: layers of the model and experts per token, if the engines tell of the latter."""
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
         self._engines = [_Engine(address) for address in engines]
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
         self._decode = decode
+        self._experts_shape = experts_shape
 
     @property
     def urls(self) -> list[str]:
@@ -129,7 +136,7 @@ class RolloutClient:
                 engine = self._pick(request, failed)
                 try:
                     answer = await self._post(session, engine, body)
-                    return _make_sample(request, answer, self._decode)
+                    return _make_sample(request, answer, self._decode, self._experts_shape)
                 except (aiohttp.ClientError, TimeoutError, _Transient) as failure:
                     failed.append(engine)
                     reason = f"{type(failure).__name__}: {failure}"
@@ -171,6 +178,7 @@ class RolloutClient:
             "input_ids": request.prompt.token_ids,
             "sampling_params": parameters,
             "return_logprob": True,
+            "return_routed_experts": sampling.routed_experts and self._experts_shape is not None,
         }
 
     async def _post(
@@ -219,7 +227,10 @@ def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
 
 
 def _make_sample(
-    request: _Request, answer: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
+    request: _Request,
+    answer: Mapping[str, Any],
+    decode: Callable[[Sequence[int]], str],
+    experts_shape: tuple[int, int] | None,
 ) -> Sample:
     meta = answer["meta_info"]
     response_ids = tuple(answer["output_ids"])
@@ -238,4 +249,14 @@ def _make_sample(
             for span in meta["weight_versions"]
         ),
         text=decode(response_ids),
+        routed_experts=_routed_experts(meta, experts_shape),
     )
+
+
+def _routed_experts(meta: Mapping[str, Any], shape: tuple[int, int] | None) -> Tensor | None:
+    """int16 [tokens that the engine ran, layers, experts per token]."""
+    encoded = meta.get("routed_experts")
+    if encoded is None or shape is None:
+        return None
+    flat = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
+    return flat.view(-1, *shape).to(torch.int16)

@@ -35,6 +35,7 @@ class EngineSpec:
     max_running           requests decoded at once
     weight_version        version of the weights in model_path, which samples report
     deterministic         honour the sampling seed of each request
+    routed_experts        answer requests that ask which experts each token went to
     custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
     port                  None finds a free one when the engine starts
     dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
@@ -50,6 +51,7 @@ class EngineSpec:
     max_running: int = 256
     weight_version: int = 0
     deterministic: bool = False
+    routed_experts: bool = False
     custom_weight_loaders: tuple[str, ...] = ()
     seed: int = 0
     host: str = "127.0.0.1"
@@ -87,6 +89,8 @@ class EngineSpec:
         flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
         if self.deterministic:
             flags.append("--enable-deterministic-inference")
+        if self.routed_experts:
+            flags.append("--enable-return-routed-experts")
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
         return [str(part) for item in options.items() for part in item] + flags + list(self.extra_args)

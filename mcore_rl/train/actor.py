@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
@@ -24,12 +25,13 @@ from mcore_rl.train.model import make_chunks
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
 from mcore_rl.train.packing import RankBatch, make_rank_batch
 from mcore_rl.train.reference import ReferenceWeights
+from mcore_rl.train.router import RouterFlips
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
-from mcore_rl.train.schedule import Report, run_schedule
+from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.stats import reduce_router_aux_loss, reduce_sums, token_sums
 from mcore_rl.train.weights import fill_weights
-from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """(logprobs_T, entropy_T, batch of the same tokens) -> (loss_T, metrics_T)."""
@@ -68,6 +70,7 @@ class Actor:
         chunks = make_chunks(self._config, self.hf_config)
         fill_weights(chunks, model, self.hf_config, seed)
         self.chunks = wrap_chunks(self._config, chunks)
+        self._flips = RouterFlips(chunks, full_recompute=train.recompute == "full")
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
         self._reference: ReferenceWeights | None = None
@@ -75,11 +78,11 @@ class Actor:
 
     def compute_logprobs(
         self, microbatches: Sequence[TrainBatch], *, reference: bool = False, temperature: float = 1.0
-    ) -> list[Tensor] | None:
-        """float32 log-probs [T] of each micro-batch's tokens on the owning rank, None on the others.
+    ) -> list[TokenScores] | None:
+        """Log-probs of each micro-batch's tokens on the owning rank, None on the others.
 
         Entry t is log p(token t | tokens before it); 0 for the first token of a sequence. `reference` takes
-        the weights of `snapshot_reference`.
+        the weights of `snapshot_reference`. Router flips come along if the batch has the engine's experts.
         """
 
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
@@ -88,14 +91,16 @@ class Actor:
 
         batches = self._rank_batches(microbatches)
         with self._reference_weights() if reference else nullcontext():
-            reports = run_schedule(self.chunks, batches, output, forward_only=True)
+            reports, flips = self._run(batches, output, forward_only=True)
         if not on_last_stage():
             return None
-        whole = [
-            _gather_tokens(report["logprobs"], batch.targets_T, len(microbatch.token_ids_T))
-            for report, batch, microbatch in zip(reports, batches, microbatches, strict=True)
-        ]
-        return whole if rank_coordinate().owns_output else None
+        scores = []
+        for i, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
+            num_tokens = len(microbatch.token_ids_T)
+            logprobs_T = _gather_tokens(reports[i]["logprobs"].float(), batch.targets_T, num_tokens)
+            flips_T = None if flips is None else _gather_tokens(flips[i], batch.targets_T, num_tokens)
+            scores.append(TokenScores(logprobs_T, flips_T))
+        return scores if rank_coordinate().owns_output else None
 
     def train_step(
         self, microbatches: Sequence[TrainBatch], loss_fn: TokenLoss, *, temperature: float, num_tokens: int
@@ -112,8 +117,8 @@ class Actor:
             loss = (loss_T * batch.batch.loss_weights_T).sum()
             # megatron-core divides gradients by the step's tokens; the weights already hold every
             # denominator.
-            sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
-            return loss * num_tokens, sums
+            report = {"loss": loss.detach().clone(), "metrics": metrics_T, "logprobs": logprobs_T.detach()}
+            return loss * num_tokens, report
 
         assert microbatches, "train_step without micro-batches"
         self._checkpointer.maybe_finish()
@@ -122,14 +127,19 @@ class Actor:
         self._optimizer.zero_grad()
         rate = learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self._optimizer, rate)
-        reports = run_schedule(self.chunks, self._rank_batches(microbatches), output, forward_only=False)
+        batches = self._rank_batches(microbatches)
+        reports, flips = self._run(batches, output, forward_only=False)
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         self.step += 1
         aux = self._router_aux_loss(len(microbatches))
         if not on_last_stage():
             return None
-        loss, metrics = reduce_sums(reports, num_tokens)
+        sums = [
+            _sums(report, batch, None if flips is None else flips[i])
+            for i, (report, batch) in enumerate(zip(reports, batches, strict=True))
+        ]
+        loss, metrics = reduce_sums(sums, num_tokens)
         if not rank_coordinate().owns_output:
             return None
         return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | aux)
@@ -169,6 +179,16 @@ class Actor:
             raise ValueError("no reference policy was kept: call snapshot_reference() first")
         return self._reference.swapped_in(local_tensors(self.chunks))
 
+    def _run(
+        self, batches: Sequence[RankBatch], output: OutputFn, *, forward_only: bool
+    ) -> tuple[list[Report], list[Tensor] | None]:
+        """Reports of the last stage, and each micro-batch's router flips."""
+        self._flips.begin(batches, forward_only=forward_only)
+        reports = run_schedule(
+            self.chunks, batches, output, forward_only=forward_only, on_forward=self._flips.enter
+        )
+        return reports, self._flips.take(batches)
+
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
         tp, cp = ps.get_tensor_model_parallel_world_size(), ps.get_context_parallel_world_size()
         cp_rank = ps.get_context_parallel_rank()
@@ -187,13 +207,24 @@ class Actor:
         return {"router_aux_loss": reduce_router_aux_loss(len(layers), sum(layers), num_microbatches)}
 
 
+def _sums(report: Report, batch: RankBatch, flips_T: Tensor | None) -> dict[str, Tensor]:
+    """What adds up over the step of one micro-batch's report."""
+    fields, metrics_T = batch.batch, dict(report["metrics"])
+    if fields.rollout_logprobs_T is not None and fields.stale_T is not None:
+        trainer_T = report["logprobs"]
+        if fields.old_logprobs_T is not None:
+            trainer_T, flips_T = fields.old_logprobs_T, fields.router_flips_T
+        metrics_T |= attribute_diff(trainer_T - fields.rollout_logprobs_T, fields.stale_T, flips_T)
+    return token_sums(report["loss"], metrics_T, fields.loss_mask_T, batch.num_tokens)
+
+
 def _gather_tokens(local_T: Tensor, targets_T: Tensor, num_tokens: int) -> Tensor:
     """Put each context-parallel rank's values at the tokens they belong to; [num_tokens] on every one of
     them.
     """
-    whole = torch.zeros(num_tokens)
+    whole = torch.zeros(num_tokens, dtype=local_T.dtype)
     has_target = (targets_T >= 0).cpu()
-    whole[targets_T.cpu()[has_target]] = local_T.detach().cpu().float()[has_target]
+    whole[targets_T.cpu()[has_target]] = local_T.detach().cpu()[has_target]
     group = ps.get_context_parallel_group()
     if group.size() > 1:
         on_device = whole.to(device())

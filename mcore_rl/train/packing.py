@@ -28,6 +28,7 @@ class RankBatch:
     num_tokens              real tokens on this rank
     batch                   the fields of the predicted tokens; loss_mask_T False and loss_weights_T 0
     without target
+    routed_experts_TLK      int16, of the local tokens themselves, -1 where not known; None in a batch without
     """
 
     tokens_T: Tensor
@@ -38,6 +39,7 @@ class RankBatch:
     max_len: int
     num_tokens: int
     batch: TrainBatch
+    routed_experts_TLK: Tensor | None = None
 
     @property
     def labels_T(self) -> Tensor:
@@ -75,7 +77,14 @@ def make_rank_batch(batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int)
         max_len=max(padded_N),
         num_tokens=int(real_T.sum()),
         batch=_predicted(batch, targets_T, tuple(n // cp_size for n in padded_N)),
+        routed_experts_TLK=_of_tokens(batch.routed_experts_TLK, source_T, real_T),
     )
+
+
+def _of_tokens(experts_TLK: Tensor | None, source_T: Tensor, real_T: Tensor) -> Tensor | None:
+    if experts_TLK is None:
+        return None
+    return torch.where(real_T[:, None, None], experts_TLK[source_T], -1)
 
 
 def _local_tokens(padded_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
@@ -94,9 +103,9 @@ def _predicted(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, ...]) ->
     has_target_T = targets_T >= 0
     index_T = targets_T.clamp(min=0)
     values = {
-        f.name: torch.where(has_target_T, value[index_T], torch.zeros((), dtype=value.dtype))
-        for f in fields(batch)
-        if f.name.endswith("_T") and (value := getattr(batch, f.name)) is not None
+        name: torch.where(has_target_T, value[index_T], torch.zeros((), dtype=value.dtype))
+        for name, value in batch.token_fields().items()
+        if value.dim() == 1
     }
     return TrainBatch(lens_N=lens_N, **values)
 

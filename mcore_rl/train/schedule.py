@@ -27,14 +27,15 @@ def run_schedule(
     output_fn: OutputFn,
     *,
     forward_only: bool,
+    on_forward: Callable[[RankBatch], None],
 ) -> list[Report]:
     """Run every micro-batch forward (and backward); one report per micro-batch on the last stage, none
-    elsewhere.
+    elsewhere. `on_forward` hears of each micro-batch before a chunk of the model runs on it.
     """
     iterators = [iter(batches) for _ in chunks]
     virtual = len(chunks) > 1
     reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, output_fn),
+        forward_step_func=partial(_forward_step, output_fn, on_forward),
         data_iterator=iterators if virtual else iterators[0],
         model=list(chunks) if virtual else chunks[0],
         num_microbatches=len(batches),
@@ -48,9 +49,13 @@ def run_schedule(
 
 
 def _forward_step(
-    output_fn: OutputFn, batches: Iterator[RankBatch], model: torch.nn.Module
+    output_fn: OutputFn,
+    on_forward: Callable[[RankBatch], None],
+    batches: Iterator[RankBatch],
+    model: torch.nn.Module,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Report]]]:
     batch = next(batches)
+    on_forward(batch)
     out = model(
         batch.tokens_T[None],
         batch.positions_T[None],

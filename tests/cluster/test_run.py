@@ -91,7 +91,7 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
     def logprobs(*, reference: bool = False) -> torch.Tensor:
         answers = run.trainer.compute_logprobs(batches, reference=reference, temperature=1.0)
         assert [len(of_dp) for of_dp in answers] == [1, 1]
-        return torch.cat([of_dp[0] for of_dp in answers])
+        return torch.cat([of_dp[0].logprobs_T for of_dp in answers])
 
     before = logprobs()
     assert before.shape == (2 * sum(LENS),) and before.std() > 0

@@ -76,3 +76,18 @@ def test_a_filler_has_two_tokens_and_no_weight() -> None:
     assert filler.token_ids_T.tolist() == [1, 2]
     assert not filler.loss_mask_T.any()
     assert filler.loss_weights_T is not None and not filler.loss_weights_T.any()
+
+
+def test_engine_records_follow_the_tokens() -> None:
+    experts = torch.arange(2 * 3 * 2, dtype=torch.int16).view(3, 2, 2)[:, :, :1]
+    spans = (VersionSpan(0, 1, WeightVersion(4)), VersionSpan(1, 2, WeightVersion(5)))
+    prompt = Prompt(0, (1, 2), (), "unit", "x")
+    samples = [Sample(prompt, i, (3, 4), (-0.1, -0.2), "stop", spans, "", experts) for i in range(2)]
+    batch = make_train_batch(samples, torch.zeros(2), WeightVersion(5))
+    assert batch.stale_T is not None and batch.stale_T.tolist() == [False, False, True, False] * 2
+    assert batch.routed_experts_TLK is not None
+    assert batch.routed_experts_TLK[:, 0, 0].tolist() == [0, 4, 8, -1] * 2
+    part = select(batch, [1])
+    assert part.routed_experts_TLK is not None and torch.equal(part.routed_experts_TLK[:3], experts)
+    with pytest.raises(ValueError, match="routed experts of 3 tokens, expected 4"):
+        Sample(prompt, 0, (3, 4, 5), (0.0,) * 3, "stop", (VersionSpan(0, 3, WeightVersion(0)),), "", experts)

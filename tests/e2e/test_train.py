@@ -22,6 +22,8 @@ def assert_engine_agrees(run: Run, num_steps: int) -> None:
     for line in steps:
         assert line["logprob_diff/mean"] < 1e-4, line
         assert line["logprob_diff/token_max"] < 1e-2, line
+        assert line["logprob_diff/router_flip_share"] < 0.01, line
+        assert line["logprob_diff/stale_share"] == 0, line
         assert line["loss/grad_norm"] > 0, line
 
 

@@ -6,31 +6,40 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.train.actor import Actor
 from tests.distributed import run_ranks
 from tests.train.tiny import (
     NUM_TOKENS,
     make_actor,
+    make_batches,
     my_batches,
     token_loss,
     transformers_logprobs,
+    with_engine_records,
     write_hf_model,
 )
 
 TP_EP = {"tp": 2, "ep": 2}
 
 
+def logprobs_of(actor: Actor, *, reference: bool = False) -> list[Tensor] | None:
+    scores = actor.compute_logprobs(my_batches(), reference=reference)
+    return None if scores is None else [score.logprobs_T for score in scores]
+
+
 def reference_and_export(rank: int, world_size: int, port: int, model: ModelConfig, out_dir: Path) -> Any:
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**TP_EP))
-    first = actor.compute_logprobs(my_batches())
+    first = logprobs_of(actor)
     actor.snapshot_reference()
     actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
     weights = {name: tensor.clone() for name, tensor in actor.weight_layout()[1].items()}
-    reference = actor.compute_logprobs(my_batches(), reference=True)
+    reference = logprobs_of(actor, reference=True)
     restored = all(torch.equal(weights[name], t) for name, t in actor.weight_layout()[1].items())
     actor.export_hf(out_dir)
-    return first, reference, actor.compute_logprobs(my_batches()), restored
+    return first, reference, logprobs_of(actor), restored
 
 
 @pytest.mark.gloo
@@ -57,6 +66,7 @@ def test_reference_and_export(tmp_path: Path) -> None:
 
 def step_variants(rank: int, world_size: int, port: int, path: str) -> list[Any]:
     parallel = ParallelConfig(**TP_EP)
+    sampled, _ = with_engine_records(make_batches(), Path(path))
     results = []
     for dtype, recompute in (
         ("float32", "none"),
@@ -67,7 +77,7 @@ def step_variants(rank: int, world_size: int, port: int, path: str) -> list[Any]
         model = ModelConfig(path=path, dtype=dtype)
         actor = make_actor(rank, world_size, port, model, parallel, recompute=recompute)
         steps = [
-            actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+            actor.train_step(my_batches(sampled), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
             for _ in range(2)
         ]
         results.append(steps)
@@ -81,6 +91,8 @@ def test_recomputation_changes_nothing_and_bfloat16_little(tmp_path: Path) -> No
         for got, want in zip(variant, plain, strict=True):
             assert got.loss == pytest.approx(want.loss, abs=tolerance)
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=tolerance)
+            flips = want.metrics["logprob_diff/router_flip_share"]
+            assert got.metrics["logprob_diff/router_flip_share"] == pytest.approx(flips, abs=tolerance)
             assert got.metrics["router_aux_loss"] == pytest.approx(
                 want.metrics["router_aux_loss"], abs=tolerance
             )
@@ -89,7 +101,7 @@ def test_recomputation_changes_nothing_and_bfloat16_little(tmp_path: Path) -> No
 
 def random_logprobs(rank: int, world_size: int, port: int, path: str, layout: Any) -> Any:
     model = ModelConfig(path=path, init="random")
-    return make_actor(rank, world_size, port, model, ParallelConfig(**layout)).compute_logprobs(my_batches())
+    return logprobs_of(make_actor(rank, world_size, port, model, ParallelConfig(**layout)))
 
 
 @pytest.mark.gloo

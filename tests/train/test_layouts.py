@@ -13,11 +13,15 @@ from tests.distributed import run_ranks
 from tests.train.tiny import (
     NUM_TOKENS,
     make_actor,
+    make_batches,
     my_batches,
     token_loss,
     transformers_logprobs,
+    with_engine_records,
     write_hf_model,
 )
+
+BATCHES = "batches.pt"
 
 Layout = dict[str, int]
 TWO_RANKS: list[Layout] = [
@@ -41,8 +45,9 @@ FOUR_RANKS: list[Layout] = [
 def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout) -> dict[str, Any]:
     """One step in a layout; what its owning ranks report, and every gradient by HF name in boxes."""
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
-    logprobs = actor.compute_logprobs(my_batches(), temperature=0.8)
-    stats = actor.train_step(my_batches(), token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
+    batches = my_batches(torch.load(Path(model.path) / BATCHES, weights_only=False))
+    scores = actor.compute_logprobs(batches, temperature=0.8)
+    stats = actor.train_step(batches, token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
     gather_gradients(actor)
     shards, _ = actor.weight_layout()
     gradients = {
@@ -54,7 +59,8 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
         "layout": layout,
         "dp": dist.get_rank() if stats is None else _dp_rank(),
         "stats": stats,
-        "logprobs": logprobs,
+        "logprobs": scores and [score.logprobs_T for score in scores],
+        "flips": scores and [score.router_flips_T for score in scores],
         "gradients": [(shard.box, shard.view(gradients).clone()) for shard in shards],
     }
 
@@ -81,6 +87,11 @@ def _inner(chunk: torch.nn.Module) -> torch.nn.Module:
     return unwrap_model(chunk)
 
 
+def _present(value: torch.Tensor | None) -> torch.Tensor:
+    assert value is not None
+    return value
+
+
 def _dp_rank() -> int:
     from megatron.core import parallel_state as ps
 
@@ -89,7 +100,15 @@ def _dp_rank() -> int:
 
 @pytest.fixture(scope="module")
 def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_hf_model(tmp_path_factory.mktemp("model"))
+    return write_model_and_batches(tmp_path_factory.mktemp("model"))
+
+
+def write_model_and_batches(folder: Path, **overrides: object) -> Path:
+    """The model, and beside it the batches as an engine of that model would have sampled them."""
+    write_hf_model(folder, **overrides)
+    batches, _ = with_engine_records(make_batches(), folder)
+    torch.save(batches, folder / BATCHES)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +144,7 @@ def test_layouts_agree_with_one_process(
 
 @pytest.mark.gloo
 def test_tied_embeddings_agree_with_one_process(tmp_path: Path) -> None:
-    model = ModelConfig(path=str(write_hf_model(tmp_path, tie_word_embeddings=True)))
+    model = ModelConfig(path=str(write_model_and_batches(tmp_path, tie_word_embeddings=True)))
     check_layouts(model, run_ranks(run_layout, 1, model, {})[0], [{"pp": 2}, {"tp": 2}])
 
 
@@ -156,8 +175,30 @@ def check_reports(results: tuple[Any, ...], one_process: dict[str, Any], layout:
         assert stats.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6), layout
         assert stats.metrics == pytest.approx(wanted.metrics, abs=2e-6), layout
     for dp, owner in enumerate(owners):
+        flips = zip(owner["flips"], one_process["flips"][dp :: len(owners)], strict=True)
+        assert all(torch.equal(got, want) for got, want in flips), layout
         for got, want in zip(owner["logprobs"], one_process["logprobs"][dp :: len(owners)], strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}")
+
+
+def test_router_flips_are_those_put_in(hf_dir: Path, one_process: dict[str, Any]) -> None:
+    batches, flips = with_engine_records(make_batches(), hf_dir)
+    assert {0, 1, 2} == set(torch.cat(flips).tolist())
+    for got, want in zip(one_process["flips"], flips, strict=True):
+        assert torch.equal(got, want)
+
+    metrics = one_process["stats"].metrics
+    mask_T = torch.cat([batch.loss_mask_T for batch in batches])
+    stale_T = torch.cat([_present(batch.stale_T) for batch in batches])
+    router_T = (torch.cat(flips) > 0) & ~stale_T
+    rollout_T = torch.cat([_present(batch.rollout_logprobs_T) for batch in batches])
+    difference_T = (torch.cat(one_process["logprobs"]) - rollout_T).abs()
+    shares = {"stale": stale_T, "router": router_T, "arithmetic": ~stale_T & ~router_T}
+    for name, where_T in shares.items():
+        want = difference_T[mask_T & where_T].sum() / mask_T.sum()
+        assert metrics[f"logprob_diff/{name}"] == pytest.approx(want.item(), rel=1e-4), name
+    flipped = (torch.cat(flips)[mask_T] > 0).float().mean().item()
+    assert metrics["logprob_diff/router_flip_share"] == pytest.approx(flipped)
 
 
 def test_logprobs_are_those_of_transformers(hf_dir: Path, one_process: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A tiny Qwen3-MoE model directory and packed batches of unequal lengths, for tests of the training ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,9 @@ def _make_batch(lens_N: tuple[int, ...], seed: int) -> TrainBatch:
     )
 
 
-def my_batches() -> list[TrainBatch]:
-    """This data-parallel rank's share of the micro-batches."""
-    return make_batches()[ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()]
+def my_batches(batches: list[TrainBatch] | None = None) -> list[TrainBatch]:
+    """This data-parallel rank's share of the micro-batches, by default of `make_batches()`."""
+    return (batches or make_batches())[ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()]
 
 
 def token_loss(logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -84,6 +85,38 @@ def make_actor(
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     train = TrainConfig(router_aux_loss_coef=0.1, recompute=recompute)
     return Actor(model, parallel, train, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
+
+
+def with_engine_records(batches: list[TrainBatch], hf_dir: Path) -> tuple[list[TrainBatch], list[Tensor]]:
+    """The batches as an engine might have sampled them, and the router flips [T] that are put into them.
+
+    Experts are those that transformers chooses, but for every third token another one in layer 2, and for
+    every sixth in layer 3 as well; layer 1 is dense. Every fourth token is stale.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
+    out, flips = [], []
+    for batch in batches:
+        experts_TLK = torch.zeros(len(batch.token_ids_T), 4, 2, dtype=torch.int16)
+        flips_T, first = torch.zeros(len(batch.token_ids_T), dtype=torch.int32), 0
+        for tokens in batch.token_ids_T.split(list(batch.lens_N)):
+            rows = slice(first, first + len(tokens))
+            with torch.no_grad():
+                router_logits = model(tokens[None], output_router_logits=True).router_logits
+            for layer, logits in zip((0, 2, 3), router_logits, strict=True):
+                ranked_TE = logits.argsort(-1, descending=True)[:, :8].to(torch.int16)
+                for period in {2: (3,), 3: (6,)}.get(layer, ()):
+                    ranked_TE[::period, 1] = ranked_TE[::period, 5]
+                    flips_T[rows][1:] += (torch.arange(len(tokens)) % period == 0).int()[:-1]
+                experts_TLK[rows, layer] = ranked_TE[:, :2]
+            experts_TLK[first + len(tokens) - 1] = -1
+            first += len(tokens)
+        index_T = torch.arange(first)
+        records = {"routed_experts_TLK": experts_TLK, "stale_T": index_T % 4 == 0}
+        out.append(replace(batch, rollout_logprobs_T=-1.0 - 0.01 * index_T, **records))
+        flips.append(flips_T)
+    return out, flips
 
 
 def transformers_logprobs(hf_dir: Path, temperature: float = 1.0) -> list[torch.Tensor]:

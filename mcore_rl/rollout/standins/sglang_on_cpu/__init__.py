@@ -6,7 +6,7 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 from collections.abc import Callable
 
 from sglang_on_cpu.attention import batch_attention
-from sglang_on_cpu.experts import run_local_experts
+from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
 from sglang_on_cpu.processes import (
     fork_workers,
     keep_load_snapshots_in_temp_dir,
@@ -22,6 +22,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     sleep_while_paused,
     batch_attention,
     run_local_experts,
+    keep_routed_experts_in_plain_memory,
     allow_seeded_sampling,
 )
 

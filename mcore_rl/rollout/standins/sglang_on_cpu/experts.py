@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer where a rank holds some of the experts."""
+"""The mixture-of-experts layer where a rank holds some of the experts; the record of who was chosen."""
 
 from typing import Any
 
@@ -29,3 +29,13 @@ def run_local_experts() -> None:
         return out.to(x.dtype)
 
     fused_moe_native.moe_forward_native = moe_forward_native
+
+
+def keep_routed_experts_in_plain_memory() -> None:
+    """Give --enable-return-routed-experts a plain buffer; SGLang registers its own with the CUDA driver."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    def allocate(dims: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Tensor:
+        return torch.empty(dims, dtype=dtype)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
