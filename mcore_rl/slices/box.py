@@ -50,6 +50,19 @@ class Box:
         return Box(self.name, start, stop)
 
 
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """`box` without `hole`, which must lie inside it, as disjoint boxes."""
+    rest = []
+    start, stop = list(box.start), list(box.stop)
+    for axis in range(len(start)):
+        if start[axis] < hole.start[axis]:
+            rest.append(Box(box.name, tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :])))
+        if hole.stop[axis] < stop[axis]:
+            rest.append(Box(box.name, (*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
+        start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
+    return rest
+
+
 def itemsize(dtype: str) -> int:
     """Bytes per element of a torch dtype given by name."""
     return getattr(torch, dtype).itemsize

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.box import Box, Shard, subtract
 
 
 @dataclass(frozen=True)
@@ -166,19 +166,6 @@ def _requests(rank: int, target: Shard, holders: dict[Box, tuple[_Holder, ...]])
         raise ValueError(
             f"target rank {rank}: {target.tensor!r} needs {missing[0]}, which no source rank holds"
         )
-
-
-def subtract(box: Box, hole: Box) -> list[Box]:
-    """`box` without `hole`, which must lie inside it, as disjoint boxes."""
-    rest = []
-    start, stop = list(box.start), list(box.stop)
-    for axis in range(len(start)):
-        if start[axis] < hole.start[axis]:
-            rest.append(Box(box.name, tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :])))
-        if hole.stop[axis] < stop[axis]:
-            rest.append(Box(box.name, (*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
-        start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
-    return rest
 
 
 def _order(transfer: Transfer) -> tuple[object, ...]:

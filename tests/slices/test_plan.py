@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.box import Box, Shard, subtract
 from mcore_rl.slices.coverage import contiguous_strides
-from mcore_rl.slices.plan import make_plan, subtract
+from mcore_rl.slices.plan import make_plan
 from mcore_rl.slices.reshard import reshard
 
 

@@ -1,0 +1,204 @@
+"""config.json and sizes of SGLang's engines in, where their ranks hold the HF tensors out, in closed form.
+
+    rank = engine * (TP * PP) + pp * TP + tp     attention: tp % (TP / DP), replicated over its DP groups
+                                                 experts: ep = tp // (TP / EP), cut over the TP / EP in it
+
+Recorded of SGLang 0.5.23 (runtime_context.derive_spawn_ranks, layers/linear.py, layers/moe, get_pp_indices).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from mcore_rl.slices.families.table import Family, HfConfig, Shape
+from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
+from mcore_rl.slices.layouts.ranks import Ranks
+from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows
+
+VOCAB_MULTIPLE = 64
+ROWS, COLUMNS = 0, 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which group of ranks cuts a tensor along which axis; "all" cuts nothing."""
+
+    group: Literal["all", "attention", "kv_heads", "tensor"]
+    axis: int = ROWS
+
+
+WHOLE = Rule("all")
+RULES: Mapping[str, Rule] = {
+    "model.embed_tokens": Rule("attention"),
+    "lm_head": Rule("tensor"),
+    "model.norm": WHOLE,
+    "input_layernorm": WHOLE,
+    "post_attention_layernorm": WHOLE,
+    "self_attn.q_proj": Rule("attention"),
+    "self_attn.k_proj": Rule("kv_heads"),
+    "self_attn.v_proj": Rule("kv_heads"),
+    "self_attn.o_proj": Rule("attention", COLUMNS),
+    "self_attn.q_norm": WHOLE,
+    "self_attn.k_norm": WHOLE,
+    "self_attn.q_a_proj": WHOLE,
+    "self_attn.q_a_layernorm": WHOLE,
+    "self_attn.q_b_proj": Rule("attention"),
+    "self_attn.kv_a_proj_with_mqa": WHOLE,
+    "self_attn.kv_a_layernorm": WHOLE,
+    "self_attn.kv_b_proj": Rule("attention"),
+    "mlp.gate": WHOLE,
+    "mlp.gate_proj": Rule("tensor"),
+    "mlp.up_proj": Rule("tensor"),
+    "mlp.down_proj": Rule("tensor", COLUMNS),
+    "mlp.shared_experts.gate_proj": Rule("tensor"),
+    "mlp.shared_experts.up_proj": Rule("tensor"),
+    "mlp.shared_experts.down_proj": Rule("tensor", COLUMNS),
+}
+"""Module of a HF tensor, from within the layer on -> who cuts it; routed experts have a rule of their own."""
+
+EXPERT_AXIS = {"gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS}
+
+
+@dataclass(frozen=True)
+class SGLangSizes:
+    """`engines` engines alike, each of tp * pp ranks.
+
+    dp   groups that attention is replicated over (--enable-dp-attention --dp-size), within the tp ranks
+    """
+
+    engines: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    @property
+    def engine_ranks(self) -> int:
+        return self.tp * self.pp
+
+
+class SGLangLayout:
+    """ValueError names the two numbers where the sizes do not divide the model."""
+
+    def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
+        self._tensors = Tensors(family, hf_config, dtype)
+        self._sizes = sizes
+        for name in ("ep", "dp"):
+            if sizes.tp % getattr(sizes, name):
+                raise ValueError(f"{name} = {getattr(sizes, name)} does not divide tp = {sizes.tp}")
+        if self._tensors.num_experts % sizes.ep:
+            raise ValueError(f"ep = {sizes.ep} does not divide experts = {self._tensors.num_experts}")
+        self._experts_per_rank = self._tensors.num_experts // sizes.ep
+        self._stages = [_stage_layers(self._tensors.num_layers, pp, sizes.pp) for pp in range(sizes.pp)]
+        self._stage_of = {layer: pp for pp, layers in enumerate(self._stages) for layer in layers}
+        self._place = cache(self._make_placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._sizes.engines * self._sizes.engine_ranks
+
+    def placement(self, name: str) -> Placement:
+        found = self._tensors.find(name)
+        if found is None:
+            return NOWHERE
+        if found.layer is None:
+            return self._place(found.entry, None, None)
+        ep = None if found.expert is None else found.expert // self._experts_per_rank
+        return self._place(found.entry, self._stage_of[found.layer], ep)
+
+    def names(self, rank: int) -> Iterator[str]:
+        sizes = self._sizes
+        stage, tp = divmod(rank % sizes.engine_ranks, sizes.tp)
+        ep = tp // (sizes.tp // sizes.ep)
+        experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
+        for entry in self._tensors.model_entries:
+            if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
+                yield entry.tensor.name
+        for layer in self._stages[stage]:
+            yield from self._tensors.layer_names(layer, experts)
+
+    def all_names(self) -> Iterator[str]:
+        return self._tensors.all_names()
+
+    def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
+        stages = self._model_stages(entry) if stage is None else [stage]
+        cuts = self._expert_cuts(entry) if ep is not None else self._cuts(entry)
+        pieces = []
+        for part, box in enumerate(cuts):
+            if box is None:
+                continue
+            ranks = self._ranks(entry, stages[0], ep, part, len(cuts))
+            for other in stages[1:]:
+                ranks = _interleave(ranks, self._ranks(entry, other, ep, part, len(cuts)))
+            pieces.append(Piece(*box, ranks, entry.dtype))
+        return Placement(tuple(pieces))
+
+    def _model_stages(self, entry: Entry) -> list[int]:
+        last = self._sizes.pp - 1
+        if entry.tensor.name != "model.embed_tokens.weight":
+            return [last]
+        return [0, last] if self._tensors.tied and last else [0]
+
+    def _cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
+        rule, sizes = _rule(entry), self._sizes
+        where = f"SGLang's {entry.suffix}"
+        attn_tp = sizes.tp // sizes.dp
+        if rule.group == "all":
+            return list(cut_evenly(entry.shape, None, 1, where))
+        parts = sizes.tp if rule.group == "tensor" else attn_tp
+        if entry.rule.padded:
+            multiple = VOCAB_MULTIPLE
+            if -(-entry.shape[0] // multiple) * multiple % parts:
+                multiple *= parts
+            return cut_rows(entry.shape, -(-entry.shape[0] // multiple) * multiple // parts, parts)
+        if rule.group == "kv_heads":
+            heads = self._tensors.sizes["kv_heads"]
+            if attn_tp > heads and attn_tp % heads:
+                raise ValueError(f"{where}: {attn_tp} ranks and {heads} key-value heads do not divide")
+            parts = min(attn_tp, heads)
+        return list(cut_evenly(entry.shape, rule.axis, parts, where))
+
+    def _expert_cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
+        axis = EXPERT_AXIS[entry.suffix.split(".")[-2]]
+        parts = self._sizes.tp // self._sizes.ep
+        return list(cut_evenly(entry.shape, axis, parts, f"SGLang's {entry.suffix}"))
+
+    def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
+        """The ranks of a stage, in all engines, that hold part number `part` of `parts`."""
+        sizes, first = self._sizes, stage * self._sizes.tp
+        engines = (sizes.engines, sizes.engine_ranks)
+        if ep is not None:
+            return Ranks.grid(first + ep * parts + part, engines)
+        group = _rule(entry).group
+        if group == "all":
+            return Ranks.grid(first, engines, (sizes.tp, 1))
+        if group == "tensor":
+            return Ranks.grid(first + part, engines)
+        attn_tp = sizes.tp // sizes.dp
+        replicas = attn_tp // parts
+        return Ranks.grid(first + part * replicas, engines, (sizes.dp, attn_tp), (replicas, 1))
+
+
+def _rule(entry: Entry) -> Rule:
+    """ValueError names a tensor whose place in SGLang is not recorded."""
+    module, _, kind = entry.suffix.rpartition(".")
+    if kind == "e_score_correction_bias":
+        return WHOLE
+    if module not in RULES:
+        raise ValueError(f"how SGLang cuts {entry.tensor.name!r} is not recorded")
+    rule = RULES[module]
+    return WHOLE if kind == "bias" and rule.axis == COLUMNS else rule
+
+
+def _stage_layers(num_layers: int, pp: int, num_stages: int) -> range:
+    """As get_pp_indices has it: the last stages take the layers that are left over."""
+    base, extra = divmod(num_layers, num_stages)
+    longer = max(0, pp - (num_stages - extra))
+    first = pp * base + longer
+    return range(first, first + base + (pp >= num_stages - extra))
+
+
+def _interleave(a: Ranks, b: Ranks) -> Ranks:
+    """Both; stages of several engines lie in turn."""
+    return Ranks.of([*a, *b])

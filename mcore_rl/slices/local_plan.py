@@ -1,0 +1,151 @@
+"""Two layouts and a rank in, that rank's own part of the plan out. Pure; sender and receiver agree unasked.
+
+Both ends of a pair see the same pools (boxes with the same holders and the same wanters), since each holds or
+wants every box of those it is part of, and divide them by the same rule. Time and memory grow with the boxes
+that the rank itself holds or wants, not with the number of ranks.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_rl.slices.box import Box
+from mcore_rl.slices.layouts.layout import Layout, Placement
+from mcore_rl.slices.layouts.ranks import Ranks
+from mcore_rl.slices.pool import Cell, Grain, Pool, Slice
+from mcore_rl.slices.shares import Move, Shares, Topology
+
+GRAIN = Grain()
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What travels between this rank and `peer`, in order; both ends have it equal but for the peer."""
+
+    peer: int
+    parts: tuple[tuple[Slice, ...], ...]
+    """Slices in order, in parts that flows to several peers share."""
+
+    @property
+    def slices(self) -> Iterator[Slice]:
+        return (piece for part in self.parts for piece in part)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.slices)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the boxes and dtypes in order: equal on both ends exactly if they agree."""
+        lines = hashlib.sha256()
+        for piece in self.slices:
+            lines.update(f"{piece.box.name} {piece.box.start} {piece.box.stop} {piece.dtype}\n".encode())
+        return lines.hexdigest()
+
+
+@dataclass(frozen=True)
+class RecvPlan:
+    """What an engine rank gets and passes on, in three steps, each complete before the next needs it.
+
+    recvs    from trainer ranks
+    relay    with engine ranks on other hosts, of what came from the trainer
+    spread   with engine ranks on this host, of what this rank has by then
+    """
+
+    recvs: tuple[Flow, ...]
+    relay_sends: tuple[Flow, ...]
+    relay_recvs: tuple[Flow, ...]
+    spread_sends: tuple[Flow, ...]
+    spread_recvs: tuple[Flow, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that come in, each element of each box once."""
+        return sum(flow.num_bytes for flow in (*self.recvs, *self.relay_recvs, *self.spread_recvs))
+
+
+def plan_sends(
+    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, relay: bool = True
+) -> tuple[Flow, ...]:
+    """What trainer rank `rank` sends to whom, in the order of the engine ranks."""
+    shared = [
+        (pool, Shares(pool.holders, pool.wanters, topology, relay))
+        for pool in pools(source.names(rank), source, target, grain, source_rank=rank)
+    ]
+    return _flows((pool, shares.sends(rank)) for pool, shares in shared)
+
+
+def plan_recvs(
+    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, relay: bool = True
+) -> RecvPlan:
+    """What engine rank `rank` gets and passes on. ValueError names a box that no trainer rank holds."""
+    shared = [
+        (pool, Shares(pool.holders, pool.wanters, topology, relay))
+        for pool in pools(target.names(rank), source, target, grain, target_rank=rank)
+    ]
+    return RecvPlan(
+        recvs=_flows((pool, shares.recvs(rank)) for pool, shares in shared),
+        relay_sends=_flows((pool, shares.relay_sends(rank)) for pool, shares in shared),
+        relay_recvs=_flows((pool, shares.relay_recvs(rank)) for pool, shares in shared),
+        spread_sends=_flows((pool, shares.spread_sends(rank)) for pool, shares in shared),
+        spread_recvs=_flows((pool, shares.spread_recvs(rank)) for pool, shares in shared),
+    )
+
+
+def pools(
+    names: Iterable[str],
+    source: Layout,
+    target: Layout,
+    grain: Grain = GRAIN,
+    source_rank: int | None = None,
+    target_rank: int | None = None,
+) -> list[Pool]:
+    """The pools of tensors `names` (only those that a given rank is part of), ordered alike on all ranks."""
+    found: dict[tuple[Ranks, Ranks, str], list[Cell]] = defaultdict(list)
+    known: dict[tuple[Placement, Placement], list[tuple[Box, list[Cell]]]] = {}
+    for name in names:
+        key = source.placement(name), target.placement(name)
+        if key not in known:
+            known[key] = [
+                (box, found[holders, wanters, dtype])
+                for box, holders, wanters, dtype in _cells(name, *key)
+                if (source_rank is None or source_rank in holders)
+                and (target_rank is None or target_rank in wanters)
+            ]
+        for box, cells in known[key]:
+            cells.append((name, box.start, box.stop))
+    return sorted(
+        (Pool(*key, cells, grain) for key, cells in found.items() if cells), key=lambda pool: pool.sort_key
+    )
+
+
+def _cells(name: str, source: Placement, target: Placement) -> Iterator[tuple[Box, Ranks, Ranks, str]]:
+    """(box, holders, wanters, dtype) of each piece that is wanted, cut where the holders change."""
+    held = [(Box(name, piece.start, piece.stop), piece.ranks) for piece in source.pieces]
+    for piece in target.pieces:
+        wanted = Box(name, piece.start, piece.stop)
+        missing = wanted.numel
+        for box, holders in held:
+            common = wanted.intersect(box)
+            if common is not None:
+                missing -= common.numel
+                yield common, holders, piece.ranks, piece.dtype
+        if missing:
+            raise ValueError(
+                f"engine rank {piece.ranks[0]} needs {wanted}, but no trainer rank holds {missing} elements"
+            )
+
+
+def _flows(moves: Iterable[tuple[Pool, Iterable[Move]]]) -> tuple[Flow, ...]:
+    parts: dict[int, list[Sequence[Slice]]] = defaultdict(list)
+    for pool, pool_moves in moves:
+        known: dict[tuple[int, int, int], tuple[Slice, ...]] = {}
+        for peer, stretch in pool_moves:
+            if stretch not in known:
+                first, last, count = stretch
+                known[stretch] = pool.slices(pool.cut(first, count), pool.cut(last, count))
+            if known[stretch]:
+                parts[peer].append(known[stretch])
+    return tuple(Flow(peer, tuple(map(tuple, parts[peer]))) for peer in sorted(parts))

@@ -1,0 +1,81 @@
+"""Random small models and random layouts of them, on both sides."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
+from mcore_rl.slices.pool import Grain
+from mcore_rl.slices.shares import ListedHosts, RegularHosts, Topology
+from tests.slices.megatron_layout import model_config
+
+DTYPE = "float32"
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    """config.json of a small model that all layouts below divide."""
+    return model_config(
+        vocab_size=draw(st.integers(5, 40)),
+        num_hidden_layers=draw(st.sampled_from([2, 4])),
+        num_attention_heads=8,
+        num_key_value_heads=draw(st.sampled_from([2, 4])),
+        head_dim=draw(st.sampled_from([1, 2])),
+        mlp_only_layers=draw(st.lists(st.integers(0, 1), max_size=1)),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+@st.composite
+def megatron_sizes(draw: st.DrawFn, config: dict[str, Any], max_ranks: int = 8) -> MegatronSizes:
+    layers = config["num_hidden_layers"]
+    pp = draw(st.sampled_from([1, 2]))
+    vpp = draw(st.sampled_from([None, 2])) if pp == 2 and layers == 4 else None
+    first = draw(st.sampled_from([None, 1])) if pp == 2 and vpp is None else None
+    left = max_ranks // pp
+    tp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= left]))
+    cp = draw(st.sampled_from([n for n in (1, 2) if n * tp <= left]))
+    dp = draw(st.integers(1, left // (tp * cp)))
+    experts = [
+        (ep, etp) for ep in (1, 2, 4) for etp in (1, 2, 4) if tp * cp * dp % (ep * etp) == 0 and ep <= 4
+    ]
+    ep, etp = draw(st.sampled_from(experts))
+    padded = -(-config["vocab_size"] // (4 * tp)) * 4 * tp
+    return MegatronSizes(
+        padded_vocab=padded, tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp, first_layers=first
+    )
+
+
+@st.composite
+def sglang_sizes(draw: st.DrawFn, max_ranks: int = 8) -> SGLangSizes:
+    tp = draw(st.sampled_from([1, 2, 4]))
+    pp = draw(st.sampled_from([1, 2]))
+    engines = draw(st.integers(1, max(1, max_ranks // (tp * pp))))
+    ep = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
+    dp = draw(st.sampled_from([n for n in (1, 2, 4) if tp % n == 0]))
+    return SGLangSizes(engines=engines, tp=tp, ep=ep, pp=pp, dp=dp)
+
+
+@st.composite
+def topologies(draw: st.DrawFn, num_sources: int, num_targets: int) -> Topology:
+    """Hosts apart, shared in part, or dealt out at random."""
+    if draw(st.booleans()):
+        hosts = st.integers(0, draw(st.integers(0, 4)))
+        return ListedHosts(
+            tuple(draw(st.lists(hosts, min_size=num_sources, max_size=num_sources))),
+            tuple(draw(st.lists(hosts, min_size=num_targets, max_size=num_targets))),
+        )
+    return RegularHosts(draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 8)))
+
+
+GRAINS = st.builds(Grain, min_bytes=st.sampled_from([1, 64, 1 << 16]), rows=st.sampled_from([1, 2, 4]))
+
+
+def megatron_layout(config: dict[str, Any], sizes: MegatronSizes) -> MegatronLayout:
+    return MegatronLayout(family_of(config), config, sizes, DTYPE)
+
+
+def sglang_layout(config: dict[str, Any], sizes: SGLangSizes) -> SGLangLayout:
+    return SGLangLayout(family_of(config), config, sizes, DTYPE)
