@@ -33,7 +33,8 @@ from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf_files import open_hf_dir, read_hf_config
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_files import open_hf_dir
 from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
@@ -202,9 +203,10 @@ def _engine_spec(config: Config, log_path: str) -> EngineSpec:
 def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; ValueError if the directory cannot be what the run needs."""
     path = Path(model.path)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model.path={model.path}: no config.json there; give a HuggingFace model directory")
-    family_of(read_hf_config(path))
+    try:
+        read_hf_config(path)
+    except ValueError as error:
+        raise ValueError(f"model.path={model.path}: {error}") from None
     if model.init == "hf":
         if not any(path.glob("*.safetensors")):
             raise ValueError(

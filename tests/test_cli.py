@@ -23,7 +23,7 @@ def test_help_lists_the_recipes(capsys) -> None:
         (["train", "recipe=tiny_moe_grpo", "rollout.temprature=1"], "Did you mean 'rollout.temperature'?"),
         (
             ["train", "recipe=tiny_moe_grpo", "model.path=/nowhere"],
-            "model.path=/nowhere: no config.json there",
+            "model.path=/nowhere: /nowhere/config.json does not exist",
         ),
         (["report", "/nowhere"], "no metrics.jsonl"),
     ],

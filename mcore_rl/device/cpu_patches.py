@@ -106,13 +106,17 @@ def alias_tensor_type() -> None:
 def define_missing_symbols() -> None:
     """moe_utils names te_general_gemm without defining it where Transformer Engine is absent.
 
-    CheckpointWithoutOutput takes its own default fp8=False for "fp8 is on".
+    multi_latent_attention believes it present, its TELinear being a mock. CheckpointWithoutOutput takes its
+    own default fp8=False for "fp8 is on".
     """
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
     original = CheckpointWithoutOutput.__init__
     CheckpointWithoutOutput.__init__ = lambda self, fp8=False: original(self, fp8 or None)
 

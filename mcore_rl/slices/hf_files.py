@@ -22,17 +22,10 @@ from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig, Shape
+from mcore_rl.slices.hf_config import read_hf_config
 
 INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"
-
-
-def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a model directory; ValueError if there is none."""
-    path = Path(hf_dir) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: {hf_dir} is not a HuggingFace model directory")
-    return json.loads(path.read_text())
 
 
 def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
@@ -49,7 +42,7 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name in family.left_out(config):
+                if family.is_passed_over(config, name):
                     continue
                 _check_tensor(path, name, tuple(file.get_slice(name).get_shape()), expected, where)
                 where[name] = path
@@ -124,7 +117,7 @@ class ExportFile:
 
 
 def plan_export(
-    shapes: Mapping[str, Shape], num_ranks: int, dtype: str, max_file_bytes: int = 4 << 30
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, str], num_ranks: int, max_file_bytes: int = 4 << 30
 ) -> tuple[ExportFile, ...]:
     """Deal whole HF tensors out to files of about `max_file_bytes`, and files to ranks in turn.
 
@@ -132,7 +125,7 @@ def plan_export(
     tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that can be filled, written and freed
     before the next. Each shard is a local tensor of its HF name.
     """
-    sizes = {name: prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
+    sizes = {name: prod(shape) * itemsize(dtypes[name]) for name, shape in shapes.items()}
     num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))
     num_files = -(-num_files // num_ranks) * num_ranks if num_files > num_ranks else num_files
     bins: list[list[str]] = [[] for _ in range(num_files)]
@@ -145,7 +138,7 @@ def plan_export(
         ExportFile(
             f"model-{number + 1:05d}-of-{num_files:05d}.safetensors",
             number % num_ranks,
-            tuple(whole_tensor(name, shapes[name], dtype) for name in sorted(names)),
+            tuple(whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names)),
         )
         for number, names in enumerate(bins)
     )
@@ -176,12 +169,16 @@ def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Ten
 
 
 def commit_export(
-    out_dir: Path, files: Sequence[ExportFile], hf_config: HfConfig, side_files_from: Path | None = None
+    out_dir: Path,
+    files: Sequence[ExportFile],
+    hf_config: HfConfig,
+    dtype: str,
+    side_files_from: Path | None = None,
 ) -> None:
     """Make the written files a model directory; call once, after all ranks have written theirs.
 
     The index comes last, so a directory with an index is complete. Tokenizer and other small files are
-    copied from `side_files_from`; config.json is `hf_config` with the dtype of the files. ValueError names
+    copied from `side_files_from`; config.json is `hf_config` with `dtype`, the model's. ValueError names
     a file that no rank wrote.
     """
     for file in files:
@@ -197,7 +194,6 @@ def commit_export(
         (out_dir / (file.filename + TEMPORARY)).rename(out_dir / file.filename)
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
-    dtype = files[0].shards[0].dtype
     _write_json(out_dir / "config.json", {**hf_config, "dtype": dtype})
     total = sum(shard.num_bytes for file in files for shard in file.shards)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}

@@ -17,9 +17,10 @@ from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
-from mcore_rl.train.hf_config import make_transformer_config, moe_layers, read_hf_config
+from mcore_rl.train.hf_config import make_transformer_config
 from mcore_rl.train.logprobs import vocab_parallel_logprobs
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
@@ -63,6 +64,7 @@ class Actor:
         """Optimizer steps taken."""
         self._hf_path = Path(model.path)
         self._optimizer_config, self._total_steps = optimizer, total_steps
+        self._dtype = model.dtype
         dtype = DTYPES[model.dtype]
         self._config = make_transformer_config(
             self.hf_config, parallel, dtype, train.recompute, train.router_aux_loss_coef
@@ -172,7 +174,7 @@ class Actor:
     def export_hf(self, out_dir: Path) -> None:
         """Write the weights as a HuggingFace directory beside the tokenizer and config they came with."""
         shards, tensors = self.weight_layout()
-        export_hf(shards, tensors, self.hf_config, Path(out_dir), self._hf_path)
+        export_hf(shards, tensors, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._reference is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.families import hf_tensor_shapes
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_files import (
     ExportFile,
@@ -30,19 +30,21 @@ def export_hf(
     shards: Sequence[Shard],
     tensors: Mapping[str, Tensor],
     hf_config: HfConfig,
+    dtype: str,
     out_dir: Path,
     side_files_from: Path,
     max_file_bytes: int = 1 << 30,
 ) -> None:
-    """Write the model to `out_dir` in the dtype of the tensors; collective over all ranks.
+    """Write the model to `out_dir` in `dtype`, the model's; collective over all ranks.
 
     Tokenizer and other small files come from `side_files_from`. The directory counts once its index is there.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     held_by: list[list[Shard]] = [[] for _ in range(world_size)]
     dist.all_gather_object(held_by, list(shards))
-    dtype = held_by[0][0].dtype
-    files = plan_export(hf_tensor_shapes(hf_config), world_size, dtype, max_file_bytes)
+    family = family_of(hf_config)
+    dtypes = family.dtypes(hf_config, dtype)
+    files = plan_export(family.shapes(hf_config), dtypes, world_size, max_file_bytes)
     for i in range(0, len(files), world_size):
         plan, targets = _plan_round(held_by, files[i : i + world_size], world_size)
         filled = empty_tensors(targets[rank])
@@ -52,7 +54,7 @@ def export_hf(
                 write_export_file(out_dir, file, filled)
     dist.barrier()
     if rank == 0:
-        commit_export(out_dir, files, hf_config, side_files_from)
+        commit_export(out_dir, files, hf_config, dtype, side_files_from)
     dist.barrier()
 
 

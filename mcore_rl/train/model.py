@@ -13,7 +13,8 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.train.hf_config import padded_vocab_size, rope_theta
+from mcore_rl.slices.hf_config import padded_vocab_size
+from mcore_rl.train.hf_config import rotary_options
 from mcore_rl.train.router import TokenWeightedRouter
 
 
@@ -32,8 +33,7 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
         _make_spec(config, vp_stage),
         vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
-        position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),  # type: ignore[arg-type]
+        **rotary_options(hf_config),
         share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
         parallel_output=True,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

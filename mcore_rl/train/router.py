@@ -2,7 +2,7 @@
 micro-batch, and compared with the engine's choice of experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,14 @@ class TokenWeightedRouter(TopKRouter):
         if self.flips is not None and self.layer_number is not None:
             self.flips.observe(self.layer_number, routing_map_TE)
         return probs_TE, routing_map_TE
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TokenWeightedRouter":
+        """Cast or move, but leave the experts' bias in float32, where small differences decide."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.weight.device)
+        return self
 
     def _apply_aux_loss(
         self,

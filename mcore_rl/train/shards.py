@@ -18,12 +18,22 @@ from mcore_rl.slices.training import LocalPart, training_padding, training_shard
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Parameters of all chunks of this rank by "<chunk>.<parameter name>"; views, not copies."""
+    """Parameters and saved buffers of all chunks of this rank by "<chunk>.<name>"; views, not copies."""
     return {
-        f"{i}.{name}": parameter.detach()
+        f"{i}.{name}": tensor
         for i, chunk in enumerate(chunks)
-        for name, parameter in unwrap_model(chunk).named_parameters()
+        for name, tensor in _weights(unwrap_model(chunk)).items()
     }
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of a model: parameters, and buffers such as the experts' bias."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                weights[name] = buffer
+    return weights
 
 
 def local_parts(chunks: Sequence[torch.nn.Module]) -> list[LocalPart]:
@@ -32,7 +42,7 @@ def local_parts(chunks: Sequence[torch.nn.Module]) -> list[LocalPart]:
     return [
         _part(shard, name, tensors[name])
         for i, chunk in enumerate(chunks)
-        for name, shard in _parameter_shards(chunk, f"{i}.")
+        for name, shard in _weight_shards(chunk, f"{i}.")
     ]
 
 
@@ -51,20 +61,20 @@ def zero_padding(chunks: Sequence[torch.nn.Module], hf_config: HfConfig) -> None
         tensors[span.tensor].view(-1)[span.start : span.stop] = 0
 
 
-def _parameter_shards(chunk: torch.nn.Module, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
+def _weight_shards(chunk: torch.nn.Module, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
     model = unwrap_model(chunk)
     metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
     state: Mapping[str, Any] = model.sharded_state_dict(metadata=metadata)
-    parameters = dict(model.named_parameters())
-    missing = parameters.keys() - state.keys()
+    weights = _weights(model)
+    missing = weights.keys() - state.keys()
     assert not missing, f"sharded_state_dict lacks {sorted(missing)}"
-    for name, parameter in parameters.items():
+    for name, tensor in weights.items():
         entry = state[name]
         if isinstance(entry, ShardedTensorFactory):
-            built = entry.build_fn(entry.key, parameter.detach(), entry.replica_id, entry.flattened_range)
+            built = entry.build_fn(entry.key, tensor, entry.replica_id, entry.flattened_range)
             yield from ((prefix + name, shard) for shard in _leaves(built))
         else:
-            entry.data = parameter.detach()
+            entry.data = tensor
             yield prefix + name, entry
 
 

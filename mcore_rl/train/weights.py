@@ -42,8 +42,9 @@ def fill_weights(
 def draw_weights(
     shards: Iterable[Shard], tensors: Mapping[str, Tensor], hf_config: HfConfig, seed: int
 ) -> None:
-    """Normal(0, initializer_range), norms 1; each HF tensor from a generator of its own, so that layouts
-    agree.
+    """Normal(0, initializer_range), norms 1, biases 0.
+
+    Each HF tensor comes from a generator of its own, so that layouts agree.
 
     Peak memory: one HF tensor in float32.
     """
@@ -51,10 +52,16 @@ def draw_weights(
     std = hf_config.get("initializer_range", 0.02)
     by_name = sorted(shards, key=lambda shard: shard.box.name)
     for name, group in groupby(by_name, key=lambda shard: shard.box.name):
-        full = torch.ones(shapes[name]) if len(shapes[name]) == 1 else _normal(name, shapes[name], std, seed)
+        full = _initial(name, shapes[name], std, seed)
         for shard in group:
             box = tuple(map(slice, shard.box.start, shard.box.stop))
             shard.view(tensors).copy_(full[box])
+
+
+def _initial(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    if len(shape) > 1:
+        return _normal(name, shape, std, seed)
+    return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
 
 
 def _normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:

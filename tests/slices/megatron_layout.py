@@ -57,6 +57,7 @@ def model_config(**changes: Any) -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "mlp_only_layers": [1],
         "decoder_sparse_step": 1,
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     } | changes
 

@@ -1,23 +1,38 @@
-"""The table of Qwen3-MoE against what transformers itself saves."""
+"""The tables against what transformers itself saves, and what they refuse."""
+
+from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.hf_files import read_hf_config
+from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.slices.hf_config import read_hf_config
 from tests.slices.megatron_layout import model_config
+from tests.tiny_models import MODELS, write_model
+
+CASES = [
+    *((kind, {}) for kind in MODELS),
+    ("qwen3_moe", {"tie_word_embeddings": True, "mlp_only_layers": [1]}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+]
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"mlp_only_layers": []}])
-def test_names_and_shapes_are_those_that_transformers_saves(tmp_path, changes):
-    settings = {k: v for k, v in model_config(**changes).items() if k != "architectures"}
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("kind", "changes"), CASES, ids=str)
+def test_names_shapes_and_dtypes_are_those_that_transformers_saves(tmp_path, kind, changes):
+    write_model(kind, tmp_path, **changes)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         saved = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert hf_tensor_shapes(read_hf_config(tmp_path)) == saved
+    config = read_hf_config(tmp_path)
+    assert hf_tensor_shapes(config) == saved
+    assert family_of(config).dtypes(config, "float32") == dict.fromkeys(saved, "float32")
+
+
+def test_the_bias_that_chooses_experts_stays_in_float32(tmp_path):
+    config = read_hf_config(write_model("deepseek_v3", tmp_path))
+    dtypes = family_of(config).dtypes(config, "bfloat16")
+    kept = [name for name, dtype in dtypes.items() if dtype != "bfloat16"]
+    assert kept == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)]
 
 
 def test_every_second_layer_is_moe_with_a_sparse_step_of_two():
@@ -28,14 +43,57 @@ def test_every_second_layer_is_moe_with_a_sparse_step_of_two():
 
 
 def test_unknown_architecture_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM.*Qwen3MoeForCausalLM"):
-        family_of({"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(ValueError, match=r"NoSuchForCausalLM.*Qwen3MoeForCausalLM"):
+        family_of({"architectures": ["NoSuchForCausalLM"]})
 
 
-def test_missing_and_unsupported_settings_are_named():
+def test_missing_settings_are_named():
     config = model_config()
     del config["hidden_size"]
-    with pytest.raises(ValueError, match="hidden_size"):
+    with pytest.raises(ValueError, match=r"config.json of Qwen3MoeForCausalLM lacks 'hidden_size'"):
         hf_tensor_shapes(config)
-    with pytest.raises(ValueError, match="attention_bias"):
-        hf_tensor_shapes(model_config(attention_bias=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen3", {"attention_bias": True}, "attention_bias=True in .*config.json: only False"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'.*only 'silu'"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3"}},
+            "low_freq_factor=None.*1.0 built in",
+        ),
+        ("qwen3_moe", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_type='yarn'"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'.*only 'noaux_tc'"),
+        ("deepseek_v3", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 and topk_group=2.*by its best 1"),
+        ("deepseek_v3", {"kv_lora_rank": None}, "lacks 'kv_lora_rank'"),
+        (
+            "deepseek_v2",
+            {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            "the model by its best 1",
+        ),
+    ],
+)
+def test_what_is_not_carried_is_refused_by_name(tmp_path, kind, changes, message):
+    config = read_hf_config(write_model(kind, tmp_path))
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(config | changes, Path("model/config.json"))
+
+
+def test_multi_token_prediction_layers_are_passed_over_and_nothing_else(tmp_path):
+    config = read_hf_config(write_model("deepseek_v3", tmp_path)) | {"num_nextn_predict_layers": 1}
+    family = family_of(config)
+    assert family.is_passed_over(config, "model.layers.4.eh_proj.weight")
+    assert not family.is_passed_over(config, "model.layers.3.mlp.gate.weight")
+    assert not family.is_passed_over(config, "model.layers.40.mlp.gate.weight")
+    assert not family.is_passed_over(
+        config | {"num_nextn_predict_layers": 0}, "model.layers.4.eh_proj.weight"
+    )
+
+
+def test_every_family_has_a_tiny_model(tmp_path):
+    described = (family_of(read_hf_config(write_model(kind, tmp_path / kind))) for kind in MODELS)
+    assert {family.architecture for family in described} == set(FAMILIES)

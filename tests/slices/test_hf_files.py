@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
+from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import (
     INDEX,
     commit_export,
@@ -17,7 +18,6 @@ from mcore_rl.slices.hf_files import (
     load_into,
     open_hf_dir,
     plan_export,
-    read_hf_config,
     write_export_file,
 )
 from mcore_rl.slices.plan import make_plan
@@ -70,7 +70,8 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
     ranks = zeros_like_ranks(config, read_all(hf_dir), torch.float32)
     for shards, tensors in ranks:
         load_into(shards, tensors, hf_dir)
-    files = plan_export(hf_tensor_shapes(config), LAYOUT.world_size, "float32", max_file_bytes=1024)
+    shapes = hf_tensor_shapes(config)
+    files = plan_export(shapes, dict.fromkeys(shapes, "float32"), LAYOUT.world_size, max_file_bytes=1024)
     assert len(files) > LAYOUT.world_size
     targets = export_targets(files, LAYOUT.world_size)
     whole = [empty_tensors(shards) for shards in targets]
@@ -78,7 +79,7 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
     for file in files:
         write_export_file(tmp_path, file, whole[file.rank])
     assert not list(tmp_path.glob("*.safetensors"))
-    commit_export(tmp_path, files, read_hf_config(hf_dir), side_files_from=hf_dir)
+    commit_export(tmp_path, files, read_hf_config(hf_dir), "float32", side_files_from=hf_dir)
     exported, source = read_all(tmp_path), read_all(hf_dir)
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[name], source[name]) for name in source)
@@ -94,21 +95,22 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
 
 def test_export_deals_every_tensor_once_and_evenly():
     shapes = {f"w{i}": (1 + i % 7, 16) for i in range(50)}
-    files = plan_export(shapes, 4, "bfloat16", max_file_bytes=1 << 20)
+    dtypes = dict.fromkeys(shapes, "bfloat16")
+    files = plan_export(shapes, dtypes, 4, max_file_bytes=1 << 20)
     assert [file.rank for file in files] == [0, 1, 2, 3]
     assert sorted(shard.box.name for file in files for shard in file.shards) == sorted(shapes)
     loads = [sum(shard.num_bytes for shard in file.shards) for file in files]
     assert max(loads) - min(loads) <= 7 * 16 * 2
-    small = plan_export(shapes, 4, "bfloat16", max_file_bytes=1000)
+    small = plan_export(shapes, dtypes, 4, max_file_bytes=1000)
     assert len(small) % 4 == 0
     assert max(sum(shard.num_bytes for shard in file.shards) for file in small) <= 1000 + 7 * 16 * 2
 
 
 def test_commit_names_the_rank_that_has_not_written(tmp_path):
-    files = plan_export({"a": (2,), "b": (2,)}, 2, "float32")
+    files = plan_export({"a": (2,), "b": (2,)}, {"a": "float32", "b": "float32"}, 2)
     write_export_file(tmp_path, files[0], empty_tensors(files[0].shards))
     with pytest.raises(ValueError, match=r"00002-of-00002.*rank 1 has not written"):
-        commit_export(tmp_path, files, {})
+        commit_export(tmp_path, files, {}, "float32")
     assert not (tmp_path / INDEX).exists()
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from mcore_rl.config import ParallelConfig
+from mcore_rl.slices.hf_config import padded_vocab_size, read_hf_config
 from mcore_rl.train.hf_config import (
     check_layout,
     make_transformer_config,
-    padded_vocab_size,
-    read_hf_config,
-    rope_theta,
+    rotary_options,
 )
 from mcore_rl.train.runtime import init_distributed
 
@@ -52,8 +51,8 @@ def test_sizes_come_from_config_json(tmp_path: Path) -> None:
     assert built.sequence_parallel
     assert built.variable_seq_lengths
     assert built.recompute_granularity == "full"
-    assert rope_theta(config) == 5e5
-    assert rope_theta({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}) == 1e6
+    assert rotary_options(config)["rotary_base"] == 5e5
+    assert rotary_options({"rope_parameters": {"rope_theta": 1e6}})["rotary_base"] == 1e6
 
 
 @pytest.mark.parametrize(
@@ -66,9 +65,9 @@ def test_vocabulary_padding(vocab: int, tp: int, rows: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"architectures": ["NoSuchForCausalLM"]}, "NoSuchForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type='yarn'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
     ],
@@ -86,15 +85,26 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ({"tp": 4, "ep": 2}, "parallel.tp=4 does not divide num_key_value_heads=2"),
+        ({"tp": 3}, "parallel.tp=3 does not divide num_attention_heads=8"),
         ({"pp": 3}, "parallel.pp \\* parallel.vpp=3 does not divide num_hidden_layers=4"),
         ({"pp": 2, "vpp": 4}, "=8 does not divide num_hidden_layers=4"),
-        ({"ep": 3}, "parallel.ep=3 does not divide num_experts=8"),
+        ({"ep": 3}, "parallel.ep=3 does not divide the number of experts=8"),
     ],
 )
 def test_layouts_that_do_not_divide_the_model_are_refused(layout: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(CONFIG, ParallelConfig(**layout))
+
+
+def test_key_value_heads_may_be_fewer_than_tensor_parallel_ranks_but_must_fit_them() -> None:
+    check_layout(CONFIG, ParallelConfig(tp=4, ep=2))
+    with pytest.raises(ValueError, match=r"parallel.tp=2 neither divides num_key_value_heads=3"):
+        check_layout(CONFIG | {"num_attention_heads": 6, "num_key_value_heads": 3}, ParallelConfig(tp=2))
+
+
+def test_a_dense_model_refuses_expert_parallelism() -> None:
+    with pytest.raises(ValueError, match=r"parallel.ep=2, but the model has no experts"):
+        check_layout(CONFIG | {"architectures": ["Qwen3ForCausalLM"]}, ParallelConfig(tp=2, ep=2))
 
 
 def test_a_wrong_number_of_ranks_is_refused() -> None:

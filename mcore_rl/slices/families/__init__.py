@@ -1,9 +1,13 @@
 """Model families by the architecture that `config.json` names."""
 
-from mcore_rl.slices.families.qwen3_moe import FAMILY as QWEN3_MOE
+from mcore_rl.slices.families import deepseek, dense, qwen3_moe
+from mcore_rl.slices.families.settings import rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 
-FAMILIES = {family.architecture: family for family in (QWEN3_MOE,)}
+FAMILIES = {
+    family.architecture: family
+    for family in (qwen3_moe.FAMILY, dense.QWEN3, dense.QWEN2, dense.LLAMA, deepseek.V3, deepseek.V2)
+}
 
 
 def family_of(hf_config: HfConfig) -> Family:
@@ -20,3 +24,21 @@ def family_of(hf_config: HfConfig) -> Family:
 def hf_tensor_shapes(hf_config: HfConfig) -> dict[str, Shape]:
     """HF name -> shape of every tensor of the model, from `config.json` alone."""
     return family_of(hf_config).shapes(hf_config)
+
+
+def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> None:
+    """ValueError names the setting in `file` that the family's table or Megatron's layers do not carry."""
+    family = family_of(hf_config)
+    for key, values in family.supported.items():
+        if key in hf_config and hf_config[key] not in values:
+            wanted = " or ".join(map(repr, values))
+            raise ValueError(f"{key}={hf_config[key]!r} in {file}: only {wanted} is supported")
+    rope_type = rope_of(hf_config)["rope_type"]
+    if rope_type not in family.rope_types:
+        wanted = " or ".join(map(repr, family.rope_types))
+        raise ValueError(f"rope_type={rope_type!r} in {file}: only {wanted} is supported")
+    refusal = family.refusal(hf_config)
+    if refusal:
+        raise ValueError(f"{file} cannot be carried: {refusal}")
+    family.sizes(hf_config)
+    family.options(hf_config)

@@ -7,7 +7,7 @@ linear_fc1 of a gated MLP (1 group): gate up                   anything else: 1 
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 HfConfig = Mapping[str, Any]
@@ -18,10 +18,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HfTensor:
-    """HF name, in which {layer} and {expert} stand for numbers, and the names of its axis sizes."""
+    """HF name, in which {layer} and {expert} stand for numbers, and the names of its axis sizes.
+
+    A model in which one of these sizes is 0 has no such tensor. `dtype` is kept whatever the model's is.
+    """
 
     name: str
     axes: tuple[str, ...]
+    dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,27 @@ class Rule:
 
 @dataclass(frozen=True)
 class Family:
-    """The table of one architecture; `sizes` and `is_moe_layer` read `config.json`."""
+    """The table of one architecture. The functions read `config.json`; ValueError names what it lacks.
+
+    sizes          axis sizes by the names used in `rules`
+    is_moe_layer   whether layer number ... has experts
+    options        the model in the words of megatron-core's TransformerConfig; layout and precision not
+    supported      keys of `config.json` -> the values that the table and Megatron carry; absent is fine too
+    rope_types     kinds of rotary embedding that Megatron's layers carry
+    refusal        why a model is refused although each of its settings is supported; empty if it is not
+    passed_over    pattern of HF names that a checkpoint may hold beside the model: not trained, not synced
+    """
 
     architecture: str
     rules: tuple[Rule, ...]
     sizes: Callable[[HfConfig], Mapping[str, int]]
     is_moe_layer: Callable[[HfConfig, int], bool]
-    tied: Mapping[str, str]
+    options: Callable[[HfConfig], dict[str, Any]]
+    supported: Mapping[str, tuple[Any, ...]]
+    rope_types: tuple[str, ...] = ("default",)
+    refusal: Callable[[HfConfig], str] = lambda config: ""
+    passed_over: Callable[[HfConfig], str] = lambda config: ""
+    tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 
     def find(self, key: str) -> tuple[Rule, int | None]:
@@ -69,18 +87,34 @@ class Family:
     def shapes(self, config: HfConfig) -> dict[str, Shape]:
         """HF name -> shape of every tensor of the model, from its config alone."""
         sizes = self.sizes(config)
-        left_out = self.left_out(config)
         return {
-            tensor.name.format(layer=layer, expert=expert): tuple(sizes[axis] for axis in tensor.axes)
-            for rule in self.rules
-            for layer, expert in self._places(rule, config, sizes)
-            for tensor in rule.tensors
-            if tensor.name not in left_out
+            name: tuple(sizes[axis] for axis in tensor.axes) for name, tensor in self._tensors(config, sizes)
         }
+
+    def dtypes(self, config: HfConfig, dtype: str) -> dict[str, str]:
+        """HF name -> dtype of every tensor of a model whose dtype is `dtype`."""
+        return {name: tensor.dtype or dtype for name, tensor in self._tensors(config, self.sizes(config))}
 
     def left_out(self, config: HfConfig) -> frozenset[str]:
         """HF tensors that this model does not have because its embeddings are tied."""
         return frozenset(self.tied) if config.get("tie_word_embeddings", False) else frozenset()
+
+    def is_passed_over(self, config: HfConfig, name: str) -> bool:
+        """Whether a checkpoint may hold the tensor `name` although Megatron's model does not."""
+        pattern = self.passed_over(config)
+        return name in self.left_out(config) or bool(pattern and re.fullmatch(pattern, name))
+
+    def _tensors(self, config: HfConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, HfTensor]]:
+        left_out = self.left_out(config)
+        for rule in self.rules:
+            present = [
+                tensor
+                for tensor in rule.tensors
+                if tensor.name not in left_out and all(sizes[axis] for axis in tensor.axes)
+            ]
+            for layer, expert in self._places(rule, config, sizes) if present else ():
+                for tensor in present:
+                    yield tensor.name.format(layer=layer, expert=expert), tensor
 
     def _places(
         self, rule: Rule, config: HfConfig, sizes: Mapping[str, int]

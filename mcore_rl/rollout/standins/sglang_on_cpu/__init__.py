@@ -5,7 +5,7 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 
 from collections.abc import Callable
 
-from sglang_on_cpu.attention import batch_attention
+from sglang_on_cpu.attention import absorb_latents, batch_attention
 from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
 from sglang_on_cpu.processes import (
     fork_workers,
@@ -21,6 +21,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     keep_load_snapshots_in_temp_dir,
     sleep_while_paused,
     batch_attention,
+    absorb_latents,
     run_local_experts,
     keep_routed_experts_in_plain_memory,
     allow_seeded_sampling,

@@ -161,3 +161,14 @@ def _run_groups(
     for group in backend.attention_groups:
         attend(group, query, output, k_cache, v_cache, scaling)
     return output
+
+
+def absorb_latents() -> None:
+    """Have DeepSeek's latent attention take the form that reads the latent KV cache, also in prefill.
+
+    For a backend it does not know SGLang chooses expanded keys and values, which torch_native does not keep.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attn, forward_batch: AttnForwardMethod.MLA)

@@ -1,0 +1,58 @@
+"""Dense models: Qwen3 (norms of queries and keys), Qwen2 (biases of queries, keys and values), Llama."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from mcore_rl.slices.families import rules
+from mcore_rl.slices.families.settings import (
+    PLAIN_SETTINGS,
+    base_options,
+    base_sizes,
+    grouped_query_options,
+    grouped_query_sizes,
+    rope_of,
+)
+from mcore_rl.slices.families.table import Family, HfConfig
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The constants of Llama 3's rotary embedding that megatron-core has built in; the factor is free."""
+
+
+def _sizes(config: HfConfig, *, qk_norm: bool, qkv_bias: bool) -> Mapping[str, int]:
+    return {**base_sizes(config), **grouped_query_sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias)}
+
+
+def _options(config: HfConfig, *, qk_norm: bool, qkv_bias: bool) -> dict[str, Any]:
+    sizes = _sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias)
+    return {**base_options(config), **grouped_query_options(sizes)}
+
+
+def _never(config: HfConfig, layer: int) -> bool:
+    return False
+
+
+def _llama_refusal(config: HfConfig) -> str:
+    rope = rope_of(config)
+    if rope["rope_type"] == "llama3":
+        for key, value in LLAMA3_ROPE.items():
+            if rope.get(key) != value:
+                return f"rope_type='llama3' with {key}={rope.get(key)!r}: Megatron has {value!r} built in"
+    return ""
+
+
+def _dense(architecture: str, *, qk_norm: bool = False, qkv_bias: bool = False, **more: Any) -> Family:
+    return Family(
+        architecture,
+        (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP),
+        partial(_sizes, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        _never,
+        partial(_options, qk_norm=qk_norm, qkv_bias=qkv_bias),
+        PLAIN_SETTINGS,
+        **more,
+    )
+
+
+QWEN3 = _dense("Qwen3ForCausalLM", qk_norm=True)
+QWEN2 = _dense("Qwen2ForCausalLM", qkv_bias=True)
+LLAMA = _dense("LlamaForCausalLM", rope_types=("default", "llama3"), refusal=_llama_refusal)

@@ -1,0 +1,97 @@
+"""Rules that families share: the tensors of Megatron's Transformer Engine layers, module by module."""
+
+from typing import Any
+
+from mcore_rl.slices.families.table import HfTensor, Rule
+
+LAYER = "decoder.layers."
+HF_LAYER = "model.layers.{layer}."
+
+
+def layer_rule(key: str, name: str, *axes: str, where: Any = "layer", dtype: str | None = None) -> Rule:
+    """One HF tensor that is a Megatron tensor as it stands."""
+    return Rule(LAYER + key, (HfTensor(HF_LAYER + name, axes, dtype),), where)
+
+
+def gated_rule(key: str, name: str, ffn: str, where: Any) -> Rule:
+    """linear_fc1 of a gated MLP: gate_proj above up_proj."""
+    halves = (HfTensor(f"{HF_LAYER}{name}.{half}_proj.weight", (ffn, "hidden")) for half in ("gate", "up"))
+    return Rule(LAYER + key, tuple(halves), where)
+
+
+def _qkv_rule(kind: str, q: str, kv: str, *axes: str) -> Rule:
+    rows = {"q": q, "k": kv, "v": kv}
+    tensors = (HfTensor(f"{HF_LAYER}self_attn.{x}_proj.{kind}", (rows[x], *axes)) for x in "qkv")
+    return Rule(f"{LAYER}self_attention.linear_qkv.{kind}", tuple(tensors), groups="kv_heads")
+
+
+MODEL = (
+    Rule(
+        "embedding.word_embeddings.weight",
+        (HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
+        where="model",
+        padded=True,
+    ),
+    Rule(
+        "output_layer.weight", (HfTensor("lm_head.weight", ("vocab", "hidden")),), where="model", padded=True
+    ),
+    Rule("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", ("hidden",)),), where="model"),
+)
+
+GROUPED_QUERY_ATTENTION = (
+    layer_rule("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
+    _qkv_rule("weight", "q", "kv", "hidden"),
+    _qkv_rule("bias", "q_bias", "kv_bias"),
+    layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "qk_norm"),
+    layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "qk_norm"),
+    layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "q"),
+)
+
+ATTENTION = "self_attention."
+LATENT_ATTENTION = (
+    layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    layer_rule(ATTENTION + "linear_q_proj.weight", "self_attn.q_proj.weight", "whole_q", "hidden"),
+    layer_rule(ATTENTION + "linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q_rank", "hidden"),
+    layer_rule(ATTENTION + "linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", "q_rank"),
+    layer_rule(ATTENTION + "linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "q", "q_rank"),
+    layer_rule(
+        ATTENTION + "linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "kv_down", "hidden"
+    ),
+    layer_rule(
+        ATTENTION + "linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "kv_rank"
+    ),
+    layer_rule(ATTENTION + "linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kv_up", "kv_rank"),
+    layer_rule(ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "hidden", "v"),
+)
+
+DENSE_MLP = (
+    layer_rule(
+        "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden", where="dense"
+    ),
+    gated_rule("mlp.linear_fc1.weight", "mlp", "dense_ffn", "dense"),
+    layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "dense_ffn", where="dense"),
+)
+
+EXPERTS = (
+    layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"),
+    layer_rule("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", where="moe"),
+    gated_rule("mlp.experts.experts.linear_fc1.weight", "mlp.experts.{expert}", "expert_ffn", "moe"),
+    layer_rule(
+        "mlp.experts.experts.linear_fc2.weight",
+        "mlp.experts.{expert}.down_proj.weight",
+        "hidden",
+        "expert_ffn",
+        where="moe",
+    ),
+)
+
+SHARED_EXPERTS = (
+    gated_rule("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts", "shared_ffn", "moe"),
+    layer_rule(
+        "mlp.shared_experts.linear_fc2.weight",
+        "mlp.shared_experts.down_proj.weight",
+        "hidden",
+        "shared_ffn",
+        where="moe",
+    ),
+)

@@ -1,0 +1,36 @@
+"""A HuggingFace model directory in, its config.json out; what is not supported is refused here, once."""
+
+import json
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.slices.families import family_of, refuse_unsupported
+from mcore_rl.slices.families.table import HfConfig
+
+VOCAB_MULTIPLE = 128
+
+
+def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
+    """The parsed config.json of a supported model; ValueError names the file and what is wrong with it."""
+    path = Path(hf_dir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {hf_dir} is not a HuggingFace model directory")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    refuse_unsupported(config, path)
+    return config
+
+
+def padded_vocab_size(config: HfConfig, tp: int) -> int:
+    """Rows of the embedding in memory, the same for every usual `tp` so that checkpoints reshard."""
+    multiple = lcm(VOCAB_MULTIPLE, tp)
+    return -(-config["vocab_size"] // multiple) * multiple
+
+
+def moe_layers(config: HfConfig) -> list[int]:
+    """1 for each layer with experts, 0 for each dense one."""
+    family = family_of(config)
+    return [int(family.is_moe_layer(config, i)) for i in range(config["num_hidden_layers"])]

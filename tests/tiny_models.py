@@ -1,0 +1,125 @@
+"""Tiny random models of every family, saved by transformers: the oracle of what a family computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 99
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.08,
+    "tie_word_embeddings": False,
+}
+GROUPED_QUERIES = {"num_key_value_heads": 2, "head_dim": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            **GROUPED_QUERIES,
+            "moe_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+    "qwen3": ("Qwen3Config", GROUPED_QUERIES),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
+    "llama": (
+        "LlamaConfig",
+        {
+            **GROUPED_QUERIES,
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+        },
+    ),
+}
+SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
+}
+"""What the published config.json says, SGLang needs, and transformers leaves out when it saves."""
+
+
+def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Save a model of family `kind` with no weight at its usual value: norms not 1, biases not 0."""
+    import transformers
+
+    class_name, settings = MODELS[kind]
+    config = getattr(transformers, class_name)(**{**SIZES, **settings, **changes})
+    torch.manual_seed(seed)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    saved_names = model.state_dict().keys()
+    with torch.no_grad():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dim() == 1 and name in saved_names:
+                tensor.add_(0.1 * torch.randn(tensor.shape))
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    saved = json.loads(path.read_text()) | SAVED_ELSEWHERE.get(kind, {})
+    rope = dict(saved["rope_parameters"])
+    saved["rope_theta"] = rope.pop("rope_theta")
+    if rope["rope_type"] != "default":
+        saved["rope_scaling"] = rope | {"type": rope["rope_type"]}
+    path.write_text(json.dumps(saved, indent=2))
+    return folder
