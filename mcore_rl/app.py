@@ -10,6 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mcore_rl.algo.build import make_advantages, make_policy_loss, sft_loss
+from mcore_rl.canary import Canary
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.host import node_address
@@ -63,7 +64,9 @@ def run_train(config: Config) -> None:
         start_step = _resume(trainer, prompts, newest)
         client = _make_client(config, addresses(), tokenizer)
         refitter = Refitter(trainer, host=node_address(), timeout_s=config.run.call_timeout_s)
-        weights = EngineSync(refitter, client, cluster.watched)
+        packed = _pack(config, trainer, folder)
+        canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, cluster.watched)
+        weights = EngineSync(refitter, client, canary, cluster.watched)
         weights.connect(client.urls)
         weights.sync(WeightVersion(start_step))
         with _make_log(config, folder, config.run.steps, start_step) as log:
@@ -73,7 +76,7 @@ def run_train(config: Config) -> None:
                 generator=EngineGenerator(client, config.rollout, cluster.watched),
                 reward=reward,
                 advantages=advantages,
-                trainer=_pack(config, trainer, folder),
+                trainer=packed,
                 weights=weights,
                 log=log,
             )

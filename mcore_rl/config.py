@@ -188,6 +188,16 @@ class DriftConfig:
 
 
 @dataclass
+class CanaryConfig:
+    """After each weight sync, engines and trainer score the same few sequences."""
+
+    sequences: int = 2
+    """How many, out of the step's own samples; 0 checks nothing."""
+    tolerance: float | None = None
+    """Mean |difference| in nats beyond which an engine is taken out of rotation; None goes by model.dtype."""
+
+
+@dataclass
 class RewardConfig:
     path: str = ""
     """Python file; a relative path is looked up from the working directory, then beside the recipes."""
@@ -250,6 +260,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

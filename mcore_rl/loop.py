@@ -35,7 +35,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with timer("train"):
             stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
         with timer("refit"):
-            refit = roles.weights.sync(WeightVersion(step))
+            refit = roles.weights.sync(WeightVersion(step), probe=batch)
         metrics = summarize_samples(samples, rewards_N, timer.seconds["rollout"]) | summarize_steps(stats)
         roles.log.log(step, {**metrics, **refit, **timer.metrics()})
         roles.log.log_samples(step, samples, rewards_N)

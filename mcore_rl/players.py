@@ -10,12 +10,13 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mcore_rl.canary import Canary, CanaryReport
 from mcore_rl.config import CheckpointConfig, RolloutConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.rollout.client import RolloutClient, Sampling
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.stream.refit import Refitter
+from mcore_rl.stream.refit import RefitError, Refitter
 from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch, WeightVersion
 
 T = TypeVar("T")
@@ -57,10 +58,13 @@ class PackedTrainer:
         self._dp_size, self._multiple_of, self._max_tokens = dp_size, multiple_of, max_tokens
         self._temperature, self._checkpoint = temperature, checkpoint
 
-    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> TokenScores:
+    def compute_logprobs(
+        self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None
+    ) -> TokenScores:
         plan = self._plan(batch)
+        temperature = self._temperature if temperature is None else temperature
         answers = self._ranks.compute_logprobs(
-            _cut(batch, plan), reference=reference, temperature=self._temperature
+            _cut(batch, plan), reference=reference, temperature=temperature
         )
         flat = [(i, s) for of_rank in zip(plan, answers, strict=True) for i, s in zip(*of_rank, strict=True)]
         logprobs_T = _put_back(batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat])
@@ -122,17 +126,25 @@ class EngineGenerator:
 class EngineSync:
     """Keeps the engines on the trainer's weights and the client on the engines that have them."""
 
-    def __init__(self, refitter: Refitter, client: RolloutClient, watched: Watched[Any]) -> None:
-        self._refitter, self._client, self._watched = refitter, client, watched
+    def __init__(
+        self, refitter: Refitter, client: RolloutClient, canary: Canary, watched: Watched[Any]
+    ) -> None:
+        self._refitter, self._client, self._canary, self._watched = refitter, client, canary, watched
 
     def connect(self, urls: Sequence[str]) -> None:
         self._watched(self._refitter.connect(urls))
 
-    def sync(self, version: WeightVersion) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: TrainBatch | None = None) -> Mapping[str, float]:
+        """RefitError if no engine has the weights, or none of those that say so computes with them."""
         report = self._watched(self._refitter.sync(version))
-        for url, error in report.failed.items():
+        checked = CanaryReport()
+        if probe is not None:
+            checked = self._canary.check(version, probe, self._refitter.in_rotation)
+        for url, error in (report.failed | checked.failed).items():
             self._client.take_out_of_rotation(url, error)
-        return report.metrics()
+        if checked.failed and not checked.differences.keys() - checked.failed.keys():
+            raise RefitError("; ".join(checked.failed.values()))
+        return {**report.metrics(), **checked.metrics()}
 
 
 class EventLoop:

@@ -12,7 +12,9 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   kl/ref                                    policy against the reference, by algorithm.kl.estimator
   logprob_diff/mean token_max clipped_share |trainer - engine| in nats, same weights; share outside the clip
   time/<phase> time/step                    wall seconds; time/refit is the weight sync
+  logprob_diff/stale router arithmetic      parts that add up to the mean; stale_share, router_flip_share
   refit/seconds transfer_seconds mib engines_failed   the weight sync as it measured itself
+  refit/canary_diff                         |trainer - engine| in nats right after the sync, worst engine
   router_aux_loss                           load balance of the experts, 1 is perfect (coefficient not 0)
   eval/greedy_accuracy greedy_reward prompts pass_at_<k>   held-out evaluation, step 0 before training
 

@@ -35,8 +35,12 @@ class PromptStream(Protocol):
 
 
 class Trainer(Protocol):
-    def compute_logprobs(self, batch: TrainBatch, *, reference: bool = False) -> TokenScores:
-        """Token-aligned log-probs; router flips where the batch has the engine's experts."""
+    def compute_logprobs(
+        self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None
+    ) -> TokenScores:
+        """Token-aligned log-probs, at the rollout's temperature unless another one is given; router flips
+        where the batch has the engine's experts.
+        """
         ...
 
     def train_step(self, batch: TrainBatch) -> StepStats: ...
@@ -45,8 +49,10 @@ class Trainer(Protocol):
 
 
 class WeightSync(Protocol):
-    def sync(self, version: WeightVersion) -> Mapping[str, float]:
-        """Bring every engine to `version`; returns what was measured."""
+    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+        """Bring every engine to `version`, see that they and the trainer agree on the sequences of `probe`;
+        returns what was measured.
+        """
         ...
 
 

@@ -1,0 +1,42 @@
+"""Sequences in, an engine's log-probs of their tokens out, without sampling anything."""
+
+import asyncio
+from collections.abc import Sequence
+
+import aiohttp
+
+from mcore_rl.rollout.client import EngineError
+
+
+async def score_sequences(
+    url: str, sequences: Sequence[Sequence[int]], timeout_s: float
+) -> list[list[float]]:
+    """log p(token t | tokens before it) for all tokens but the first of each sequence, at temperature 1.
+
+    EngineError names the engine and what it answered, if not that.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    async with aiohttp.ClientSession(timeout=timeout) as http:
+        return list(await asyncio.gather(*(_score(http, url, tokens) for tokens in sequences)))
+
+
+async def _score(http: aiohttp.ClientSession, url: str, tokens: Sequence[int]) -> list[float]:
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    try:
+        async with http.post(f"{url}/generate", json=body) as response:
+            if response.status != 200:
+                text = await response.text()
+                raise EngineError(f"engine {url} scored nothing: HTTP {response.status}: {text[:500]}")
+            answer = await response.json()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise EngineError(f"engine {url} scored nothing: {type(error).__name__}: {error}") from error
+    # The token ids beside the log-probs prove nothing: SGLang gives the vocabulary's last one as 0.
+    entries = answer["meta_info"]["input_token_logprobs"]
+    if len(entries) != len(tokens):
+        raise EngineError(f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)}")
+    return [entry[0] for entry in entries[1:]]
