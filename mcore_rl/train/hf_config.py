@@ -39,6 +39,7 @@ def make_transformer_config(
         "hidden_dropout": 0.0,
         "perform_initialization": True,  # overwritten; it also marks tensor-parallel parameters for the norm
         "calculate_per_token_loss": True,
+        "moe_token_dispatcher_type": "alltoall",  # the one for sequences of any length; dense models ask too
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         **megatron_options(),
@@ -75,7 +76,6 @@ def _experts(config: HfConfig, aux_loss_coef: float) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": aux_loss_coef,
         "moe_layer_freq": 1 if all(moe_layers(config)) else moe_layers(config),
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
     }
 

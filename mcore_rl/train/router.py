@@ -37,6 +37,12 @@ class TokenWeightedRouter(TopKRouter):
             self.flips.observe(self.layer_number, routing_map_TE)
         return probs_TE, routing_map_TE
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Do not count tokens per expert: the experts' bias stays as it was loaded.
+
+        megatron-core 0.16.1 would fail to count where there is a padding mask.
+        """
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TokenWeightedRouter":
         """Cast or move, but leave the experts' bias in float32, where small differences decide."""
         bias = self.expert_bias

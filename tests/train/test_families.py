@@ -1,0 +1,121 @@
+"""Every family: log-probs are those of transformers, in one process and cut up, and weights come back.
+
+One launch of four processes carries all families through all their layouts.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.types import StepStats
+from tests.distributed import run_ranks
+from tests.tiny_models import MODELS, write_model
+from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, transformers_logprobs
+
+Layout = dict[str, int]
+LAYOUTS: Mapping[str, list[Layout]] = {
+    "qwen3_moe": [{"tp": 4, "ep": 2, "etp": 2}],
+    "qwen3": [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
+    "qwen2": [{"tp": 4}, {"pp": 2, "cp": 2}],
+    "llama": [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}],
+    "deepseek_v3": [
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "etp": 2},
+        {"pp": 2, "vpp": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "ep": 4},
+    ],
+    "deepseek_v2": [{"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "dp": 2}],
+}
+"""Layouts of four ranks; with two key-value heads, tp = 4 shares each among two ranks."""
+
+
+def run_case(
+    rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout, export: Path
+) -> tuple[list[Tensor] | None, int, StepStats | None]:
+    """Export, then step: log-probs of this data-parallel rank's batches, its number, the step's report."""
+    from megatron.core import parallel_state as ps
+
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    scores = actor.compute_logprobs(my_batches())
+    actor.export_hf(export)
+    stats = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+    return scores and [score.logprobs_T for score in scores], ps.get_data_parallel_rank(), stats
+
+
+def run_cases(
+    rank: int, world_size: int, port: int, folder: Path, layouts: Mapping[str, list[Layout]]
+) -> Any:
+    return {
+        (kind, i): run_case(
+            rank,
+            world_size,
+            port,
+            ModelConfig(path=str(folder / kind)),
+            layout,
+            folder / f"{kind}-{world_size}-{i}",
+        )
+        for kind in layouts
+        for i, layout in enumerate(layouts[kind])
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for kind in MODELS:
+        write_model(kind, folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Any]:
+    """What one process computes, by family."""
+    cases = run_ranks(run_cases, 1, folder, {kind: [{}] for kind in MODELS}, timeout_s=200)[0]
+    return {kind: case for (kind, _), case in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def cut(folder: Path) -> list[Any]:
+    """What each of four processes computes."""
+    return run_ranks(run_cases, 4, folder, LAYOUTS, timeout_s=300)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logprobs_are_those_of_transformers(folder: Path, whole: dict[str, Any], kind: str) -> None:
+    for got, want in zip(whole[kind][0], transformers_logprobs(folder / kind), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", MODELS)
+def test_layouts_compute_what_one_process_does(whole: dict[str, Any], cut: list[Any], kind: str) -> None:
+    logprobs, _, stats = whole[kind]
+    for i, layout in enumerate(LAYOUTS[kind]):
+        owners = {
+            dp: (found, step) for found, dp, step in (rank[kind, i] for rank in cut) if found is not None
+        }
+        assert len(owners) == ParallelConfig(**layout).dp_size, layout
+        for dp, (found, step) in owners.items():
+            for got, want in zip(found, logprobs[dp :: len(owners)], strict=True):
+                assert (got - want).abs().max() < 1e-5, layout
+            assert step.loss == pytest.approx(stats.loss, abs=1e-6), layout
+            assert step.grad_norm == pytest.approx(stats.grad_norm, rel=1e-5), layout
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_come_back_byte_for_byte(folder: Path, whole: Any, cut: Any, kind: str) -> None:
+    source = load_file(folder / kind / "model.safetensors")
+    exports = [folder / f"{kind}-1-0", *(folder / f"{kind}-4-{i}" for i in range(len(LAYOUTS[kind])))]
+    for export in exports:
+        found = {name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()}
+        assert found.keys() == source.keys()
+        for name, tensor in source.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor), (export.name, name)
