@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.families.qwen3_moe import EXPERTS, LAYER
 from mcore_rl.slices.training import LocalPart
 
 DTYPE = torch.float32
+LAYER = "decoder.layers."
+EXPERTS = LAYER + "mlp.experts.experts."
 SHAPES = {
     "small": {"hidden": 256, "ffn": 64, "experts": 128},
     "large": {"hidden": 1024, "ffn": 512, "experts": 8},

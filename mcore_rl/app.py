@@ -63,7 +63,12 @@ def run_train(config: Config) -> None:
             trainer.snapshot_reference()
         start_step = _resume(trainer, prompts, newest)
         client = _make_client(config, addresses(), tokenizer)
-        refitter = Refitter(trainer, host=node_address(), timeout_s=config.run.call_timeout_s)
+        refitter = Refitter(
+            trainer,
+            host=node_address(),
+            timeout_s=config.run.call_timeout_s,
+            staged=config.rollout.stage_weights,
+        )
         packed = _pack(config, trainer, folder)
         canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, cluster.watched)
         weights = EngineSync(refitter, client, canary, cluster.watched)

@@ -144,6 +144,8 @@ class RolloutConfig:
     """Tokens of KV cache per engine."""
     request_timeout_s: float = 300.0
     retries: int = 3
+    stage_weights: bool = True
+    """Receive weights beside the decoding, pause only to swap them in; takes memory for the weights twice."""
     deterministic: bool = False
     """Sampling seeded per request: the same run samples the same tokens again."""
 

@@ -140,7 +140,9 @@ class EngineSync:
         checked = CanaryReport()
         if probe is not None:
             checked = self._canary.check(version, probe, self._refitter.in_rotation)
-        for url, error in (report.failed | checked.failed).items():
+        for url in report.serving:
+            self._client.put_in_rotation(url)
+        for url, error in (report.out_of_rotation | checked.failed).items():
             self._client.take_out_of_rotation(url, error)
         if checked.failed and not checked.differences.keys() - checked.failed.keys():
             raise RefitError("; ".join(checked.failed.values()))

@@ -93,6 +93,10 @@ class RolloutClient:
         assert reason
         self._engine(url).out_of_rotation = reason
 
+    def put_in_rotation(self, url: str) -> None:
+        """Send requests to the engine at `url`, also if it was taken out before."""
+        self._engine(url).out_of_rotation = ""
+
     def _engine(self, url: str) -> _Engine:
         for engine in self._engines:
             if engine.address.url == url:

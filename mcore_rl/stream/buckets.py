@@ -3,12 +3,14 @@
 source rank's shards        bucket (one message)                        target rank's shards
 q_proj rows 0-3   --->  | version index sums | q_proj | k_proj | ... |  --->  qkv_proj rows 0-3
 
-A slice is cast to the target's dtype while it is packed. Peak memory: two buckets per link and side.
+A slice is cast to the target's dtype while it is packed. Slices of one length lie side by side in a bucket,
+so that a bucket takes three calls, however many slices it has.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +18,33 @@ from torch import Tensor
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan import Transfer
 from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.verify import WORD_BYTES, Checksum
+from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
 
+_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _UNSIGNED = 2**64 - 1
+_ROW_BYTES = ROW_WORDS * WORD_BYTES
 _HEADER_WORDS = 2
-"""Weight version and index of the bucket; one checksum per piece follows."""
+"""Weight version and index of the bucket; one checksum per piece follows, up to the next whole row."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice in a bucket: `num_words` 8-byte words from `first_word` on, padded at the end."""
+    """One slice in a bucket: `num_rows` rows of ROW_WORDS words from `first_word` on, padded at the end."""
 
     source: Shard
     target: Shard
     first_word: int
-    num_words: int
+    num_rows: int
 
     @property
     def num_bytes(self) -> int:
         return self.target.num_bytes
+
+    def values(self, words_W: Tensor) -> Tensor:
+        """The piece in int64 `words_W` of its bucket, in the target's dtype and shape."""
+        words_W = words_W[self.first_word : self.first_word + self.num_rows * ROW_WORDS]
+        values = words_W.view(getattr(torch, self.target.dtype))
+        return values[: self.target.box.numel].view(self.target.box.shape)
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Bucket:
     @property
     def num_words(self) -> int:
         last = self.pieces[-1]
-        return last.first_word + last.num_words
+        return last.first_word + last.num_rows * ROW_WORDS
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +87,7 @@ def split_box(box: Box, max_numel: int) -> list[Box]:
 
 
 def plan_buckets(transfers: Iterable[Transfer], num_targets: int, bucket_bytes: int) -> list[Bucket]:
-    """The messages of these transfers, each with at most `bucket_bytes` of weights.
+    """The messages of these transfers, each with at most `bucket_bytes` of weights, or a single row of them.
 
     Every rank that works through its own buckets in the order given here makes progress: the order is
     the same on both ends of each pair, and the first unfinished message of all is first in line on both.
@@ -95,7 +105,7 @@ def _pair_buckets(pair: tuple[int, int], transfers: Sequence[Transfer], bucket_b
     groups: list[list[tuple[Shard, Shard]]] = [[]]
     filled_bytes = 0
     for source, target in _slices(transfers, bucket_bytes):
-        num_bytes = _num_words(target) * WORD_BYTES
+        num_bytes = _num_rows(target) * _ROW_BYTES
         if groups[-1] and filled_bytes + num_bytes > bucket_bytes:
             groups.append([])
             filled_bytes = 0
@@ -111,67 +121,68 @@ def _slices(transfers: Sequence[Transfer], bucket_bytes: int) -> Iterable[tuple[
             yield transfer.source.within(box), transfer.target.within(box)
 
 
-def _num_words(target: Shard) -> int:
-    return -(-target.num_bytes // WORD_BYTES)
+def _num_rows(target: Shard) -> int:
+    return -(-target.num_bytes // _ROW_BYTES)
 
 
 def _layout(slices: Sequence[tuple[Shard, Shard]]) -> tuple[Piece, ...]:
-    at = _HEADER_WORDS + len(slices)
+    at = -(-(_HEADER_WORDS + len(slices)) // ROW_WORDS) * ROW_WORDS
     pieces = []
-    for source, target in slices:
-        pieces.append(Piece(source, target, at, _num_words(target)))
-        at += pieces[-1].num_words
+    for source, target in sorted(slices, key=lambda pair: _num_rows(pair[1])):
+        pieces.append(Piece(source, target, at, _num_rows(target)))
+        at += pieces[-1].num_rows * ROW_WORDS
     return tuple(pieces)
 
 
-class Packer:
-    """Fills and empties the messages of one link, checksummed on both sides while the bytes are in cache."""
+class PlacedBucket:
+    """A bucket, the memory it travels in, and the slices of this rank's own tensors that belong to it."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self.max_words = max((bucket.num_words for bucket in buckets), default=0)
-        self._checksum = Checksum(self.max_words * WORD_BYTES)
+    def __init__(self, bucket: Bucket, words_W: Tensor, own: Sequence[Tensor]) -> None:
+        """`words_W`: int64 [bucket.num_words]; `own`: one view per piece, to be packed or filled."""
+        self.bucket, self._words_W, self._own = bucket, words_W, list(own)
+        self._values = [piece.values(words_W) for piece in bucket.pieces]
+        self._sums_at = slice(_HEADER_WORDS, _HEADER_WORDS + len(bucket.pieces))
+        first_word = bucket.pieces[0].first_word
+        self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces])
 
-    def make_buffer(self) -> Tensor:
-        """int64 [max_words], large enough for any of the buckets."""
-        return torch.zeros(self.max_words, dtype=torch.int64)
+    @property
+    def message_u8(self) -> Tensor:
+        return self._words_W.view(torch.uint8)
 
-    def pack(self, bucket: Bucket, version: int, tensors: Mapping[str, Tensor], buffer_W: Tensor) -> Tensor:
-        """Fill the buffer from the sender's tensors; returns the uint8 view to send."""
-        sums = [version, bucket.index]
-        for piece in bucket.pieces:
-            words_W = buffer_W[piece.first_word : piece.first_word + piece.num_words]
-            _values(words_W, piece).copy_(piece.source.view(tensors))
-            sums.append(self._checksum(words_W, piece.first_word))
-        buffer_W[: len(sums)] = torch.tensor(sums)
-        return message(bucket, buffer_W)
+    def pack(self, version: int) -> None:
+        """Fill the bucket from this rank's slices; the sums are taken while the bytes are in cache."""
+        _copy_all(self._values, self._own)
+        self._words_W[self._sums_at] = self._checksums(self._words_W)
+        self._words_W[0], self._words_W[1] = version, self.bucket.index
 
-    def unpack(self, bucket: Bucket, version: int, tensors: Mapping[str, Tensor], buffer_W: Tensor) -> None:
-        """Verify the received buffer, copy it into the receiver's tensors; TransferError names the slice."""
-        header = buffer_W[: _HEADER_WORDS + len(bucket.pieces)].tolist()
-        if header[:_HEADER_WORDS] != [version, bucket.index]:
+    def verify(self, version: int) -> None:
+        """Compare the received bytes with the sender's sums; TransferError names the slice."""
+        self.check_version(version)
+        bucket = self.bucket
+        expected, found = self._words_W[self._sums_at], self._checksums(self._words_W)
+        if not torch.equal(expected, found):
+            first = int((expected != found).nonzero()[0])
+            target = bucket.pieces[first].target
+            raise TransferError(
+                f"{target.box.name} {target.box.start} to {target.box.stop}, bound for {target.tensor}, has"
+                f" checksum {int(found[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
+                f" {int(expected[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
+            )
+
+    def check_version(self, version: int) -> None:
+        """TransferError if the memory holds another version or another bucket."""
+        bucket = self.bucket
+        header = self._words_W[:_HEADER_WORDS].tolist()
+        if header != [version, bucket.index]:
             raise TransferError(
                 f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
                 f" where engine rank {bucket.target_rank} expected version {version} bucket {bucket.index}"
             )
-        for piece, expected in zip(bucket.pieces, header[_HEADER_WORDS:], strict=True):
-            words_W = buffer_W[piece.first_word : piece.first_word + piece.num_words]
-            found = self._checksum(words_W, piece.first_word)
-            if found != expected:
-                box = piece.target.box
-                raise TransferError(
-                    f"{box.name} {box.start} to {box.stop}, bound for {piece.target.tensor}, has checksum"
-                    f" {found & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
-                    f" {expected & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
-                )
-            piece.target.view(tensors).copy_(_values(words_W, piece))
+
+    def place(self) -> None:
+        """Copy the received slices into this rank's own tensors."""
+        _copy_all(self._own, self._values)
 
 
-def message(bucket: Bucket, buffer_W: Tensor) -> Tensor:
-    """The bytes of `bucket` in a buffer, uint8."""
-    return buffer_W[: bucket.num_words].view(torch.uint8)
-
-
-def _values(words_W: Tensor, piece: Piece) -> Tensor:
-    """The words as the slice's values, in the target's dtype and shape."""
-    values = words_W.view(getattr(torch, piece.target.dtype))
-    return values[: piece.target.box.numel].view(piece.target.box.shape)
+def views(shards: Iterable[Shard], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    return [shard.view(tensors) for shard in shards]

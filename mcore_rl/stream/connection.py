@@ -6,16 +6,19 @@ engine rank:  trace, publish -+
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.plan import make_plan
-from mcore_rl.stream.buckets import Bucket, Packer, message, plan_buckets
+from mcore_rl.stream.buckets import Bucket, PlacedBucket, plan_buckets, views
+from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import GlooTransport, TransferError, Transport, route_to
+from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Link, Report, decode_shards, encode_shards
 
 SENDER_GRACE_S = 2.0
@@ -23,17 +26,15 @@ SENDER_GRACE_S = 2.0
 to the other senders the receiver itself seems to be late.
 """
 
-MakeTransport = Callable[[LinkStore, int, Link], Transport]
 Layouts = Sequence[tuple[Shard, ...]]
 
 
-def gloo_transport(store: LinkStore, rank: int, link: Link) -> Transport:
-    local_host = route_to(link.store_host, link.store_port)
-    return GlooTransport(store.tcp_store, rank, link.names, local_host, link.timeout_s)
-
-
 class Connection:
-    """One rank's end of a link: its buckets, two buffers for them, and the transport of its bytes."""
+    """One rank's end of a link: its buckets, the memory they lie in, and the transport of their bytes.
+
+    Memory: of a staged link, all of the receiver's slices, which shared memory gives both ends; else two
+    buckets per rank, or per pair of ranks on one machine.
+    """
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Connection:
         link: Link,
         rank: int,
         make_shards: Callable[[Layouts], Sequence[Shard]],
-        make_transport: MakeTransport = gloo_transport,
+        make_transport: MakeTransport = make_routes,
     ) -> None:
         """Meet the others and agree with all of them on the plan, within link.timeout_s.
 
@@ -49,13 +50,17 @@ class Connection:
         trainer rank's gets none. TransferError names the ranks that did not come, failed or disagree.
         """
         self._store, self._link, self._rank = store, link, rank
+        self._is_sender = rank < link.num_senders
         deadline_s = time.monotonic() + link.timeout_s
         layouts = self._exchange_layouts(store, make_shards, deadline_s)
         self.digest, self._buckets = self._agree(store, layouts, deadline_s)
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
-        self._packer = Packer(self._buckets)
-        self._buffers = [self._packer.make_buffer() for _ in self._buckets[:2]]
-        self._transport = make_transport(store, rank, link)
+        starts, sizes = lay_out(self._buckets, [self._peer(b) for b in self._buckets], staged=link.staged)
+        self._transport = make_transport(store, rank, link, sizes, deadline_s)
+        self._places = self._find_places(starts)
+        self._shards = [[p.source if self._is_sender else p.target for p in b.pieces] for b in self._buckets]
+        self._names = list({shard.tensor: None for of_bucket in self._shards for shard in of_bucket})
+        self._bound: tuple[list[int], list[PlacedBucket]] = ([], [])
 
     @property
     def name(self) -> str:
@@ -66,25 +71,43 @@ class Connection:
         began_s = time.monotonic()
         deadline_s = began_s + timeout_s + SENDER_GRACE_S
         with self._failing_together():
-            for i, bucket in enumerate(self._buckets):
-                packed_u8 = self._packer.pack(bucket, version, tensors, self._buffers[i % 2])
-                self._run(deadline_s)
-                peer = self._link.num_senders + bucket.target_rank
-                self._transport.send(packed_u8, peer, f"version {version} {bucket}")
+            for placed in self._bind(tensors):
+                placed.pack(version)
+                if not self._all_staged:
+                    self._run(deadline_s)
+                what = f"version {version} {placed.bucket}"
+                self._transport.send(placed.message_u8, self._peer(placed.bucket), what)
             self._run(deadline_s)
         return self._report(began_s)
 
     def receive(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
-        """Receive, verify and place this engine rank's slices; places one bucket while the next travels."""
+        """Receive and verify this engine rank's slices; unless the link is staged, place each bucket too,
+        while the next one travels.
+        """
         began_s = time.monotonic()
+        deadline_s = began_s + timeout_s
+        buckets = self._bind(tensors)
         with self._failing_together():
-            for i, bucket in enumerate(self._buckets):
-                if i == 0:
-                    self._start_recv(version, i)
-                self._run(began_s + timeout_s)
-                if i + 1 < len(self._buckets):
-                    self._start_recv(version, i + 1)
-                self._packer.unpack(bucket, version, tensors, self._buffers[i % 2])
+            for placed, following in zip(buckets, [*buckets[1:], None], strict=True):
+                if placed is buckets[0]:
+                    self._start_recv(version, placed)
+                self._run(deadline_s)
+                if following is not None:
+                    self._start_recv(version, following)
+                placed.verify(version)
+                if not self._link.staged:
+                    placed.place()
+            self._run(deadline_s)
+        return self._report(began_s)
+
+    def swap(self, version: int, tensors: Mapping[str, Tensor]) -> Report:
+        """Place what `receive` staged of `version`."""
+        began_s = time.monotonic()
+        buckets = self._bind(tensors)
+        for placed in buckets:
+            placed.check_version(version)
+        for placed in buckets:
+            placed.place()
         return self._report(began_s)
 
     def close(self) -> None:
@@ -108,10 +131,43 @@ class Connection:
     def _run(self, deadline_s: float) -> None:
         self._transport.run(deadline_s, self._store.failure)
 
-    def _start_recv(self, version: int, i: int) -> None:
-        bucket = self._buckets[i]
-        buffer_u8 = message(bucket, self._buffers[i % 2])
-        self._transport.recv(buffer_u8, bucket.source_rank, f"version {version} {bucket}")
+    def _start_recv(self, version: int, placed: PlacedBucket) -> None:
+        what = f"version {version} {placed.bucket}"
+        self._transport.recv(placed.message_u8, placed.bucket.source_rank, what)
+
+    def _peer(self, bucket: Bucket) -> int:
+        """The rank at the other end."""
+        return self._link.num_senders + bucket.target_rank if self._is_sender else bucket.source_rank
+
+    def _find_places(self, starts: Sequence[int]) -> list[Tensor]:
+        """int64 memory for each bucket: shared with the peer, or our own if bytes travel."""
+        shared = [self._transport.memory(self._peer(bucket)) for bucket in self._buckets]
+        self._all_staged = self._link.staged and all(memory is not None for memory in shared)
+        own = [
+            bucket.num_words for bucket, memory in zip(self._buckets, shared, strict=True) if memory is None
+        ]
+        keeps_all = self._link.staged and not self._is_sender
+        slots = [torch.zeros(max(own, default=0), dtype=torch.int64) for _ in own[:2]]
+        places = []
+        for i, (bucket, memory, start) in enumerate(zip(self._buckets, shared, starts, strict=True)):
+            if memory is not None:
+                places.append(memory[start : start + bucket.num_words])
+            elif keeps_all:
+                places.append(torch.zeros(bucket.num_words, dtype=torch.int64))
+            else:
+                places.append(slots[i % 2][: bucket.num_words])
+        return places
+
+    def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
+        """The buckets with views of `tensors`, made anew when these have moved."""
+        pointers = [tensors[name].data_ptr() for name in self._names]
+        if pointers != self._bound[0] or not self._bound[1]:
+            placed = [
+                PlacedBucket(bucket, place, views(own, tensors))
+                for bucket, place, own in zip(self._buckets, self._places, self._shards, strict=True)
+            ]
+            self._bound = (pointers, placed)
+        return self._bound[1]
 
     def _report(self, began_s: float) -> Report:
         seconds = time.monotonic() - began_s
@@ -123,8 +179,9 @@ class Connection:
         senders = range(self._link.num_senders)
         names = self._link.names
         with store.errors_published("layout", self._rank):
-            is_sender = self._rank in senders
-            sources = [] if is_sender else store.collect("layout", senders, names, self.name, deadline_s)
+            sources = (
+                [] if self._is_sender else store.collect("layout", senders, names, self.name, deadline_s)
+            )
             own = make_shards([decode_shards(data) for data in sources])
             store.publish("layout", self._rank, encode_shards(own))
         layouts = store.collect("layout", range(len(names)), names, self.name, deadline_s)
@@ -139,6 +196,24 @@ class Connection:
         others = [name for name, d in zip(names, digests, strict=True) if d.decode() != plan.digest]
         if others:
             raise TransferError(f"{self.name} planned {plan.digest}, but {', '.join(others)} otherwise")
-        is_sender = self._rank < num_senders
-        own = plan.sends(self._rank) if is_sender else plan.recvs(self._rank - num_senders)
+        own = plan.sends(self._rank) if self._is_sender else plan.recvs(self._rank - num_senders)
         return plan.digest, plan_buckets(own, self._link.num_receivers, self._link.bucket_bytes)
+
+
+def lay_out(
+    buckets: Sequence[Bucket], peers: Sequence[int], *, staged: bool
+) -> tuple[list[int], dict[int, int]]:
+    """Where each bucket starts in the memory shared with its peer, and the size of that; int64 words.
+
+    Staged, all buckets lie one after another; else there are two slots per peer, taken in turns.
+    """
+    sizes: dict[int, int] = defaultdict(int)
+    starts = []
+    slot_words = dict.fromkeys(peers, 0)
+    for bucket, peer in zip(buckets, peers, strict=True):
+        slot_words[peer] = max(slot_words[peer], bucket.num_words)
+    for bucket, peer in zip(buckets, peers, strict=True):
+        start = sizes[peer] if staged else bucket.index % 2 * slot_words[peer]
+        starts.append(start)
+        sizes[peer] = max(sizes[peer], start + bucket.num_words)
+    return starts, dict(sizes)

@@ -1,13 +1,17 @@
 """Inside each SGLang rank: commands come in through the custom weight loader, slices land in the parameters.
 
 SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller sends commands through
-/update_weights_from_tensor. What happened is reported through the link's store, never by an exception: that
-would be the end of SGLang's scheduler.
+/update_weights_from_tensor. Over a staged link only `connect` and `swap` come that way: a thread receives,
+beside the decoding, what the controller orders through the link's store. What happened is reported through
+the store, never by an exception: that would be the end of SGLang's scheduler.
 """
 
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from threading import Thread
 from typing import Any
 
 import torch
@@ -15,15 +19,11 @@ from torch import Tensor, nn
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.engine_trace import trace_load_weights
-from mcore_rl.stream.connection import (
-    Connection,
-    Layouts,
-    MakeTransport,
-    gloo_transport,
-)
+from mcore_rl.stream.connection import Connection, Layouts
+from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.wire import COMMAND_NAME, Link, Report, decode_command, hf_shapes
+from mcore_rl.stream.wire import COMMAND_NAME, Action, Command, Link, Report, decode_command, hf_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LoadWeights = Callable[[Any], object]
 class WeightReceiver:
     """One engine rank's end of the link to the trainer ranks; connects anew whenever it is told to."""
 
-    def __init__(self, make_transport: MakeTransport = gloo_transport) -> None:
+    def __init__(self, make_transport: MakeTransport = make_routes) -> None:
         self._make_transport = make_transport
         self._connection: Connection | None = None
         self._link: Link | None = None
@@ -41,28 +41,30 @@ class WeightReceiver:
 
     def handle(
         self,
-        link: Link,
-        version: int | None,
+        command: Command,
         receiver_rank: int,
         load_weights: LoadWeights,
         tensors: Mapping[str, Tensor],
     ) -> Report:
-        """Connect (version None) or receive `version` into `tensors`; report the outcome, errors too."""
-        began_s = time.monotonic()
+        """Do as told and report the outcome, errors too; what is received lands in `tensors`."""
+        link, action, version = command.link, command.action, command.version
         rank = link.num_senders + receiver_rank
-        try:
-            if version is None:
-                report = self._connect(link, rank, load_weights, tensors)
-            else:
-                report = self._receive(link, version, tensors)
-        except Exception as error:
-            logger.exception("weight update failed")
+
+        def work() -> Report:
+            if action == "connect":
+                return self._connect(link, rank, load_weights, tensors)
+            if self._connection is None or self._link != link:
+                raise TransferError(f"engine {link.engine} is not connected by this link; connect it again")
+            assert version is not None, f"{action} needs a version"
+            if action == "swap":
+                return self._connection.swap(version, tensors)
+            return self._connection.receive(version, tensors, link.timeout_s)
+
+        report = _attempt(link.names[rank], work)
+        if report.error is not None:
             self.close()
-            message = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-            seconds = time.monotonic() - began_s
-            lost = isinstance(error, TransferError) and error.peer_lost
-            report = Report(link.names[rank], seconds=seconds, error=message, peer_lost=lost)
-        self._publish(version, rank, report)
+        if self._store is not None and not _publish(self._store, action, rank, report):
+            self.close()
         return report
 
     def close(self) -> None:
@@ -84,22 +86,48 @@ class WeightReceiver:
 
         self._connection = Connection(self._store, link, rank, trace, self._make_transport)
         self._link = link
+        if link.staged:
+            arguments = (LinkStore.open(link, waits_for_orders=True), self._connection, link, rank, tensors)
+            Thread(target=_obey, args=arguments, name="weights", daemon=True).start()
         return Report(link.names[rank], self._connection.digest, self._connection.num_bytes)
 
-    @torch.no_grad()
-    def _receive(self, link: Link, version: int, tensors: Mapping[str, Tensor]) -> Report:
-        if self._connection is None or self._link != link:
-            raise TransferError(f"engine {link.engine} is not connected by this link; connect it again")
-        return self._connection.receive(version, tensors, link.timeout_s)
 
-    def _publish(self, version: int | None, rank: int, report: Report) -> None:
-        if self._store is None:
-            return
+def _obey(
+    store: LinkStore, connection: Connection, link: Link, rank: int, tensors: Mapping[str, Tensor]
+) -> None:
+    """Receive what is ordered through `store`, until an order fails or the controller drops the link."""
+    for number in count():
         try:
-            self._store.put_report(version, rank, report)
+            version = store.wait_order(number)
         except RuntimeError:
-            logger.exception("the controller's store is gone; this report is lost: %s", report)
-            self.close()
+            return
+        report = _attempt(link.names[rank], partial(connection.receive, version, tensors, link.timeout_s))
+        if report.error is not None:
+            connection.close()
+        if not _publish(store, "receive", rank, report) or report.error is not None:
+            return
+
+
+@torch.no_grad()
+def _attempt(name: str, work: Callable[[], Report]) -> Report:
+    began_s = time.monotonic()
+    try:
+        return work()
+    except Exception as error:
+        logger.exception("weight update failed")
+        message = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        lost = isinstance(error, TransferError) and error.peer_lost
+        return Report(name, seconds=time.monotonic() - began_s, error=message, peer_lost=lost)
+
+
+def _publish(store: LinkStore, action: Action, rank: int, report: Report) -> bool:
+    """Whether the controller's store was still there."""
+    try:
+        store.put_report(action, rank, report)
+    except RuntimeError:
+        logger.exception("the controller's store is gone; this report is lost: %s", report)
+        return False
+    return True
 
 
 _RECEIVER = WeightReceiver()
@@ -116,10 +144,10 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         names = [name for name, _ in named_tensors]
         logger.error("expected one tensor named %s, got %s", COMMAND_NAME, names)
         return
-    link, version = decode_command(commands[0])
+    command = decode_command(commands[0])
     parallel = get_parallel()
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
     tensors = dict(model.named_parameters())
-    report = _RECEIVER.handle(link, version, receiver_rank, model.load_weights, tensors)  # type: ignore[operator]
-    if version is not None and report.error is None:
+    report = _RECEIVER.handle(command, receiver_rank, model.load_weights, tensors)  # type: ignore[operator]
+    if command.action != "connect" and report.error is None:
         post_load_weights(model)

@@ -1,24 +1,35 @@
 """The controller's side of a weight sync: engines and trainer ranks link up, a version moves, is committed.
 
-pause -> begin -> trainers send | engine ranks receive -> everyone agrees? -> end -> commit version -> resume
+staged    trainers send | engine ranks receive beside the decoding -> everyone agrees?
+          -> pause -> begin -> swap -> end -> commit version -> resume
+in place  pause -> begin -> trainers send | engine ranks receive -> all agree? -> end -> commit -> resume
 
-An engine of which any rank failed stays paused and out of rotation until it was connected and synced anew.
+An engine of which any rank failed is out of rotation until it was linked and synced anew, which each sync
+tries. If its parameters may be a mixture of versions, it also stays paused.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import aiohttp
 
 from mcore_rl.stream.engine_control import EngineControl, EngineError
+from mcore_rl.stream.refit_report import EngineRefit, RefitReport, agreement, summary
 from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.wire import Link, Report, encode_command
+from mcore_rl.stream.wire import Action, Command, Link, Report, encode_command
+
+_log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
 """How much longer than the ranks' own deadline the controller waits for their answers."""
+_LAST_WORDS_S = 3.0
+"""How long an engine's ranks may take to tell their side once the trainer ranks told of a failure."""
+_POLL_S = 0.001
+_PROBE_S = 5.0
 
 
 class RefitError(RuntimeError):
@@ -42,37 +53,7 @@ class TrainerRanks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class EngineRefit:
-    """What one engine's sync took; `error` is None if it serves the new version."""
-
-    url: str
-    num_bytes: int = 0
-    num_buckets: int = 0
-    transfer_seconds: float = 0.0
-    error: str | None = None
-
-
-@dataclass(frozen=True)
-class RefitReport:
-    """Seconds from the first pause to the last resume; the transfer is the part in which bytes move."""
-
-    version: int
-    seconds: float
-    engines: tuple[EngineRefit, ...]
-
-    @property
-    def failed(self) -> dict[str, str]:
-        """Engine url -> why it is out of rotation."""
-        return {engine.url: engine.error for engine in self.engines if engine.error is not None}
-
-    def metrics(self) -> dict[str, float]:
-        return {
-            "refit/seconds": self.seconds,
-            "refit/transfer_seconds": max(engine.transfer_seconds for engine in self.engines),
-            "refit/mib": sum(engine.num_bytes for engine in self.engines) / 2**20,
-            "refit/engines_failed": float(len(self.failed)),
-        }
+Sent = Sequence[Mapping[str, Report]] | BaseException
 
 
 @dataclass
@@ -84,6 +65,7 @@ class _Engine:
     tp_size: int
     serves: int | None = None
     """The version it was last committed to."""
+    num_orders: int = 0
 
 
 class Refitter:
@@ -93,15 +75,24 @@ class Refitter:
         self,
         trainers: TrainerRanks,
         host: str = "127.0.0.1",
-        bucket_mib: float = 8.0,
+        bucket_mib: float = 4.0,
         timeout_s: float = 120.0,
+        staged: bool = True,
     ) -> None:
-        """`host`: this process's address as all ranks reach it; `timeout_s` bounds each connect and sync."""
+        """`host`: this process's address as all ranks reach it; `timeout_s` bounds each connect and sync.
+
+        `staged`: engines receive beside the decoding, into memory of the size of their weights, and pause to
+        swap only; else they pause for the whole transfer and need two buckets per trainer rank.
+        """
         self._trainers = trainers
         self._host = host
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._timeout_s = timeout_s
+        self._staged = staged
         self._engines: dict[str, _Engine] = {}
+        self._lost: dict[str, str] = {}
+        self._mixed: set[str] = set()
+        """Engines whose parameters may be a mixture of versions; they are paused."""
 
     @property
     def linked(self) -> tuple[str, ...]:
@@ -123,32 +114,44 @@ class Refitter:
             for url in urls:
                 self._engines.pop(url, None)
                 self._engines[url] = await self._connect(EngineControl(http, url))
+                self._lost.pop(url, None)
 
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> RefitReport:
         """Bring the linked engines (or those given) to the trainer's current weights, named `version`.
 
-        Engines that fail are unlinked, stay paused, and are in `report.failed`. RefitError if all failed, as
-        they do when the trainer ranks cannot be reached.
+        Without `urls`, engines lost before are linked anew first, if they answer. Engines that fail are
+        unlinked and are in `report.failed`. RefitError if all failed, as they do when the trainer ranks
+        cannot be reached.
         """
-        urls = self.linked if urls is None else tuple(urls)
-        if not urls or not set(urls) <= set(self._engines):
-            raise RefitError(f"cannot sync {list(urls)}: linked engines are {list(self.linked)}")
         began_s = time.monotonic()
         async with self._http() as http:
-            controls = [EngineControl(http, url) for url in urls]
-            errors = dict(zip(urls, await _attempt(self._open(c) for c in controls), strict=True))
-            outcome = await self._move(version, [c for c in controls if errors[c.url] is None])
-            refits = [
-                outcome[c.url] if errors[c.url] is None else EngineRefit(c.url, error=str(errors[c.url]))
-                for c in controls
-            ]
-            closed = await asyncio.gather(
-                *(self._close(c, version, refit) for c, refit in zip(controls, refits, strict=True))
-            )
-        report = RefitReport(version, time.monotonic() - began_s, tuple(closed))
-        if len(report.failed) == len(urls):
+            if urls is None:
+                await self._readmit(http)
+            chosen = self.linked if urls is None else tuple(urls)
+            if not chosen or not set(chosen) <= set(self._engines):
+                linked, lost = list(self.linked), self._lost
+                raise RefitError(f"cannot sync {list(chosen)}: linked engines are {linked}, lost are {lost}")
+            controls = [EngineControl(http, url) for url in chosen]
+            bring = self._sync_staged if self._staged else self._sync_in_place
+            refits = await bring(version, controls)
+        for refit in refits:
+            if refit.error is not None:
+                del self._engines[refit.url]
+        report = RefitReport(version, time.monotonic() - began_s, tuple(refits), dict(self._lost))
+        self._lost |= report.failed
+        if len(report.failed) == len(chosen):
             raise RefitError(f"no engine took version {version}: {'; '.join(report.failed.values())}")
         return report
+
+    async def _readmit(self, http: aiohttp.ClientSession) -> None:
+        for url in tuple(self._lost):
+            control = EngineControl(http, url)
+            try:
+                await asyncio.wait_for(control.parallel_sizes(), _PROBE_S)
+                self._engines[url] = await self._connect(control)
+                del self._lost[url]
+            except (EngineError, RefitError, TimeoutError) as error:
+                _log.warning("engine %s stays out of rotation: %s", url, error)
 
     async def _connect(self, control: EngineControl) -> _Engine:
         try:
@@ -162,51 +165,102 @@ class Refitter:
                 num_receivers=tp_size * pp_size,
                 bucket_bytes=self._bucket_bytes,
                 timeout_s=self._timeout_s,
+                staged=self._staged,
             )
             engine = _Engine(link, store, tp_size)
+            await control.pause()
             await control.begin_update()
-            sent, loaded = await asyncio.gather(
-                self._trainers.connect(link), self._load(control, engine, None), return_exceptions=True
-            )
+            loading = self._load(control, engine, Command(link, "connect"))
+            sent, loaded = await asyncio.gather(self._trainers.connect(link), loading, return_exceptions=True)
             await control.end_update()
+            if control.url not in self._mixed:
+                await control.resume()
         except EngineError as error:
             raise RefitError(f"engine {control.url} cannot be linked: {error}") from error
         if isinstance(sent, BaseException):
             raise RefitError(f"engine {control.url} cannot be linked: the trainer ranks failed") from sent
-        error = _agreement([*sent, *_reports(engine, None)], loaded)
+        error = agreement([*sent, *_reports(engine, "connect")], loaded)
         if error is not None:
             raise RefitError(f"engine {control.url} cannot be linked: {error}")
         return engine
+
+    async def _sync_staged(self, version: int, controls: Sequence[EngineControl]) -> list[EngineRefit]:
+        sending = self._start_send(version, [c.url for c in controls])
+        received = await asyncio.gather(
+            *(self._order(self._engines[c.url], version, sending) for c in controls)
+        )
+        refits = self._judge(controls, received, await _outcome(sending), [None] * len(controls))
+        return await asyncio.gather(
+            *(self._swap(c, version, r) for c, r in zip(controls, refits, strict=True))
+        )
+
+    async def _order(self, engine: _Engine, version: int, sending: "asyncio.Future[Any]") -> list[Report]:
+        """Have the ranks receive; their reports, once all are there or no more can be expected."""
+        engine.store.put_order(engine.num_orders, version)
+        missing = set(range(engine.link.num_senders, len(engine.link.names)))
+        found: dict[int, Report] = {}
+        give_up_s = time.monotonic() + self._timeout_s + _GRACE_S
+        while missing and time.monotonic() < give_up_s:
+            for rank in tuple(missing):
+                report = engine.store.take_report("receive", rank)
+                if report is not None:
+                    found[rank] = report
+                    missing.remove(rank)
+            if missing:
+                if sending.done() and _failed_for(engine.link.engine, sending):
+                    give_up_s = min(give_up_s, time.monotonic() + _LAST_WORDS_S)
+                await asyncio.sleep(_POLL_S)
+        engine.store.drop_order(engine.num_orders)
+        engine.num_orders += 1
+        return [found.get(rank) or _silent(engine, rank) for rank in sorted({*found, *missing})]
+
+    async def _swap(self, control: EngineControl, version: int, refit: EngineRefit) -> EngineRefit:
+        """Put the staged weights to use, between two decode steps."""
+        if refit.error is not None:
+            return refit
+        engine = self._engines[control.url]
+        began_s = time.monotonic()
+        try:
+            await control.pause()
+            await control.begin_update()
+            self._mixed.add(control.url)
+            await self._load(control, engine, Command(engine.link, "swap", version))
+            error = agreement(_reports(engine, "swap"))
+        except EngineError as failure:
+            error = str(failure)
+        return await self._close(control, version, replace(refit, error=error), began_s)
+
+    async def _sync_in_place(self, version: int, controls: Sequence[EngineControl]) -> list[EngineRefit]:
+        began_s = time.monotonic()
+        opened = await asyncio.gather(*(self._open(c) for c in controls), return_exceptions=True)
+        errors = {c.url: _engine_error(answer) for c, answer in zip(controls, opened, strict=True)}
+        ready = [c for c in controls if errors[c.url] is None]
+        moved: dict[str, EngineRefit] = {}
+        if ready:
+            sending = self._start_send(version, [c.url for c in ready])
+            loads = (self._receive(self._engines[c.url], c, version) for c in ready)
+            loaded = await asyncio.gather(*loads, return_exceptions=True)
+            received = [_reports(self._engines[c.url], "receive") for c in ready]
+            sent = await _outcome(sending)
+            moved = {r.url: r for r in self._judge(ready, received, sent, loaded)}
+        closing = (
+            self._close(c, version, moved.get(c.url) or EngineRefit(c.url, error=errors[c.url]), began_s)
+            for c in controls
+        )
+        return await asyncio.gather(*closing)
 
     async def _open(self, control: EngineControl) -> None:
         await control.pause()
         await control.begin_update()
 
-    async def _move(self, version: int, controls: Sequence[EngineControl]) -> dict[str, EngineRefit]:
-        """Send and receive side by side; failures are in what is returned."""
-        if not controls:
-            return {}
-        urls = [control.url for control in controls]
-        sending = asyncio.ensure_future(self._trainers.send(version, urls, self._timeout_s))
-        loads = (self._load(c, self._engines[c.url], version) for c in controls)
-        loaded = await asyncio.gather(*loads, return_exceptions=True)
-        (sent,) = await asyncio.gather(sending, return_exceptions=True)
-        refits = {}
-        for control, answer in zip(controls, loaded, strict=True):
-            received = _reports(self._engines[control.url], version)
-            if isinstance(sent, BaseException):
-                refits[control.url] = EngineRefit(control.url, error=f"the trainer ranks failed: {sent}")
-            else:
-                error = _agreement([*(ranks[control.url] for ranks in sent), *received], answer)
-                refits[control.url] = _refit(control.url, received, error)
-        return refits
+    async def _receive(self, engine: _Engine, control: EngineControl, version: int) -> None:
+        self._mixed.add(control.url)
+        await self._load(control, engine, Command(engine.link, "receive", version))
 
-    async def _load(self, control: EngineControl, engine: _Engine, version: int | None) -> None:
-        command_u8 = encode_command(engine.link, version)
-        await control.run_loader(command_u8, engine.tp_size, flush_cache=version is not None)
-
-    async def _close(self, control: EngineControl, version: int, refit: EngineRefit) -> EngineRefit:
-        """End the update; commit and resume if all went well, else unlink the engine and leave it paused."""
+    async def _close(
+        self, control: EngineControl, version: int, refit: EngineRefit, began_s: float
+    ) -> EngineRefit:
+        """End the update; commit and resume if all went well, else leave the engine paused."""
         error = refit.error
         try:
             await control.end_update()
@@ -214,53 +268,62 @@ class Refitter:
                 await control.commit(version)
                 await control.resume()
                 self._engines[control.url].serves = version
-                return refit
+                self._mixed.discard(control.url)
         except EngineError as failure:
             error = error or str(failure)
-        del self._engines[control.url]
-        return EngineRefit(control.url, error=error)
+        return replace(refit, error=error, pause_seconds=time.monotonic() - began_s)
+
+    def _start_send(self, version: int, urls: Sequence[str]) -> "asyncio.Future[Any]":
+        sending = self._trainers.send(version, urls, self._timeout_s)
+        return asyncio.ensure_future(asyncio.wait_for(sending, self._timeout_s + _GRACE_S))
+
+    def _judge(
+        self,
+        controls: Sequence[EngineControl],
+        received: Sequence[Sequence[Report]],
+        sent: Sent,
+        answers: Sequence[BaseException | None],
+    ) -> list[EngineRefit]:
+        """One verdict per engine on what trainer ranks, engine ranks and the engine itself said."""
+        refits = []
+        for control, reports, answer in zip(controls, received, answers, strict=True):
+            of_trainers = [] if isinstance(sent, BaseException) else [ranks[control.url] for ranks in sent]
+            error = agreement([*of_trainers, *reports], answer)
+            if isinstance(sent, BaseException):
+                why = str(sent) or f"no answer within {self._timeout_s + _GRACE_S:.0f} s"
+                error = f"the trainer ranks failed: {why}" + (f"; {error}" if error else "")
+            refits.append(summary(control.url, reports, error))
+        return refits
+
+    async def _load(self, control: EngineControl, engine: _Engine, command: Command) -> None:
+        moves = command.action != "connect"
+        await control.run_loader(encode_command(command), engine.tp_size, flush_cache=moves)
 
     def _http(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s + _GRACE_S))
 
 
-def _reports(engine: _Engine, version: int | None) -> list[Report]:
+def _reports(engine: _Engine, action: Action) -> list[Report]:
     """What the engine's ranks said, taken out of the store; a rank that said nothing counts as failed."""
     ranks = range(engine.link.num_senders, len(engine.link.names))
-    found = [engine.store.take_report(version, rank) for rank in ranks]
-    silent = "did not report (see the engine's log)"
-    return [
-        report or Report(engine.link.names[rank], error=silent, peer_lost=True)
-        for rank, report in zip(ranks, found, strict=True)
-    ]
+    return [engine.store.take_report(action, rank) or _silent(engine, rank) for rank in ranks]
 
 
-def _agreement(reports: Sequence[Report], answer: BaseException | None) -> str | None:
-    """None if every rank and the engine report success with one plan, else the error nearest the cause."""
-    failed = sorted((r for r in reports if r.error is not None), key=lambda r: r.peer_lost)
-    if failed:
-        others = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-        return f"{failed[0].rank}: {failed[0].error}{others}"
-    if answer is not None:
-        return str(answer)
-    digests = {report.digest for report in reports}
-    return None if len(digests) == 1 else f"ranks followed different plans: {sorted(digests)}"
+def _silent(engine: _Engine, rank: int) -> Report:
+    return Report(engine.link.names[rank], error="did not report (see the engine's log)", peer_lost=True)
 
 
-def _refit(url: str, received: Sequence[Report], error: str | None) -> EngineRefit:
-    return EngineRefit(
-        url,
-        sum(report.num_bytes for report in received),
-        sum(report.num_buckets for report in received),
-        max(report.seconds for report in received),
-        error,
-    )
+async def _outcome(sending: "asyncio.Future[Any]") -> Sent:
+    (sent,) = await asyncio.gather(sending, return_exceptions=True)
+    return sent
 
 
-async def _attempt(calls: Iterable[Awaitable[None]]) -> list[BaseException | None]:
-    """Run side by side; None or the EngineError of each, anything else is raised."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if result is not None and not isinstance(result, EngineError):
-            raise result
-    return results
+def _failed_for(engine: str, sending: "asyncio.Future[Any]") -> bool:
+    return sending.exception() is not None or any(ranks[engine].error for ranks in sending.result())
+
+
+def _engine_error(answer: BaseException | None) -> str | None:
+    """What an EngineError says; any other error is raised."""
+    if answer is not None and not isinstance(answer, EngineError):
+        raise answer
+    return None if answer is None else str(answer)

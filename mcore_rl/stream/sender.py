@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.stream.connection import Connection, MakeTransport, gloo_transport
+from mcore_rl.stream.connection import Connection
+from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Link, Report
@@ -21,7 +22,7 @@ class WeightSender:
         shards: Sequence[Shard],
         tensors: Mapping[str, Tensor],
         rank: int,
-        make_transport: MakeTransport = gloo_transport,
+        make_transport: MakeTransport = make_routes,
     ) -> None:
         """`shards`: what `tensors`, this rank's parameters, hold. The tensors are read anew at each send."""
         self._shards, self._tensors, self._rank = tuple(shards), tensors, rank

@@ -13,12 +13,14 @@ from typing import Any
 from torch import distributed
 
 from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.wire import Link, Report, decode_report, encode_report
+from mcore_rl.stream.wire import Action, Link, Report, decode_report, encode_report
 
 TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 _DATA, _ERROR = b"D", b"E"
 _FAILURE = "failure"
+_FOREVER = timedelta(days=3650)
+"""For an engine that waits for orders: training steps take as long as they take."""
 
 
 class LinkStore:
@@ -41,8 +43,8 @@ class LinkStore:
         return LinkStore(store)
 
     @staticmethod
-    def open(link: Link) -> "LinkStore":
-        timeout = timedelta(seconds=link.timeout_s)
+    def open(link: Link, *, waits_for_orders: bool = False) -> "LinkStore":
+        timeout = _FOREVER if waits_for_orders else timedelta(seconds=link.timeout_s)
         return LinkStore(TcpStore(link.store_host, link.store_port, is_master=False, timeout=timeout))
 
     @property
@@ -103,12 +105,26 @@ class LinkStore:
         except RuntimeError as error:
             return f"the controller's store is gone ({error})"
 
-    def put_report(self, version: int | None, rank: int, report: Report) -> None:
-        self.tcp_store.set(_report_key(version, rank), encode_report(report))
+    def put_order(self, number: int, version: int) -> None:
+        """Tell the engine's ranks to receive `version`; orders count from 0."""
+        self.tcp_store.set(_order_key(number), str(version))
 
-    def take_report(self, version: int | None, rank: int) -> Report | None:
+    def wait_order(self, number: int) -> int:
+        """The version of order `number`, however long it takes; RuntimeError once the store is gone.
+
+        Blocks every other use of this object.
+        """
+        return int(self.tcp_store.get(_order_key(number)))
+
+    def drop_order(self, number: int) -> None:
+        self.tcp_store.delete_key(_order_key(number))
+
+    def put_report(self, action: Action, rank: int, report: Report) -> None:
+        self.tcp_store.set(_report_key(action, rank), encode_report(report))
+
+    def take_report(self, action: Action, rank: int) -> Report | None:
         """The report of a rank that has answered, removed from the store; None from one that has not."""
-        key = _report_key(version, rank)
+        key = _report_key(action, rank)
         if not self.tcp_store.check([key]):
             return None
         report = decode_report(self.tcp_store.get(key))
@@ -116,5 +132,9 @@ class LinkStore:
         return report
 
 
-def _report_key(version: int | None, rank: int) -> str:
-    return f"report/{version}/{rank}"
+def _order_key(number: int) -> str:
+    return f"order/{number}"
+
+
+def _report_key(action: Action, rank: int) -> str:
+    return f"report/{action}/{rank}"

@@ -1,32 +1,57 @@
-"""Checksums of bytes in flight: 64 bits per slice, one multiply-add per 8 bytes.
+"""Checksums of bytes in flight: 64 bits per slice, many slices of one length at once.
 
-checksum = sum over i of word[i] * multiplier[i] mod 2**64, with odd pseudo-random multipliers. A change
-confined to one word always changes it (an odd number has an inverse mod 2**64); words that trade places or
-several changes at once escape with probability about 2**-63. It guards against faults, not adversaries.
+A slice is rows of ROW_WORDS 8-byte words: checksum = sum over j of multiplier[j] * (sum over rows of
+word[row, j]) mod 2**64, with odd pseudo-random multipliers. A change confined to one word always changes it
+(an odd number has an inverse mod 2**64); several changes, or stale bytes, escape with odds of about 2**-63.
+Words that trade places show unless they lie a multiple of 576 bytes apart. It guards against faults
+of memory, transport and bookkeeping, not against adversaries.
 """
 
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 WORD_BYTES = 8
+ROW_WORDS = 72
+"""576 bytes: whole cache lines, but no divisor of a page, so that pages that trade places show."""
+
+_MULTIPLIERS_W = (
+    torch.randint(
+        -(2**63), 2**63 - 1, (ROW_WORDS,), generator=torch.Generator().manual_seed(0x5EED), dtype=torch.int64
+    )
+    | 1
+)
 
 
-@cache
-def _multipliers(num_words: int) -> Tensor:
-    """int64 [num_words], the same on every rank; the generator's stream is fixed by its seed."""
-    generator = torch.Generator().manual_seed(0x5EED)
-    return torch.randint(-(2**63), 2**63 - 1, (num_words,), generator=generator, dtype=torch.int64) | 1
+@dataclass(frozen=True)
+class _Run:
+    """`count` slices of `num_rows` rows each, end to end."""
+
+    first_word: int
+    count: int
+    num_rows: int
 
 
-class Checksum:
-    """Checksums of slices of buffers up to `max_bytes` long; holds a table of that size."""
+class Checksums:
+    """Checksums of slices that lie end to end, each padded to whole rows."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._multipliers_W = _multipliers(-(-max_bytes // WORD_BYTES))
+    def __init__(self, first_word: int, num_rows: Sequence[int]) -> None:
+        """`num_rows`: of each slice, in order; runs of equal slices are summed in one pass."""
+        self._runs = []
+        for rows, same in groupby(num_rows):
+            count = len(list(same))
+            self._runs.append(_Run(first_word, count, rows))
+            first_word += count * rows * ROW_WORDS
 
-    def __call__(self, words_W: Tensor, first_word: int) -> int:
-        """Signed 64-bit sum over int64 `words_W`, which start at word `first_word` of their buffer."""
-        factors_W = self._multipliers_W[first_word : first_word + words_W.numel()]
-        return int(torch.dot(words_W, factors_W))
+    def __call__(self, words_W: Tensor) -> Tensor:
+        """int64 [slices], of the slices in int64 `words_W`."""
+        return torch.cat([self._sums(words_W, run) for run in self._runs])
+
+    @staticmethod
+    def _sums(words_W: Tensor, run: _Run) -> Tensor:
+        num_words = run.count * run.num_rows * ROW_WORDS
+        block = words_W[run.first_word : run.first_word + num_words].view(run.count, run.num_rows, ROW_WORDS)
+        return (block.sum(1) * _MULTIPLIERS_W).sum(1)

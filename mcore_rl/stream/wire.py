@@ -4,6 +4,7 @@ import json
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ class Link:
     num_receivers: int
     bucket_bytes: int
     timeout_s: float
+    staged: bool = False
+    """Slices are staged beside the parameters and swapped in together; else they go where they belong."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -54,15 +57,26 @@ class Report:
     """The error is that a peer went away or kept us waiting, so its own report says more."""
 
 
-def encode_command(link: Link, version: int | None) -> Tensor:
-    """uint8 tensor; `version` None asks the engine's ranks to connect, a number to receive that version."""
-    text = json.dumps({"link": asdict(link), "version": version})
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+Action = Literal["connect", "receive", "swap"]
 
 
-def decode_command(tensor_u8: Tensor) -> tuple[Link, int | None]:
-    command = json.loads(bytes(tensor_u8.tolist()))
-    return Link(**command["link"]), command["version"]
+@dataclass(frozen=True)
+class Command:
+    """What the ranks of an engine are told through SGLang: join a link, receive a version, swap it in."""
+
+    link: Link
+    action: Action
+    version: int | None = None
+
+
+def encode_command(command: Command) -> Tensor:
+    """uint8 tensor."""
+    return torch.frombuffer(bytearray(json.dumps(asdict(command)).encode()), dtype=torch.uint8)
+
+
+def decode_command(tensor_u8: Tensor) -> Command:
+    fields = json.loads(bytes(tensor_u8.tolist()))
+    return Command(Link(**fields["link"]), fields["action"], fields["version"])
 
 
 def encode_report(report: Report) -> bytes:

@@ -175,6 +175,8 @@ def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
     client.take_out_of_rotation(engine.url, "weights are old")
     with pytest.raises(EngineError, match=r"no engine in rotation .*weights are mixed.*weights are old"):
         generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
+    client.put_in_rotation(engine.url)
+    assert len(generate(client, make_prompts(1), 1, Sampling(max_response_len=4))) == 1
 
 
 def test_two_ranks(model, model_path, tmp_path):

@@ -6,7 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.stream.connection import gloo_transport
 from mcore_rl.stream.receiver import WeightReceiver
+from mcore_rl.stream.routes import MakeTransport, make_gloo, make_routes
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import Transport
-from mcore_rl.stream.wire import Link, Report
+from mcore_rl.stream.wire import Action, Command, Link, Report
 from tests.stream.layouts import FusedEngine, make_tensors
 
+ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
+_SWAPPED = "swapped"
 Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[str, Tensor]]]
 
 
@@ -40,6 +42,9 @@ class FaultyTransport:
 
     def __init__(self, transport: Transport, fault: Fault) -> None:
         self._transport, self._fault, self._started = transport, fault, 0
+
+    def memory(self, peer: int) -> Tensor | None:
+        return self._transport.memory(peer)
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         if self._started == self._fault.message:
@@ -74,6 +79,13 @@ class Scene:
     fault: Fault | None = None
     absent_sender: int | None = None
     """This trainer rank never connects."""
+    staged: bool = False
+    is_far: bool = False
+    """Bytes travel as between machines."""
+
+    @property
+    def make_transport(self) -> MakeTransport:
+        return make_gloo if self.is_far else make_routes
 
 
 def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
@@ -91,6 +103,7 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
         num_receivers=scene.num_receivers,
         bucket_bytes=scene.bucket_bytes,
         timeout_s=scene.timeout_s,
+        staged=scene.staged,
     )
     pipes, processes = [], []
     for rank in range(scene.num_senders + scene.num_receivers):
@@ -116,8 +129,8 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     assert len(answers) == len(pipes), f"only ranks {sorted(answers)} answered"
     results = [answers[rank] for rank in range(len(pipes))]
     for rank in range(scene.num_receivers):
-        for version in (None, *range(scene.num_syncs)):
-            store.take_report(version, scene.num_senders + rank)
+        for action in ACTIONS:
+            store.take_report(action, scene.num_senders + rank)
     return results[: scene.num_senders], results[scene.num_senders :], store.num_keys
 
 
@@ -140,8 +153,10 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
     if rank == scene.absent_sender:
         return []
 
-    def make_transport(store: LinkStore, own_rank: int, link: Link) -> Transport:
-        transport = gloo_transport(store, own_rank, link)
+    def make_transport(
+        store: LinkStore, own_rank: int, link: Link, sizes: Mapping[int, int], deadline_s: float
+    ) -> Transport:
+        transport = scene.make_transport(store, own_rank, link, sizes, deadline_s)
         own_fault = scene.fault is not None and scene.fault.rank == rank
         return FaultyTransport(transport, scene.fault) if own_fault else transport  # type: ignore[arg-type]
 
@@ -151,6 +166,7 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
     for version in range(scene.num_syncs):
         if reports[-1].error is not None:
             break
+        _wait_until_swapped(scene, link, version)
         newer = scene.cut(make_tensors(seed=version), rank, scene.num_senders, "float32")[1]
         for name, tensor in tensors.items():
             tensor.copy_(newer[name])
@@ -158,11 +174,28 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
     return reports
 
 
+def _wait_until_swapped(scene: Scene, link: Link, version: int) -> None:
+    """As the controller does: the memory of a staged link is filled anew once all is out of it."""
+    store = LinkStore.open(link).tcp_store
+    expected = version * scene.num_receivers * scene.staged
+    give_up_s = time.monotonic() + scene.timeout_s
+    while store.add(_SWAPPED, 0) < expected and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+
+
 def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dict[str, Tensor]]:
     engine = FusedEngine(receiver, scene.num_receivers, getattr(torch, scene.dtype))
     engine.load_weights(make_tensors(seed=99).items())
     tensors = dict(engine.named_parameters())
-    weights = WeightReceiver()
-    commands = [None, *range(scene.num_syncs)]
-    reports = [weights.handle(link, version, receiver, engine.load_weights, tensors) for version in commands]
+    weights = WeightReceiver(scene.make_transport)
+
+    def handle(action: Action, version: int | None = None) -> Report:
+        return weights.handle(Command(link, action, version), receiver, engine.load_weights, tensors)
+
+    reports = [handle("connect")]
+    for version in range(scene.num_syncs):
+        reports.append(handle("receive", version))
+        if scene.staged and reports[-1].error is None:
+            reports[-1] = replace(handle("swap", version), seconds=reports[-1].seconds)
+            LinkStore.open(link).tcp_store.add(_SWAPPED, 1)
     return reports, {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.training import training_shards
-from mcore_rl.stream.connection import gloo_transport
+from mcore_rl.stream.routes import make_routes
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import Transport
@@ -102,8 +102,10 @@ class _Rank:
         assert self._sender is not None
         return self._sender.send(version, engines, timeout_s)
 
-    def _make_transport(self, store: LinkStore, rank: int, link: Link) -> Transport:
-        transport = gloo_transport(store, rank, link)
+    def _make_transport(
+        self, store: LinkStore, rank: int, link: Link, sizes: Mapping[int, int], deadline_s: float
+    ) -> Transport:
+        transport = make_routes(store, rank, link, sizes, deadline_s)
         fault = self._faults.pop(link.engine, None)
         return FaultyTransport(transport, fault) if fault and fault.rank == self._rank else transport
 

@@ -1,7 +1,6 @@
 """Buckets: bounded, in an order that cannot deadlock, exact, and fail closed when a byte changed."""
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan import SlicePlan, Transfer, make_plan
-from mcore_rl.stream.buckets import Bucket, Packer, message, plan_buckets, split_box
+from mcore_rl.stream.buckets import Bucket, PlacedBucket, plan_buckets, split_box, views
 from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.verify import ROW_WORDS
 from tests.stream.layouts import column_cut, make_tensors, row_cut
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
@@ -46,8 +46,9 @@ def test_every_element_once_and_no_bucket_too_large(
     assert sum(bucket.num_bytes for bucket in buckets) == plan.num_bytes
     assert all(bucket.num_bytes <= bucket_bytes for bucket in buckets)
     for bucket in buckets:
-        ends = [2 + len(bucket.pieces), *(p.first_word + p.num_words for p in bucket.pieces)]
+        ends = [bucket.pieces[0].first_word, *(p.first_word + p.num_rows * ROW_WORDS for p in bucket.pieces)]
         assert ends[:-1] == [piece.first_word for piece in bucket.pieces]
+        assert 2 + len(bucket.pieces) <= ends[0] < 2 + len(bucket.pieces) + ROW_WORDS
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 4096])
@@ -68,12 +69,15 @@ def test_ranks_that_work_through_their_own_buckets_in_order_never_block_each_oth
             recvs[bucket.target_rank].pop(0)
 
 
-def pack_all(buckets: Sequence[Bucket], tensors: dict[str, Tensor]) -> tuple[Packer, list[Tensor]]:
-    packer = Packer(buckets)
-    buffers = [packer.make_buffer() for _ in buckets]
-    for bucket, buffer_W in zip(buckets, buffers, strict=True):
-        packer.pack(bucket, 3, tensors, buffer_W)
-    return packer, buffers
+def packed(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:
+    """The bucket's words as version 3."""
+    words_W = torch.zeros(bucket.num_words, dtype=torch.int64)
+    PlacedBucket(bucket, words_W, views([p.source for p in bucket.pieces], tensors)).pack(3)
+    return words_W
+
+
+def received(bucket: Bucket, words_W: Tensor, tensors: dict[str, Tensor]) -> PlacedBucket:
+    return PlacedBucket(bucket, words_W, views([p.target for p in bucket.pieces], tensors))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,36 +90,34 @@ def test_packed_cast_and_unpacked_values_are_exact(dtype: str, bucket_bytes: int
     for tensor in targets.values():
         tensor.fill_(float("nan"))
     buckets = plan_buckets(make_plan([source_shards], [target_shards]).transfers, 1, bucket_bytes)
-    packer, buffers = pack_all(buckets, sources)
-    for bucket, buffer_W in zip(buckets, buffers, strict=True):
-        packer.unpack(bucket, 3, targets, buffer_W)
+    for bucket in buckets:
+        placed = received(bucket, packed(bucket, sources), targets)
+        placed.verify(3)
+        placed.place()
     assert all(torch.equal(targets[name], expected[name]) for name in expected)
 
 
-def one_bucket() -> tuple[Packer, Bucket, Tensor, dict[str, Tensor]]:
-    values = torch.arange(6, dtype=torch.float32)
+def one_bucket() -> tuple[Bucket, Tensor]:
     shard = Shard(Box("w", (0,), (6,)), "param", 0, (1,), "float32")
     (bucket,) = plan_buckets([Transfer(0, 0, shard, shard)], 1, 1024)
-    packer, (buffer_W,) = pack_all([bucket], {"param": values})
-    return packer, bucket, buffer_W, {"param": torch.zeros(6)}
+    return bucket, packed(bucket, {"param": torch.arange(6, dtype=torch.float32)})
 
 
-def test_a_changed_byte_is_refused_by_name_and_nothing_is_written() -> None:
-    packer, bucket, buffer_W, targets = one_bucket()
-    buffer_W.view(torch.uint8)[bucket.pieces[0].first_word * 8 + 5] ^= 1
+def test_a_changed_byte_is_refused_by_name() -> None:
+    bucket, words_W = one_bucket()
+    words_W.view(torch.uint8)[bucket.pieces[0].first_word * 8 + 5] ^= 1
     with pytest.raises(
         TransferError, match=r"w \(0,\) to \(6,\), bound for param, has checksum .* engine rank 0"
     ):
-        packer.unpack(bucket, 3, targets, buffer_W)
-    assert targets["param"].count_nonzero() == 0
+        received(bucket, words_W, {"param": torch.zeros(6)}).verify(3)
 
 
 def test_a_bucket_of_another_version_is_refused() -> None:
-    packer, bucket, buffer_W, targets = one_bucket()
+    bucket, words_W = one_bucket()
     with pytest.raises(TransferError, match=r"sent version 3 bucket 0 .* expected version 4 bucket 0"):
-        packer.unpack(bucket, 4, targets, buffer_W)
+        received(bucket, words_W, {"param": torch.zeros(6)}).verify(4)
 
 
-def test_a_message_carries_no_more_than_header_and_slices() -> None:
-    _, bucket, buffer_W, _ = one_bucket()
-    assert message(bucket, buffer_W).numel() == (2 + 1) * 8 + 6 * 4
+def test_a_message_carries_no_more_than_header_and_slices_in_whole_rows() -> None:
+    bucket, words_W = one_bucket()
+    assert received(bucket, words_W, {"param": torch.zeros(6)}).message_u8.numel() == 2 * ROW_WORDS * 8

@@ -13,6 +13,9 @@ SCENES = {
     "column cut to two ranks, cast to bfloat16": Scene(column_cut, 3, 2, dtype="bfloat16"),
     "experts and replicas to two ranks, large buckets": Scene(expert_cut, 2, 2, bucket_bytes=1 << 20),
     "one element per bucket": Scene(row_cut, 1, 1, bucket_bytes=1, num_syncs=1),
+    "staged": Scene(row_cut, 3, 2, staged=True, num_syncs=3),
+    "between machines": Scene(column_cut, 2, 2, is_far=True),
+    "staged between machines": Scene(expert_cut, 2, 2, is_far=True, staged=True),
 }
 
 
@@ -30,11 +33,18 @@ def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(s
     )
     assert sent == received > 0
     num_ranks = scene.num_senders + scene.num_receivers
-    assert num_keys <= 3 * num_ranks + 1, "keys of a sync were left in the store"
+    assert num_keys <= 4 * num_ranks + 1, "keys of a sync were left in the store"
 
 
-def test_a_byte_changed_in_transit_is_refused_by_name() -> None:
-    scene = Scene(row_cut, 2, 1, num_syncs=1, fault=Fault(rank=1, message=2, kind="corrupt"))
+WAYS = pytest.mark.parametrize(
+    ("staged", "is_far"), [(False, False), (True, False), (False, True)], ids=["in place", "staged", "far"]
+)
+
+
+@WAYS
+def test_a_byte_changed_in_transit_is_refused_by_name(staged: bool, is_far: bool) -> None:
+    fault = Fault(rank=1, message=2, kind="corrupt")
+    scene = Scene(row_cut, 2, 1, num_syncs=1, fault=fault, staged=staged, is_far=is_far)
     senders, [(reports, _)], _ = run_scene(scene)
     error = reports[1].error
     assert error is not None and "has checksum" in error and "trainer rank 1" in error and "weight" in error
@@ -42,8 +52,10 @@ def test_a_byte_changed_in_transit_is_refused_by_name() -> None:
     assert senders[0][1].error is None or senders[0][1].peer_lost
 
 
-def test_a_killed_sender_fails_the_others_at_once_and_is_named() -> None:
-    scene = Scene(row_cut, 3, 2, num_syncs=1, fault=Fault(rank=1, message=3, kind="kill"))
+@WAYS
+def test_a_killed_sender_fails_the_others_at_once_and_is_named(staged: bool, is_far: bool) -> None:
+    fault = Fault(rank=1, message=3, kind="kill")
+    scene = Scene(row_cut, 3, 2, num_syncs=1, fault=fault, staged=staged, is_far=is_far)
     senders, receivers, _ = run_scene(scene)
     assert max(reports[1].seconds for reports, _ in receivers) < scene.timeout_s / 2
     assert senders[1] is None
@@ -51,8 +63,10 @@ def test_a_killed_sender_fails_the_others_at_once_and_is_named() -> None:
     assert any(error and "from trainer rank 1" in error and "waited" in error for error in errors), errors
 
 
-def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named() -> None:
-    scene = Scene(row_cut, 2, 1, num_syncs=1, timeout_s=4.0, fault=Fault(rank=1, message=3, kind="stop"))
+@WAYS
+def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named(staged: bool, is_far: bool) -> None:
+    fault = Fault(rank=1, message=3, kind="stop")
+    scene = Scene(row_cut, 2, 1, num_syncs=1, timeout_s=4.0, fault=fault, staged=staged, is_far=is_far)
     senders, [(reports, _)], _ = run_scene(scene)
     assert senders[1] is None
     assert reports[1].error is not None

@@ -5,6 +5,7 @@ import torch
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.stream.wire import (
+    Command,
     Link,
     Report,
     decode_command,
@@ -28,9 +29,9 @@ def test_layouts(shards: tuple[Shard, ...]) -> None:
     assert decode_shards(encode_shards(shards)) == shards
 
 
-@pytest.mark.parametrize("version", [None, 0, 17])
-def test_commands(version: int | None) -> None:
-    assert decode_command(encode_command(LINK, version)) == (LINK, version)
+@pytest.mark.parametrize("command", [Command(LINK, "connect"), Command(LINK, "swap", 17)])
+def test_commands(command: Command) -> None:
+    assert decode_command(encode_command(command)) == command
 
 
 def test_reports() -> None:
