@@ -20,6 +20,7 @@ from mcore_rl.slices.coverage import Span, check_coverage, runs
 from mcore_rl.slices.strided import shards_of_view
 
 aten = torch.ops.aten
+JOIN = {aten.cat.default}
 CAST = {aten._to_copy.default, aten.clone.default}
 FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
 
@@ -109,8 +110,34 @@ class _Tracer(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Tracer))
+        leaves = tree_leaves((args, kwargs))
+        tracer = next(leaf for leaf in leaves if isinstance(leaf, _Tracer | _Joined))
+        if isinstance(tracer, _Joined):
+            return tracer.recorder.on_joined(tracer, func, args, kwargs or {})
         return tracer.recorder.on_tracer(tracer, func, args, kwargs or {})
+
+
+class _Joined(Tensor):
+    """Tracers laid end to end along `axis`, as torch.cat lays them."""
+
+    parts: list[_Tracer]
+    axis: int
+    recorder: "_Recorder"
+    __torch_dispatch__ = _Tracer.__torch_dispatch__
+
+    @staticmethod
+    def make(parts: list[_Tracer], dim: int = 0) -> "_Joined":
+        shape = list(parts[0].shape)
+        dim = dim % len(shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        options = {"dtype": parts[0].dtype, "device": parts[0].device}
+        self = Tensor._make_wrapper_subclass(_Joined, shape, **options)
+        self.parts, self.axis, self.recorder = parts, dim, parts[0].recorder
+        return self
+
+    @property
+    def hf_name(self) -> str:
+        return " + ".join(part.hf_name for part in self.parts)
 
 
 class _Recorder(TorchDispatchMode):
@@ -134,7 +161,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable and not any(isinstance(x, _Tracer) for x in tree_leaves((args, kwargs))):
+        leaves = tree_leaves((args, kwargs))
+        if func._schema.is_mutable and not any(isinstance(x, _Tracer | _Joined) for x in leaves):
             for target in _written_tensors(func, args, kwargs):
                 found = self.storages.locate(target)
                 if found is not None:
@@ -160,11 +188,25 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func in CAST:
             return tracer.like(tracer.meta, kwargs.get("dtype") or tracer.dtype)
+        if func in JOIN and all(isinstance(part, _Tracer) for part in args[0]):
+            return _Joined.make(list(args[0]), *args[1:], **kwargs) if len(args[0]) > 1 else args[0][0]
         if not func.is_view or func is aten.view.dtype:
             raise ValueError(f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced")
         plain_args, plain_kwargs = tree_map(lambda x: x.meta if isinstance(x, _Tracer) else x, (args, kwargs))
         views = func(*plain_args, **plain_kwargs)
         return tree_map(lambda x: tracer.like(x, tracer.dtype) if isinstance(x, Tensor) else x, views)
+
+    def on_joined(self, joined: _Joined, func: Any, args: Any, kwargs: Any) -> Any:
+        """A copy of joined tracers into a parameter is one of each; casts go to each; else refuse."""
+        if func is aten.copy_.default and not isinstance(args[0], _Joined) and args[0].shape == joined.shape:
+            targets = args[0].split([part.shape[joined.axis] for part in joined.parts], joined.axis)
+            for target, part in zip(targets, joined.parts, strict=True):
+                self._on_copy(target, part)
+            return args[0]
+        if func in CAST:
+            dtype = kwargs.get("dtype") or joined.dtype
+            return _Joined.make([part.like(part.meta, dtype) for part in joined.parts], joined.axis)
+        raise ValueError(f"load_weights applies {func} to {joined.hf_name!r}, which cannot be traced")
 
     def _on_copy(self, target: Tensor, tracer: _Tracer) -> None:
         if target.shape != tracer.shape:

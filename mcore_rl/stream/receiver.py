@@ -8,7 +8,7 @@ the store, never by an exception: that would be the end of SGLang's scheduler.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from threading import Thread
@@ -148,6 +148,22 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     parallel = get_parallel()
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
     tensors = dict(model.named_parameters())
-    report = _RECEIVER.handle(command, receiver_rank, model.load_weights, tensors)  # type: ignore[operator]
+    load_weights = _in_this_thread(model.load_weights)  # type: ignore[arg-type]
+    report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and report.error is None:
         post_load_weights(model)
+
+
+def _in_this_thread(load_weights: LoadWeights) -> LoadWeights:
+    """Keep SGLang's loaders from handing host tensors to other threads, which tracing cannot follow.
+
+    They do not where a tensor is marked as a view of a buffer that is about to be reused.
+    """
+    from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
+
+    def marked(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors:
+            setattr(tensor, RUNAI_STREAMER_TENSOR_ATTR, True)
+            yield name, tensor
+
+    return lambda named_tensors: load_weights(marked(named_tensors))

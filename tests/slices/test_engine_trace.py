@@ -84,7 +84,9 @@ def assign_data(param: Tensor, loaded: Tensor) -> None:
     ("loader", "message"),
     [
         (lambda p, w: p.copy_(w * 2), r"applies aten.mul.Tensor to 'hf.w'"),
-        (lambda p, w: p.copy_(torch.cat([w[:2], w[2:]])), r"applies aten.cat.default to 'hf.w'"),
+        (lambda p, w: p.copy_(torch.cat([w[:2], torch.zeros(2, 4)])), r"applies aten.cat.default to 'hf.w'"),
+        (lambda p, w: p.copy_(torch.cat([w[:2], w[2:]]) * 2), r"applies aten.mul.Tensor to 'hf.w \+ hf.w'"),
+        (lambda p, w: p.copy_(torch.cat([w, w])[:4]), r"applies aten.slice.Tensor to 'hf.w \+ hf.w'"),
         (lambda p, w: p.fill_(w[0, 0].item()), r"_local_scalar_dense.default to 'hf.w'"),
         (lambda p, w: p.add_(w), r"applies aten.add_.Tensor to 'hf.w'"),
         (lambda p, w: (p.copy_(w), p.mul_(2)), r"writes to parameter 'p.w' by aten.mul_"),
@@ -104,6 +106,22 @@ def assign_data(param: Tensor, loaded: Tensor) -> None:
 )
 def test_what_cannot_be_traced_fails_with_names(loader, message):
     fail(loader, message)
+
+
+def test_tensors_that_the_loader_joins_are_traced_each():
+    weights = {"a": torch.arange(8).view(2, 4), "b": torch.arange(8, 20).view(3, 4)}
+    params = {"rows": torch.zeros(5, 4, dtype=torch.int64), "columns": torch.zeros(4, 5, dtype=torch.int64)}
+
+    def load_weights(named_weights):
+        parts = [weight for _, weight in named_weights]
+        params["rows"].copy_(torch.cat(parts).clone())
+        params["columns"].copy_(torch.cat([part.t() for part in parts], dim=-1))
+
+    described = {name: (tuple(weight.shape), torch.int64) for name, weight in weights.items()}
+    for shard in trace_load_weights(load_weights, described, params):
+        shard.view(params).copy_(weights[shard.box.name][tuple(map(slice, shard.box.start, shard.box.stop))])
+    assert torch.equal(params["rows"], torch.cat(list(weights.values())))
+    assert torch.equal(params["columns"], params["rows"].t())
 
 
 def test_padding_that_the_loader_zeroes_is_zeroed_and_needs_no_weights():
