@@ -1,0 +1,163 @@
+"""Real Megatron ranks as trainer of a Refitter; their weights gathered by Megatron alone, by HF name."""
+
+import asyncio
+import multiprocessing as mp
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.stream.sender import WeightSender
+from mcore_rl.stream.wire import Link, Report
+from mcore_rl.train.actor import Actor
+from tests.distributed import PRELOAD, free_port
+from tests.stream.ranks import ProcessRanks
+from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss
+
+
+class MegatronRanks(ProcessRanks):
+    """Actors in a layout that `build` sets, each in a process of its own."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.world_size, port = world_size, free_port()
+        self._pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return asyncio.run(self._call_all(method, *args))
+
+
+class _MegatronRank:
+    def __init__(self, rank: int, world_size: int, port: int) -> None:
+        self._address = (rank, world_size, port)
+        self._actor: Actor | None = None
+        self._sender: WeightSender | None = None
+
+    def build(self, hf_dir: Path, layout: Mapping[str, int]) -> list[Tensor] | None:
+        """A new actor, one training step away from `hf_dir`; log-probs on its owning rank."""
+        optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
+        parallel = ParallelConfig(**layout)
+        self._actor = make_actor(*self._address, ModelConfig(path=str(hf_dir)), parallel, optimizer)
+        self._actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+        self._sender = WeightSender(*self._actor.weight_layout(), self._address[0])
+        scores = self._actor.compute_logprobs(my_batches())
+        return scores and [score.logprobs_T for score in scores]
+
+    def save(self, folder: Path) -> None:
+        assert self._actor is not None
+        self._actor.save(folder, {})
+        self._actor.finish_save()
+
+    def connect(self, link: Link) -> Report:
+        assert self._sender is not None
+        return self._sender.connect(link)
+
+    def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
+        assert self._sender is not None
+        return self._sender.send(version, engines, timeout_s)
+
+
+def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    served = _MegatronRank(rank, world_size, port)
+    while True:
+        try:
+            method, *args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(getattr(served, method)(*args)))
+
+
+def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights in a Megatron checkpoint by HF name: put together by torch, renamed and split by hand."""
+    reader = FileSystemReader(checkpoint)
+    described = reader.read_metadata().state_dict_metadata
+    model: dict[str, Any] = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in described.items()
+        if re.match(r"(embedding|decoder|output_layer)\.", key) and hasattr(value, "properties")
+    }
+    load(model, storage_reader=reader, no_dist=True)
+    return dict(_hf_tensors(model, config))
+
+
+MODEL_NAMES = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "output_layer.weight": "lm_head.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+}
+LAYER_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
+}
+
+
+def _hf_tensors(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in model.items():
+        if key in MODEL_NAMES:
+            yield MODEL_NAMES[key], tensor[: config["vocab_size"]] if "norm" not in key else tensor
+            continue
+        found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.*)", key)
+        assert found, key
+        layers = tensor[None] if found[1] else tensor
+        for i, layer in enumerate(layers, start=int(found[1] or 0)):
+            for name, part in _layer_tensors(found[2], layer, config):
+                yield f"model.layers.{i}.{name}", part.contiguous()
+
+
+def _layer_tensors(key: str, tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    if key in LAYER_NAMES:
+        yield LAYER_NAMES[key], tensor
+    elif key == "self_attention.linear_qkv.weight":
+        groups = tensor.unflatten(0, (config["num_key_value_heads"], -1, config["head_dim"]))
+        for name, rows in (("q", groups[:, :-2]), ("k", groups[:, -2:-1]), ("v", groups[:, -1:])):
+            yield f"self_attn.{name}_proj.weight", rows.flatten(0, 2)
+    elif key.startswith("mlp.experts.experts."):
+        for expert, matrix in enumerate(tensor):
+            for name, part in _mlp(key.removeprefix("mlp.experts.experts."), matrix):
+                yield f"mlp.experts.{expert}.{name}", part
+    else:
+        prefix = "mlp.shared_experts." if "shared_experts" in key else "mlp."
+        for name, part in _mlp(key.removeprefix(prefix), tensor):
+            yield prefix + name, part
+
+
+def _mlp(key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if key == "linear_fc2.weight":
+        yield "down_proj.weight", tensor
+        return
+    assert key == "linear_fc1.weight", key
+    gate, up = tensor.chunk(2)
+    yield "gate_proj.weight", gate
+    yield "up_proj.weight", up

@@ -1,0 +1,115 @@
+"""Megatron in several layouts to real SGLang engines, by family, against a gather by Megatron alone."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.stream.engine_control import LOADER
+from mcore_rl.stream.refit import Refitter
+from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.stream.test_refit import checksums, checksums_after_loading, generate, logprob_error
+from tests.tiny_models import write_model
+from tests.train.tiny import transformers_logprobs
+
+pytestmark = pytest.mark.e2e
+
+MOE_LAYOUTS = [
+    {"tp": 2, "pp": 2, "ep": 2},
+    {"tp": 2, "ep": 2, "etp": 2},
+    {"pp": 2, "vpp": 2, "ep": 2},
+]
+DENSE_LAYOUTS = [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[MegatronRanks]:
+    ranks = MegatronRanks(4)
+    yield ranks
+    ranks.stop()
+
+
+def start_engines(hf_dir: Path, folder: Path, ep: int) -> list[EngineProcess]:
+    engines = [
+        EngineProcess(
+            EngineSpec(
+                str(hf_dir),
+                str(folder / f"engine{tp}.log"),
+                tp=tp,
+                ep=min(tp, ep),
+                kv_cache_len=2048,
+                max_running=4,
+                custom_weight_loaders=(LOADER,),
+            )
+        )
+        for tp in (1, 2)
+    ]
+    for engine in engines:
+        engine.start()
+    return engines
+
+
+def gather(ranks: MegatronRanks, hf_dir: Path, folder: Path) -> Path:
+    """An HF directory of the trainer's weights that `mcore_rl.slices` had no part in."""
+    ranks.call("save", folder / "megatron")
+    config = json.loads((hf_dir / "config.json").read_text())
+    gathered = folder / "gathered"
+    gathered.mkdir()
+    shutil.copy(hf_dir / "config.json", gathered)
+    weights = hf_weights_of(folder / "megatron", config)
+    before = load_file(hf_dir / "model.safetensors")
+    assert weights.keys() == before.keys()
+    trained = [name for name in before if not name.endswith("e_score_correction_bias")]
+    assert not any(torch.equal(weights[name], before[name]) for name in trained)
+    save_file(weights, gathered / "model.safetensors", metadata={"format": "pt"})
+    return gathered
+
+
+def check_trainer(found: list[Any], gathered: Path, layout: dict[str, int]) -> None:
+    owners = [logprobs for logprobs in found if logprobs is not None]
+    assert len(owners) == ParallelConfig(**layout).dp_size
+    wanted = transformers_logprobs(gathered)
+    for dp, logprobs in enumerate(owners):
+        for got, want in zip(logprobs, wanted[dp :: len(owners)], strict=True):
+            assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [("qwen3_moe", MOE_LAYOUTS), ("deepseek_v3", MOE_LAYOUTS), ("qwen3", DENSE_LAYOUTS)],
+    ids=["qwen3_moe", "deepseek_v3", "qwen3"],
+)
+def test_engines_hold_what_megatron_holds(
+    ranks: MegatronRanks, tmp_path: Path, kind: str, layouts: Any
+) -> None:
+    hf_dirs = [write_model(kind, tmp_path / str(seed), seed) for seed in range(len(layouts))]
+    engines = start_engines(hf_dirs[-1], tmp_path, ep=1 if layouts is DENSE_LAYOUTS else 2)
+    try:
+        refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=60)
+        for engine in engines:
+            engine.wait_healthy()
+        for version, (hf_dir, layout) in enumerate(zip(hf_dirs, layouts, strict=True), start=1):
+            logprobs = ranks.call("build", hf_dir, layout)
+            asyncio.run(refitter.connect([engine.url for engine in engines]))
+            assert not asyncio.run(refitter.sync(version)).failed
+            gathered = gather(ranks, hf_dir, tmp_path / f"layout{version}")
+            check_trainer(logprobs, gathered, layout)
+            for engine in engines:
+                assert (
+                    logprob_error(gathered, generate(engine.url))
+                    < 1e-4
+                    < logprob_error(hf_dir, generate(engine.url))
+                )
+                found = checksums(engine.url)
+                assert found == checksums_after_loading(engine.url, gathered), (layout, engine.spec.tp)
+    finally:
+        for engine in engines:
+            engine.stop()
