@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed import checkpoint as dcp
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.stream.sender import WeightSender
@@ -48,7 +48,7 @@ class _MegatronRank:
         self._actor: Actor | None = None
         self._sender: WeightSender | None = None
 
-    def build(self, hf_dir: Path, layout: Mapping[str, int]) -> list[Tensor] | None:
+    def build(self, hf_dir: Path, layout: Mapping[str, int]) -> Any:
         """A new actor, one training step away from `hf_dir`; log-probs on its owning rank."""
         optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
         parallel = ParallelConfig(**layout)
@@ -86,14 +86,14 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
 
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights in a Megatron checkpoint by HF name: put together by torch, renamed and split by hand."""
-    reader = FileSystemReader(checkpoint)
-    described = reader.read_metadata().state_dict_metadata
+    reader: Any = dcp.FileSystemReader(checkpoint)  # pyright: ignore[reportPrivateImportUsage]
+    described: dict[str, Any] = reader.read_metadata().state_dict_metadata
     model: dict[str, Any] = {
         key: torch.empty(value.size, dtype=value.properties.dtype)
         for key, value in described.items()
         if re.match(r"(embedding|decoder|output_layer)\.", key) and hasattr(value, "properties")
     }
-    load(model, storage_reader=reader, no_dist=True)
+    dcp.load(model, storage_reader=reader, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
     return dict(_hf_tensors(model, config))
 
 
