@@ -34,7 +34,8 @@ TIMEOUT = timedelta(seconds=600)
 class BenchRanks:
     """The TrainerRanks that a Refitter calls, and the baselines beside it."""
 
-    def __init__(self, config: dict[str, Any], world_size: int) -> None:
+    def __init__(self, config: dict[str, Any], world_size: int, timeout_s: float = 600.0) -> None:
+        self.timeout_s = timeout_s
         context = mp.get_context("spawn")
         self.world_size = world_size
         self._pipes, self._processes = [], []
@@ -45,6 +46,10 @@ class BenchRanks:
             self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return asyncio.run(self.call_async(method, *args))
@@ -67,8 +72,13 @@ class BenchRanks:
             process.join()
 
     def _call(self, rank: int, call: tuple[Any, ...]) -> Any:
-        self._pipes[rank].send_bytes(pickle.dumps(call))
-        succeeded, answer = pickle.loads(self._pipes[rank].recv_bytes())
+        try:
+            self._pipes[rank].send_bytes(pickle.dumps(call))
+            if not self._pipes[rank].poll(self.timeout_s):
+                raise RuntimeError(f"trainer rank {rank} did not answer {call[0]} in {self.timeout_s:.0f} s")
+            succeeded, answer = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise RuntimeError(f"trainer rank {rank} died") from error
         if not succeeded:
             raise RuntimeError(f"trainer rank {rank}: {answer}")
         return answer
@@ -104,6 +114,11 @@ class _Rank:
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         return self._sender.send(version, engines, timeout_s)
+
+    def flip_sign(self) -> None:
+        """As good as a training step: every weight changes."""
+        for tensor in self._tensors.values():
+            tensor.neg_()
 
     def join_trainers(self, port: int) -> None:
         distributed.init_process_group(

@@ -17,6 +17,10 @@ class EngineError(RuntimeError):
     """An engine refused a call, or could not be reached; the message names both."""
 
 
+class RefusedError(EngineError):
+    """The engine answered that it will not."""
+
+
 class EngineControl:
     """One engine at `url`. While its weights are updated, generation is paused or nothing is in flight."""
 
@@ -40,7 +44,12 @@ class EngineControl:
         await self._post("/continue_generation")
 
     async def begin_update(self) -> None:
-        await self._post("/begin_weight_update", selector="target")
+        """Also where an update was begun whose end never came."""
+        try:
+            await self._post("/begin_weight_update", selector="target")
+        except RefusedError:
+            await self.end_update()
+            await self._post("/begin_weight_update", selector="target")
 
     async def end_update(self) -> None:
         await self._post("/end_weight_update")
@@ -63,7 +72,7 @@ class EngineControl:
     async def _post(self, path: str, **body: Any) -> None:
         answer = await self._call("POST", path, body)
         if not answer.get("success", True):
-            raise EngineError(f"engine {self.url} refused {path}: {answer.get('message')}")
+            raise RefusedError(f"engine {self.url} refused {path}: {answer.get('message')}")
 
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         try:

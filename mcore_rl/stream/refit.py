@@ -12,24 +12,25 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
 
 from mcore_rl.stream.engine_control import EngineControl, EngineError
+from mcore_rl.stream.linked_engine import LinkedEngine
 from mcore_rl.stream.refit_report import EngineRefit, RefitReport, agreement, summary
 from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.wire import Action, Command, Link, Report, encode_command
+from mcore_rl.stream.wire import Link, Report
 
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
 """How much longer than the ranks' own deadline the controller waits for their answers."""
-_LAST_WORDS_S = 3.0
-"""How long an engine's ranks may take to tell their side once the trainer ranks told of a failure."""
-_POLL_S = 0.001
 _PROBE_S = 5.0
+_SWAP_S = 5.0
+"""What a swap gets at least, however long the transfer took."""
 
 
 class RefitError(RuntimeError):
@@ -56,18 +57,6 @@ class TrainerRanks(Protocol):
 Sent = Sequence[Mapping[str, Report]] | BaseException
 
 
-@dataclass
-class _Engine:
-    """A linked engine; its store lives as long as the link, and the store's keys with it."""
-
-    link: Link
-    store: LinkStore
-    tp_size: int
-    serves: int | None = None
-    """The version it was last committed to."""
-    num_orders: int = 0
-
-
 class Refitter:
     """Keeps the engines on the trainer's weights. All calls must come from one event loop at a time."""
 
@@ -89,7 +78,7 @@ class Refitter:
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._timeout_s = timeout_s
         self._staged = staged
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, LinkedEngine] = {}
         self._lost: dict[str, str] = {}
         self._mixed: set[str] = set()
         """Engines whose parameters may be a mixture of versions; they are paused."""
@@ -104,6 +93,10 @@ class Refitter:
         """Urls of the engines that serve the newest version that any engine serves."""
         newest = max((e.serves for e in self._engines.values() if e.serves is not None), default=None)
         return tuple(url for url, e in self._engines.items() if newest is not None and e.serves == newest)
+
+    def served_version(self, url: str) -> int | None:
+        """What the linked engine at `url` was last committed to."""
+        return self._engines[url].serves
 
     async def connect(self, urls: Sequence[str]) -> None:
         """Link engines to the trainer ranks: all at the start, later those that failed or come late.
@@ -153,7 +146,7 @@ class Refitter:
             except (EngineError, RefitError, TimeoutError) as error:
                 _log.warning("engine %s stays out of rotation: %s", url, error)
 
-    async def _connect(self, control: EngineControl) -> _Engine:
+    async def _connect(self, control: EngineControl) -> LinkedEngine:
         try:
             tp_size, pp_size = await control.parallel_sizes()
             store = LinkStore.serve(self._host, self._timeout_s)
@@ -167,10 +160,10 @@ class Refitter:
                 timeout_s=self._timeout_s,
                 staged=self._staged,
             )
-            engine = _Engine(link, store, tp_size)
+            engine = LinkedEngine(link, store, tp_size)
             await control.pause()
             await control.begin_update()
-            loading = self._load(control, engine, Command(link, "connect"))
+            loading = engine.command(control, "connect")
             sent, loaded = await asyncio.gather(self._trainers.connect(link), loading, return_exceptions=True)
             await control.end_update()
             if control.url not in self._mixed:
@@ -179,56 +172,45 @@ class Refitter:
             raise RefitError(f"engine {control.url} cannot be linked: {error}") from error
         if isinstance(sent, BaseException):
             raise RefitError(f"engine {control.url} cannot be linked: the trainer ranks failed") from sent
-        error = agreement([*sent, *_reports(engine, "connect")], loaded)
+        error = agreement([*sent, *engine.reports("connect")], loaded)
         if error is not None:
             raise RefitError(f"engine {control.url} cannot be linked: {error}")
         return engine
 
     async def _sync_staged(self, version: int, controls: Sequence[EngineControl]) -> list[EngineRefit]:
+        deadline_s = time.monotonic() + self._timeout_s + _GRACE_S
         sending = self._start_send(version, [c.url for c in controls])
-        received = await asyncio.gather(
-            *(self._order(self._engines[c.url], version, sending) for c in controls)
+        orders = (
+            self._engines[c.url].order(version, partial(_has_failed, sending, c.url), deadline_s)
+            for c in controls
         )
+        received = await asyncio.gather(*orders)
         refits = self._judge(controls, received, await _outcome(sending), [None] * len(controls))
-        return await asyncio.gather(
-            *(self._swap(c, version, r) for c, r in zip(controls, refits, strict=True))
-        )
+        staged = [self._swap(c, version, r, deadline_s) for c, r in zip(controls, refits, strict=True)]
+        return await asyncio.gather(*staged)
 
-    async def _order(self, engine: _Engine, version: int, sending: "asyncio.Future[Any]") -> list[Report]:
-        """Have the ranks receive; their reports, once all are there or no more can be expected."""
-        engine.store.put_order(engine.num_orders, version)
-        missing = set(range(engine.link.num_senders, len(engine.link.names)))
-        found: dict[int, Report] = {}
-        give_up_s = time.monotonic() + self._timeout_s + _GRACE_S
-        while missing and time.monotonic() < give_up_s:
-            for rank in tuple(missing):
-                report = engine.store.take_report("receive", rank)
-                if report is not None:
-                    found[rank] = report
-                    missing.remove(rank)
-            if missing:
-                if sending.done() and _failed_for(engine.link.engine, sending):
-                    give_up_s = min(give_up_s, time.monotonic() + _LAST_WORDS_S)
-                await asyncio.sleep(_POLL_S)
-        engine.store.drop_order(engine.num_orders)
-        engine.num_orders += 1
-        return [found.get(rank) or _silent(engine, rank) for rank in sorted({*found, *missing})]
-
-    async def _swap(self, control: EngineControl, version: int, refit: EngineRefit) -> EngineRefit:
+    async def _swap(
+        self, control: EngineControl, version: int, refit: EngineRefit, deadline_s: float
+    ) -> EngineRefit:
         """Put the staged weights to use, between two decode steps."""
         if refit.error is not None:
             return refit
         engine = self._engines[control.url]
         began_s = time.monotonic()
+        left_s = max(_SWAP_S, deadline_s - began_s)
         try:
-            await control.pause()
-            await control.begin_update()
-            self._mixed.add(control.url)
-            await self._load(control, engine, Command(engine.link, "swap", version))
-            error = agreement(_reports(engine, "swap"))
-        except EngineError as failure:
-            error = str(failure)
-        return await self._close(control, version, replace(refit, error=error), began_s)
+            async with asyncio.timeout(left_s):
+                try:
+                    await self._open(control)
+                    self._mixed.add(control.url)
+                    await engine.command(control, "swap", version)
+                    error = agreement(engine.reports("swap"))
+                except EngineError as failure:
+                    error = str(failure)
+                return await self._close(control, version, replace(refit, error=error), began_s)
+        except TimeoutError:
+            error = f"engine {control.url} did not swap in version {version} within {left_s:.0f} s"
+            return replace(refit, error=error, pause_seconds=time.monotonic() - began_s)
 
     async def _sync_in_place(self, version: int, controls: Sequence[EngineControl]) -> list[EngineRefit]:
         began_s = time.monotonic()
@@ -238,9 +220,10 @@ class Refitter:
         moved: dict[str, EngineRefit] = {}
         if ready:
             sending = self._start_send(version, [c.url for c in ready])
-            loads = (self._receive(self._engines[c.url], c, version) for c in ready)
+            self._mixed |= {c.url for c in ready}
+            loads = (self._engines[c.url].command(c, "receive", version) for c in ready)
             loaded = await asyncio.gather(*loads, return_exceptions=True)
-            received = [_reports(self._engines[c.url], "receive") for c in ready]
+            received = [self._engines[c.url].reports("receive") for c in ready]
             sent = await _outcome(sending)
             moved = {r.url: r for r in self._judge(ready, received, sent, loaded)}
         closing = (
@@ -252,10 +235,6 @@ class Refitter:
     async def _open(self, control: EngineControl) -> None:
         await control.pause()
         await control.begin_update()
-
-    async def _receive(self, engine: _Engine, control: EngineControl, version: int) -> None:
-        self._mixed.add(control.url)
-        await self._load(control, engine, Command(engine.link, "receive", version))
 
     async def _close(
         self, control: EngineControl, version: int, refit: EngineRefit, began_s: float
@@ -295,22 +274,8 @@ class Refitter:
             refits.append(summary(control.url, reports, error))
         return refits
 
-    async def _load(self, control: EngineControl, engine: _Engine, command: Command) -> None:
-        moves = command.action != "connect"
-        await control.run_loader(encode_command(command), engine.tp_size, flush_cache=moves)
-
     def _http(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s + _GRACE_S))
-
-
-def _reports(engine: _Engine, action: Action) -> list[Report]:
-    """What the engine's ranks said, taken out of the store; a rank that said nothing counts as failed."""
-    ranks = range(engine.link.num_senders, len(engine.link.names))
-    return [engine.store.take_report(action, rank) or _silent(engine, rank) for rank in ranks]
-
-
-def _silent(engine: _Engine, rank: int) -> Report:
-    return Report(engine.link.names[rank], error="did not report (see the engine's log)", peer_lost=True)
 
 
 async def _outcome(sending: "asyncio.Future[Any]") -> Sent:
@@ -318,7 +283,10 @@ async def _outcome(sending: "asyncio.Future[Any]") -> Sent:
     return sent
 
 
-def _failed_for(engine: str, sending: "asyncio.Future[Any]") -> bool:
+def _has_failed(sending: "asyncio.Future[Any]", engine: str) -> bool:
+    """Whether the trainer ranks are done with `engine`, and not well."""
+    if not sending.done():
+        return False
     return sending.exception() is not None or any(ranks[engine].error for ranks in sending.result())
 
 

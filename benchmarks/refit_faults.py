@@ -1,0 +1,200 @@
+"""Weight syncs during which a process is killed or stopped at a random moment; last line JSON with outcomes.
+
+Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of one engine (receiver),
+all processes of one engine. After each fault: no engine in rotation has other weights than its version's, whole;
+the sync ended by its deadline; what survived syncs on; the victim, restarted or continued, is readmitted.
+"""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.stream.engine_control import LOADER
+from mcore_rl.stream.refit import RefitError, Refitter
+from refit import post
+from refit_model import Case, write_config
+from refit_trainer import BenchRanks
+
+VICTIMS = ("sender", "receiver", "engine")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+TIMEOUT_S = 8.0
+DEADLINE_S = TIMEOUT_S + 10 + 5
+"""The Refitter's own deadline for a sync, with the least time for a swap."""
+SLACK_S = 5.0
+
+
+class Stage:
+    """Trainer ranks and two engines; version v has the model's weights, negated if v is odd."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._case, self._model = case, write_config(case, folder / "model")
+        self.engines = [self._start(folder / f"engine{i}.log") for i in range(2)]
+        for engine in self.engines:
+            engine.wait_healthy()
+        self.version = 0
+        self.expected: dict[int, str] = {}
+        self.start_trainer()
+
+    def start_trainer(self) -> None:
+        self.ranks = BenchRanks(self._case.config(), 2)
+        for _ in range(2 + self.version % 2):
+            self.ranks.call("flip_sign")
+        self.ranks.timeout_s = TIMEOUT_S + 12
+        self.refitter = Refitter(self.ranks, timeout_s=TIMEOUT_S)
+        asyncio.run(self.refitter.connect([engine.url for engine in self.engines]))
+
+    def _start(self, log: Path) -> EngineProcess:
+        spec = EngineSpec(
+            str(self._model),
+            str(log),
+            kv_cache_len=1024,
+            max_running=2,
+            custom_weight_loaders=(LOADER,),
+            extra_args=("--load-format", "dummy"),
+        )
+        engine = EngineProcess(spec)
+        engine.start()
+        return engine
+
+    def sync(self) -> float:
+        """The next version; seconds, also of a sync that failed."""
+        self.ranks.call("flip_sign")
+        self.version += 1
+        began_s = time.monotonic()
+        asyncio.run(self.refitter.sync(self.version))
+        return time.monotonic() - began_s
+
+    def learn(self) -> None:
+        """What the engines hold after clean syncs of an even and of an odd version."""
+        for _ in range(3):
+            self.sync()
+            first, second = (weights_of(engine.url) for engine in self.engines)
+            assert first == second, "two engines took different weights"
+            known = self.expected.setdefault(self.version % 2, first)
+            assert known == first, "the same version left different weights"
+
+    def check_rotation(self) -> None:
+        for url in self.refitter.in_rotation:
+            serves = self.refitter.served_version(url)
+            assert serves is not None
+            assert weights_of(url) == self.expected[serves % 2], f"{url} is in rotation with mixed weights"
+
+    def restart_engine(self, index: int) -> None:
+        old = self.engines[index]
+        old.stop()
+        self.engines[index] = EngineProcess(replace(old.spec, port=int(old.url.rsplit(":", 1)[1])))
+        self.engines[index].start()
+        self.engines[index].wait_healthy()
+
+    def stop(self) -> None:
+        self.ranks.stop()
+        for engine in self.engines:
+            engine.stop()
+
+
+def weights_of(url: str) -> str:
+    return json.dumps(
+        [rank["checksums"] for rank in post(url, "/weights_checker", action="checksum")["ranks"]]
+    )
+
+
+def pids_of(stage: Stage, victim: str) -> list[int]:
+    if victim == "sender":
+        return [random.choice(stage.ranks.pids)]
+    group = psutil.Process(stage.engines[1].pid)
+    everyone = [group, *group.children(recursive=True)]
+    if victim == "receiver":
+        return [p.pid for p in everyone if "scheduler" in " ".join(p.cmdline())][:1]
+    return [process.pid for process in everyone]
+
+
+def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
+    """One fault during one sync, and the recovery from it; what came of the sync."""
+    pids = pids_of(stage, victim)
+    delay_s = random.uniform(0, 1.2 * typical_s)
+    outcome, began_s = "all engines took it", time.monotonic()
+
+    async def sync() -> None:
+        async def hit() -> None:
+            await asyncio.sleep(delay_s)
+            for pid in pids:
+                os.kill(pid, SIGNALS[kind])
+
+        hitting = asyncio.ensure_future(hit())
+        try:
+            report = await stage.refitter.sync(stage.version)
+        finally:
+            await hitting
+        if report.failed:
+            nonlocal outcome
+            outcome = "one engine failed"
+
+    stage.ranks.call("flip_sign")
+    stage.version += 1
+    try:
+        asyncio.run(sync())
+    except RefitError:
+        outcome = "no engine took it"
+    took_s = time.monotonic() - began_s
+    assert took_s < DEADLINE_S + SLACK_S, f"{kind} of {victim}: the sync hung for {took_s:.1f} s"
+    if victim == "sender":
+        stage.check_rotation()
+        stage.ranks.stop()
+        stage.start_trainer()
+    else:
+        survivor = stage.engines[0].url
+        assert survivor in stage.refitter.in_rotation, "the fault took another engine with it"
+        if kind == "stop":
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        else:
+            stage.restart_engine(1)
+            outcome += ", restarted"
+    stage.sync()
+    in_rotation = set(stage.refitter.in_rotation)
+    assert in_rotation == {e.url for e in stage.engines}, f"{kind} of {victim}: only {in_rotation} came back"
+    stage.check_rotation()
+    return outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=int, default=20, help="of each signal to each victim")
+    parser.add_argument("--mib", type=int, default=256)
+    parser.add_argument("--victims", default=",".join(VICTIMS))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    random.seed(args.seed)
+    logging.basicConfig(level=logging.ERROR)
+    outcomes: dict[str, Counter[str]] = {}
+    with tempfile.TemporaryDirectory(prefix="refit_faults_") as folder:
+        stage = Stage(Case(args.mib, "large"), Path(folder))
+        try:
+            stage.learn()
+            typical_s = sorted(stage.sync() for _ in range(5))[2]
+            print(f"a sync takes {typical_s:.3f} s", flush=True)
+            for victim in args.victims.split(","):
+                for kind in SIGNALS:
+                    counts = outcomes.setdefault(f"{kind} {victim}", Counter())
+                    for _ in range(args.times):
+                        counts[strike(stage, victim, kind, typical_s)] += 1
+                    print(f"{kind} {victim}: {dict(counts)}", flush=True)
+        finally:
+            stage.stop()
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""One engine as the controller sees it: orders and commands to its ranks go out, their reports come in."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mcore_rl.stream.engine_control import EngineControl
+from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.wire import Action, Command, Link, Report, encode_command
+
+_LAST_WORDS_S = 3.0
+"""How long an engine's ranks may take to tell their side once it is known that the transfer failed."""
+_POLL_S = 0.001
+
+
+@dataclass
+class LinkedEngine:
+    """Its store lives as long as the link, and the store's keys with it."""
+
+    link: Link
+    store: LinkStore
+    tp_size: int
+    serves: int | None = None
+    """The version it was last committed to."""
+    num_orders: int = 0
+
+    async def command(self, control: EngineControl, action: Action, version: int | None = None) -> None:
+        """Have SGLang call the receiver in every rank; returns when all are done."""
+        command_u8 = encode_command(Command(self.link, action, version))
+        await control.run_loader(command_u8, self.tp_size, flush_cache=action != "connect")
+
+    def reports(self, action: Action) -> list[Report]:
+        """What the ranks said, taken out of the store; a rank that said nothing counts as failed."""
+        return [self.store.take_report(action, rank) or self._silent(rank) for rank in self._ranks]
+
+    async def order(self, version: int, has_failed: Callable[[], bool], deadline_s: float) -> list[Report]:
+        """Have the ranks receive beside the decoding; their reports, once all are there.
+
+        Ranks that are silent when time.monotonic() passes `deadline_s`, or some time after the transfer
+        `has_failed` elsewhere, count as failed.
+        """
+        self.store.put_order(self.num_orders, version)
+        found: dict[int, Report] = {}
+        while len(found) < len(self._ranks) and time.monotonic() < deadline_s:
+            for rank in self._ranks:
+                report = None if rank in found else self.store.take_report("receive", rank)
+                if report is not None:
+                    found[rank] = report
+            if has_failed():
+                deadline_s = min(deadline_s, time.monotonic() + _LAST_WORDS_S)
+            if len(found) < len(self._ranks):
+                await asyncio.sleep(_POLL_S)
+        self.store.drop_order(self.num_orders)
+        self.num_orders += 1
+        return [found.get(rank) or self._silent(rank) for rank in self._ranks]
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.link.num_senders, len(self.link.names))
+
+    def _silent(self, rank: int) -> Report:
+        error = "did not report (see the engine's log)"
+        return Report(self.link.names[rank], error=error, peer_lost=True)
