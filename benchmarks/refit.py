@@ -149,8 +149,12 @@ def report(
     print(f"\n{case.name}: {mib:.0f} MiB per sync, connected in {connect_s:.2f} s")
     for name, value in {**seconds, **{f"raw {k}": v for k, v in raw.items()}}.items():
         print(f"  {name:24s}{value:9.4f} s{mib / 1024 / value:9.2f} GiB/s", flush=True)
+    transfer_s = statistics.median(engine.transfer_seconds for r in reports for engine in r.engines)
+    pause_s = statistics.median(engine.pause_seconds for r in reports for engine in r.engines)
+    print(f"  of {OURS}: transfer {transfer_s:.4f} s, pause {pause_s:.4f} s")
     figures = {
         "seconds": seconds[OURS],
+        "pause_seconds": pause_s,
         "vs_gather_broadcast": seconds.get(GATHER, math.nan) / seconds[OURS],
         "vs_sglang_distributed": seconds.get(DISTRIBUTED, math.nan) / seconds[OURS],
         "vs_sglang_disk": seconds.get(DISK, math.nan) / seconds[OURS],

@@ -1,7 +1,7 @@
 """Weight syncs during which a process is killed or stopped at a random moment; last line JSON with outcomes.
 
 Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of one engine (receiver),
-all processes of one engine. After each fault: no engine in rotation has other weights than its version's, whole;
+all processes of one engine. After each fault: no engine in rotation has weights other than its version's;
 the sync ended by its deadline; what survived syncs on; the victim, restarted or continued, is readmitted.
 """
 
