@@ -66,6 +66,7 @@ def run_train(config: Config) -> None:
         refitter = Refitter(
             trainer,
             host=node_address(),
+            bucket_mib=config.sync.bucket_mib,
             timeout_s=config.run.call_timeout_s,
             staged=config.rollout.stage_weights,
         )
@@ -173,10 +174,10 @@ def _cluster(
     num_ranks = config.parallel.world_size if with_trainer else 0
     num_engines = config.rollout.engines if with_engines else 0
     cpus = config.cluster.cpus_per_rank
-    with ray_session(config.cluster, num_cpus=cpus * (num_ranks + num_engines * config.rollout.tp)):
+    with ray_session(config.cluster, num_cpus=cpus * (num_ranks + num_engines * config.rollout.engine_ranks)):
         gpus = gpus_per_node()
         plans = [plan_trainer(num_ranks, cpus, gpus)] if with_trainer else []
-        plans += [plan_engine(config.rollout.tp, cpus, gpus) for _ in range(num_engines)]
+        plans += [plan_engine(config.rollout.engine_ranks, cpus, gpus) for _ in range(num_engines)]
         slots = reserve(plans, config.run.startup_timeout_s)
         trainer_slots, engine_slots = (slots[0], slots[1:]) if with_trainer else ([], slots)
         timeout_s = config.run.call_timeout_s
@@ -198,6 +199,8 @@ def _engine_spec(config: Config, log_path: str) -> EngineSpec:
         dtype=config.model.dtype,
         tp=rollout.tp,
         ep=rollout.ep,
+        pp=rollout.pp,
+        attention_dp=rollout.attention_dp,
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,

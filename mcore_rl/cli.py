@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.config import Config
 from mcore_rl.recipe import list_recipes, load_recipe
 
 RECIPE_COMMANDS = {
@@ -53,9 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
         command.set_defaults(run=_run_recipe, command=name)
+    _add_plan(commands)
     _add_report(commands)
     _add_data(commands)
     return parser
+
+
+def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "what a weight sync would move, from config.json alone: nothing is started"
+    command = commands.add_parser("plan", help=text, description=text)
+    command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    command.set_defaults(run=_plan)
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -80,13 +90,23 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _run_recipe(args: argparse.Namespace) -> None:
-    named = [s.removeprefix("recipe=") for s in args.settings if s.startswith("recipe=")]
-    if len(named) != 1:
-        raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
-    config = load_recipe(named[0], [s for s in args.settings if not s.startswith("recipe=")])
+    config = _load_settings(args.settings)
     from mcore_rl import app  # imports Ray, which --help need not wait for
 
     {"sft": app.run_sft, "train": app.run_train, "eval": app.run_eval}[args.command](config)
+
+
+def _load_settings(settings: Sequence[str]) -> Config:
+    named = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
+    if len(named) != 1:
+        raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
+    return load_recipe(named[0], [s for s in settings if not s.startswith("recipe=")])
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from mcore_rl.planning import print_plan  # imports torch
+
+    print_plan(_load_settings(args.settings), as_json=args.json)
 
 
 def _report(args: argparse.Namespace) -> None:

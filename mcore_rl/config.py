@@ -54,12 +54,21 @@ class ParallelConfig:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where they are not as many as in those between."""
+    last_stage_layers: int | None = None
+    """Likewise of the last."""
     dp: int | None = None
     """Data-parallel size; None takes the smallest that fits the experts: ep * etp divides tp * cp * dp."""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "etp"):
             _positive(f"parallel.{name}", getattr(self, name))
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if (layers := getattr(self, name)) is not None and (self.pp == 1 or layers < 1):
+                raise ValueError(
+                    f"parallel.{name}={layers} with parallel.pp={self.pp}: needs pp > 1 and layers"
+                )
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
             raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2")
         if self.tp * self.cp * self.dp_size % (self.ep * self.etp):
@@ -132,6 +141,9 @@ class RolloutConfig:
     engines: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
+    attention_dp: int = 1
+    """Groups of an engine's tensor-parallel ranks that each hold all attention weights (DP attention)."""
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     max_response_len: int = 512
@@ -150,11 +162,18 @@ class RolloutConfig:
     """Sampling seeded per request: the same run samples the same tokens again."""
 
     def __post_init__(self) -> None:
-        for name in ("engines", "tp", "ep", "prompts_per_step", "samples_per_prompt", "max_response_len"):
+        sizes = ("engines", "tp", "ep", "pp", "attention_dp")
+        for name in (*sizes, "prompts_per_step", "samples_per_prompt", "max_response_len"):
             _positive(f"rollout.{name}", getattr(self, name))
         _positive("rollout.temperature", self.temperature)
-        if self.tp % self.ep:
-            raise ValueError(f"rollout.ep={self.ep} does not divide rollout.tp={self.tp}")
+        for name in ("ep", "attention_dp"):
+            if self.tp % getattr(self, name):
+                raise ValueError(f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}")
+
+    @property
+    def engine_ranks(self) -> int:
+        """GPUs of one engine."""
+        return self.tp * self.pp
 
 
 @dataclass
@@ -243,6 +262,30 @@ class ClusterConfig:
 
 
 @dataclass
+class SyncConfig:
+    bucket_mib: float = 4.0
+    """Size of the buffers that weights travel in; each end of a link has two of them."""
+
+    def __post_init__(self) -> None:
+        _positive("sync.bucket_mib", self.bucket_mib)
+
+
+@dataclass
+class PlanConfig:
+    """What `mcore-rl plan` assumes of the cluster."""
+
+    link_gbps: float = 400.0
+    """Speed of each rank's network link, 10**9 bits per second, in each direction."""
+    ranks_per_host: int = 8
+    colocated: bool = False
+    """Engines run on the trainer's hosts, rank by rank; else on hosts of their own."""
+
+    def __post_init__(self) -> None:
+        _positive("plan.link_gbps", self.link_gbps)
+        _positive("plan.ranks_per_host", self.ranks_per_host)
+
+
+@dataclass
 class SftConfig:
     data: list[str] = field(default_factory=list)
     """Parquet or jsonl with a `messages` list that ends in the assistant's answer."""
@@ -268,6 +311,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:

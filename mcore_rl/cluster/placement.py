@@ -23,15 +23,16 @@ def plan_trainer(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> li
     return [_bundle(cpus_per_rank, min(1, gpus_per_node))] * num_ranks
 
 
-def plan_engine(tp: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
-    """One bundle per node that the engine spans. Raises ValueError if `tp` fills no whole number of nodes."""
-    if gpus_per_node == 0 or tp <= gpus_per_node:
-        return [_bundle(cpus_per_rank * tp, tp if gpus_per_node else 0)]
-    if tp % gpus_per_node:
+def plan_engine(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
+    """One bundle per node that the engine spans. ValueError if its ranks fill no whole number of nodes."""
+    if gpus_per_node == 0 or num_ranks <= gpus_per_node:
+        return [_bundle(cpus_per_rank * num_ranks, num_ranks if gpus_per_node else 0)]
+    if num_ranks % gpus_per_node:
         raise ValueError(
-            f"rollout.tp={tp} fills no whole number of nodes of {gpus_per_node} GPUs; take a multiple or less"
+            f"rollout.tp * rollout.pp = {num_ranks} fills no whole number of nodes of {gpus_per_node} GPUs;"
+            " take a multiple or less"
         )
-    return [_bundle(cpus_per_rank * gpus_per_node, gpus_per_node)] * (tp // gpus_per_node)
+    return [_bundle(cpus_per_rank * gpus_per_node, gpus_per_node)] * (num_ranks // gpus_per_node)
 
 
 def gpus_per_node() -> int:

@@ -29,8 +29,9 @@ _FIRST_PORT = 20000
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine serves and how; `tp` ranks on `num_nodes` machines, one server process per machine.
+    """What one engine serves and how; `tp` * `pp` ranks on `num_nodes` machines, one server process on each.
 
+    attention_dp          groups of the `tp` ranks that each hold all attention weights
     kv_cache_len          tokens of KV cache, all requests together
     max_running           requests decoded at once
     weight_version        version of the weights in model_path, which samples report
@@ -47,6 +48,8 @@ class EngineSpec:
     dtype: str = "float32"
     tp: int = 1
     ep: int = 1
+    pp: int = 1
+    attention_dp: int = 1
     kv_cache_len: int = 65536
     max_running: int = 256
     weight_version: int = 0
@@ -83,10 +86,14 @@ class EngineSpec:
             "--weight-version": self.weight_version,
             "--log-level-http": "warning",
         }
+        if self.pp > 1:
+            options["--pp-size"] = self.pp
         if self.num_nodes > 1:
             options |= {"--nnodes": self.num_nodes, "--node-rank": self.node_rank}
             options |= {"--dist-init-addr": self.dist_init_addr}
         flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+        if self.attention_dp > 1:
+            flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
         if self.deterministic:
             flags.append("--enable-deterministic-inference")
         if self.routed_experts:

@@ -12,6 +12,7 @@ tensors, so loading, syncing, exporting and verifying intersect two such lists a
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import lt
 
 import torch
 from torch import Tensor
@@ -26,9 +27,7 @@ class Box:
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop) or any(
-            a >= b for a, b in zip(self.start, self.stop, strict=True)
-        ):
+        if len(self.start) != len(self.stop) or not all(map(lt, self.start, self.stop)):
             raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose nothing")
 
     @property
@@ -45,7 +44,7 @@ class Box:
             return None
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        if not all(map(lt, start, stop)):
             return None
         return Box(self.name, start, stop)
 

@@ -110,9 +110,7 @@ def pools(
         if key not in known:
             known[key] = [
                 (box, found[holders, wanters, dtype])
-                for box, holders, wanters, dtype in _cells(name, *key)
-                if (source_rank is None or source_rank in holders)
-                and (target_rank is None or target_rank in wanters)
+                for box, holders, wanters, dtype in _cells(name, *key, source_rank, target_rank)
             ]
         for box, cells in known[key]:
             cells.append((name, box.start, box.stop))
@@ -121,10 +119,20 @@ def pools(
     )
 
 
-def _cells(name: str, source: Placement, target: Placement) -> Iterator[tuple[Box, Ranks, Ranks, str]]:
-    """(box, holders, wanters, dtype) of each piece that is wanted, cut where the holders change."""
-    held = [(Box(name, piece.start, piece.stop), piece.ranks) for piece in source.pieces]
+def _cells(
+    name: str, source: Placement, target: Placement, source_rank: int | None, target_rank: int | None
+) -> Iterator[tuple[Box, Ranks, Ranks, str]]:
+    """(box, holders, wanters, dtype) of each piece that is wanted, cut where the holders change; only those
+    that `source_rank` holds and `target_rank` wants, if given.
+    """
+    held = [
+        (Box(name, piece.start, piece.stop), piece.ranks)
+        for piece in source.pieces
+        if source_rank is None or source_rank in piece.ranks
+    ]
     for piece in target.pieces:
+        if target_rank is not None and target_rank not in piece.ranks:
+            continue
         wanted = Box(name, piece.start, piece.stop)
         missing = wanted.numel
         for box, holders in held:
@@ -132,7 +140,7 @@ def _cells(name: str, source: Placement, target: Placement) -> Iterator[tuple[Bo
             if common is not None:
                 missing -= common.numel
                 yield common, holders, piece.ranks, piece.dtype
-        if missing:
+        if missing and source_rank is None:
             raise ValueError(
                 f"engine rank {piece.ranks[0]} needs {wanted}, but no trainer rank holds {missing} elements"
             )

@@ -14,6 +14,7 @@ from mcore_rl.device import megatron_options
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_config import moe_layers
+from mcore_rl.slices.layouts.megatron import layers_of_chunks
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
     "none": {},
@@ -86,6 +87,8 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
         "sequence_parallel": parallel.tp > 1,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
@@ -102,7 +105,11 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
 def check_layout(config: HfConfig, parallel: ParallelConfig) -> None:
     """ValueError naming the first size of the model that `parallel` does not divide."""
     sizes = family_of(config).sizes(config)
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
     stages = parallel.pp * (parallel.vpp or 1)
+    if first is not None or last is not None:
+        layers_of_chunks(sizes["layers"], parallel.pp, parallel.vpp, first, last)
+        stages = 1
     sized = [
         ("parallel.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
         ("parallel.pp * parallel.vpp", stages, "num_hidden_layers", sizes["layers"]),

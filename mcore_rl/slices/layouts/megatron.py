@@ -12,7 +12,7 @@ from functools import cache
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
 from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows
+from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 ROWS, COLUMNS = 0, -1
 SPLIT_AXIS: Mapping[str, int | None] = {
@@ -67,13 +67,16 @@ class MegatronLayout:
     def __init__(self, family: Family, hf_config: HfConfig, sizes: MegatronSizes, dtype: str) -> None:
         self._tensors = Tensors(family, hf_config, dtype)
         self._sizes = sizes
-        self._layers = _layers_of_chunks(self._tensors.num_layers, sizes)
+        divide(self._tensors.num_heads, sizes.tp, "attention heads", "tp")
+        self._layers = layers_of_chunks(
+            self._tensors.num_layers, sizes.pp, sizes.vpp, sizes.first_layers, sizes.last_layers
+        )
         self._stage_of = {
             layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers
         }
-        self._edp = _divide(sizes.stage_ranks, sizes.ep * sizes.etp, "tp * cp * dp", "ep * etp")
+        self._edp = divide(sizes.stage_ranks, sizes.ep * sizes.etp, "tp * cp * dp", "ep * etp")
         num_experts = self._tensors.num_experts
-        self._experts_per_rank = _divide(num_experts, sizes.ep, "experts", "ep") if num_experts else 0
+        self._experts_per_rank = divide(num_experts, sizes.ep, "experts", "ep") if num_experts else 0
         self._place = cache(self._make_placement)
 
     @property
@@ -99,6 +102,10 @@ class MegatronLayout:
         for chunk in range(stage, len(self._layers), self._sizes.pp):
             for layer in self._layers[chunk]:
                 yield from self._tensors.layer_names(layer, experts)
+
+    def stage_layers(self, stage: int) -> list[range]:
+        """The layers of a pipeline stage, one run for each of its model chunks."""
+        return self._layers[stage :: self._sizes.pp]
 
     def all_names(self) -> Iterator[str]:
         return self._tensors.all_names()
@@ -133,7 +140,7 @@ class MegatronLayout:
         axis = _split_axis(entry.rule)
         parts = self._sizes.etp if entry.rule.has_expert_axis else self._sizes.tp
         if entry.rule.padded:
-            rows = _divide(self._sizes.padded_vocab, parts, "padded vocabulary", "tp")
+            rows = divide(self._sizes.padded_vocab, parts, "padded vocabulary", "tp")
             return [[box] if box else [] for box in cut_rows(entry.shape, rows, parts)]
         if entry.rule.groups:
             return self._cut_groups(entry, parts)
@@ -148,7 +155,7 @@ class MegatronLayout:
         names = list(blocks)
         before = sum(blocks[name] for name in names[: names.index(entry.tensor.name)])
         group_len, block_len = sum(blocks.values()), blocks[entry.tensor.name]
-        rows = _divide(group_len * num_groups, parts, f"rows of {rule.key}", "tp")
+        rows = divide(group_len * num_groups, parts, f"rows of {rule.key}", "tp")
         cuts = []
         for part in range(parts):
             first, last = (
@@ -176,22 +183,26 @@ def _split_axis(rule: Rule) -> int | None:
     raise ValueError(f"how tensor parallelism cuts Megatron's {rule.key!r} is not recorded")
 
 
-def _layers_of_chunks(num_layers: int, sizes: MegatronSizes) -> list[range]:
-    """The layers of each model chunk, in the order of the chunks (get_num_layers_to_build)."""
-    stages = [sizes.first_layers, *[None] * (sizes.pp - 2), sizes.last_layers][: sizes.pp]
-    if sizes.pp == 1:
-        stages = [None]
+def layers_of_chunks(
+    num_layers: int, pp: int, vpp: int | None, first_layers: int | None, last_layers: int | None
+) -> list[range]:
+    """The layers of each model chunk, in the order of the chunks (as get_num_layers_to_build has it).
+
+    `first_layers`, `last_layers`: of the first and last pipeline stage, where they differ from the others.
+    ValueError names the two numbers that do not divide.
+    """
+    stages = [first_layers, *[None] * (pp - 2), last_layers] if pp > 1 else [None]
     given = sum(n for n in stages if n is not None)
     middle = sum(n is None for n in stages)
     if middle:
-        each = _divide(num_layers - given, middle, "layers left", "pipeline stages left")
+        each = divide(num_layers - given, middle, "layers left", "pipeline stages left")
     elif given != num_layers:
         raise ValueError(f"the first and last stage have {given} layers together, the model has {num_layers}")
     else:
         each = 0
-    num_chunks = sizes.vpp or 1
+    num_chunks = vpp or 1
     per_chunk = [
-        _divide(each if n is None else n, num_chunks, "layers of a pipeline stage", "vpp") for n in stages
+        divide(each if n is None else n, num_chunks, "layers of a pipeline stage", "vpp") for n in stages
     ]
     chunks, first = [], 0
     for _ in range(num_chunks):
@@ -199,9 +210,3 @@ def _layers_of_chunks(num_layers: int, sizes: MegatronSizes) -> list[range]:
             chunks.append(range(first, first + count))
             first += count
     return chunks
-
-
-def _divide(number: int, by: int, name: str, by_name: str) -> int:
-    if number % by:
-        raise ValueError(f"{by_name} = {by} does not divide {name} = {number}")
-    return number // by

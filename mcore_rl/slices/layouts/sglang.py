@@ -14,7 +14,7 @@ from typing import Literal
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows
+from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 VOCAB_MULTIPLE = 64
 ROWS, COLUMNS = 0, 1
@@ -84,12 +84,10 @@ class SGLangLayout:
     def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
         self._tensors = Tensors(family, hf_config, dtype)
         self._sizes = sizes
-        for name in ("ep", "dp"):
-            if sizes.tp % getattr(sizes, name):
-                raise ValueError(f"{name} = {getattr(sizes, name)} does not divide tp = {sizes.tp}")
-        if self._tensors.num_experts % sizes.ep:
-            raise ValueError(f"ep = {sizes.ep} does not divide experts = {self._tensors.num_experts}")
-        self._experts_per_rank = self._tensors.num_experts // sizes.ep
+        self._moe_tp = divide(sizes.tp, sizes.ep, "engine's tp", "ep")
+        self._attn_tp = divide(sizes.tp, sizes.dp, "engine's tp", "attention dp")
+        divide(self._tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
+        self._experts_per_rank = divide(self._tensors.num_experts, sizes.ep, "experts", "engine's ep")
         self._stages = [_stage_layers(self._tensors.num_layers, pp, sizes.pp) for pp in range(sizes.pp)]
         self._stage_of = {layer: pp for pp, layers in enumerate(self._stages) for layer in layers}
         self._place = cache(self._make_placement)
@@ -110,7 +108,7 @@ class SGLangLayout:
     def names(self, rank: int) -> Iterator[str]:
         sizes = self._sizes
         stage, tp = divmod(rank % sizes.engine_ranks, sizes.tp)
-        ep = tp // (sizes.tp // sizes.ep)
+        ep = tp // self._moe_tp
         experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
         for entry in self._tensors.model_entries:
             if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
@@ -143,7 +141,7 @@ class SGLangLayout:
     def _cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
         rule, sizes = _rule(entry), self._sizes
         where = f"SGLang's {entry.suffix}"
-        attn_tp = sizes.tp // sizes.dp
+        attn_tp = self._attn_tp
         if rule.group == "all":
             return list(cut_evenly(entry.shape, None, 1, where))
         parts = sizes.tp if rule.group == "tensor" else attn_tp
@@ -154,14 +152,14 @@ class SGLangLayout:
             return cut_rows(entry.shape, -(-entry.shape[0] // multiple) * multiple // parts, parts)
         if rule.group == "kv_heads":
             heads = self._tensors.sizes["kv_heads"]
-            if attn_tp > heads and attn_tp % heads:
-                raise ValueError(f"{where}: {attn_tp} ranks and {heads} key-value heads do not divide")
+            if attn_tp > heads:
+                divide(attn_tp, heads, "engine's tp / dp", "key-value heads")
             parts = min(attn_tp, heads)
         return list(cut_evenly(entry.shape, rule.axis, parts, where))
 
     def _expert_cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
         axis = EXPERT_AXIS[entry.suffix.split(".")[-2]]
-        parts = self._sizes.tp // self._sizes.ep
+        parts = self._moe_tp
         return list(cut_evenly(entry.shape, axis, parts, f"SGLang's {entry.suffix}"))
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
@@ -175,9 +173,8 @@ class SGLangLayout:
             return Ranks.grid(first, engines, (sizes.tp, 1))
         if group == "tensor":
             return Ranks.grid(first + part, engines)
-        attn_tp = sizes.tp // sizes.dp
-        replicas = attn_tp // parts
-        return Ranks.grid(first + part * replicas, engines, (sizes.dp, attn_tp), (replicas, 1))
+        replicas = self._attn_tp // parts
+        return Ranks.grid(first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1))
 
 
 def _rule(entry: Entry) -> Rule:

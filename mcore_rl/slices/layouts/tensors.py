@@ -37,6 +37,7 @@ class Tensors:
     def __init__(self, family: Family, hf_config: HfConfig, dtype: str) -> None:
         """`dtype`: torch name of the model's dtype, for tensors that have none of their own."""
         self.family, self.sizes = family, family.sizes(hf_config)
+        self.num_heads: int = hf_config["num_attention_heads"]
         self.num_layers, self.num_experts = self.sizes["layers"], self.sizes["experts"]
         self.tied = bool(family.left_out(hf_config))
         self._is_moe = [family.is_moe_layer(hf_config, layer) for layer in range(self.num_layers)]
@@ -63,9 +64,12 @@ class Tensors:
 
     def find(self, name: str) -> Found | None:
         """None if the model has no tensor of this name."""
-        parts = name.split(".")
-        numbers = [int(part) for part in parts if part.isdigit()]
-        candidates = self._by_pattern.get(".".join("#" if part.isdigit() else part for part in parts), ())
+        parts, numbers = name.split("."), []
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                numbers.append(int(part))
+                parts[i] = "#"
+        candidates = self._by_pattern.get(".".join(parts), ())
         for entry in candidates:
             layer, expert = (*numbers, None, None)[:2]
             if layer is None:
@@ -92,6 +96,13 @@ class Tensors:
             yield from self.layer_names(layer, range(self.num_experts))
 
 
+def divide(number: int, by: int, name: str, by_name: str) -> int:
+    """The quotient; ValueError names both numbers if there is a remainder."""
+    if number % by:
+        raise ValueError(f"{by_name} = {by} does not divide {name} = {number}")
+    return number // by
+
+
 def cut_evenly(shape: Shape, axis: int | None, parts: int, where: str) -> list[tuple[Shape, Shape]]:
     """(start, stop) of equal parts of a tensor along `axis`; the whole if it is None.
 
@@ -99,9 +110,7 @@ def cut_evenly(shape: Shape, axis: int | None, parts: int, where: str) -> list[t
     """
     if axis is None:
         return [((0,) * len(shape), shape)]
-    if shape[axis] % parts:
-        raise ValueError(f"{where}: {parts} ranks do not divide {shape[axis]} (axis {axis} of {shape})")
-    size = shape[axis] // parts
+    size = divide(shape[axis], parts, f"axis {axis} of {where}", "ranks")
     return [
         (
             tuple(i * size if a == axis else 0 for a in range(len(shape))),

@@ -67,9 +67,9 @@ def test_fewer_groups_than_ranks_are_cut_by_rows_of_the_fused_tensor() -> None:
         (MegatronSizes(15, tp=2), "tp = 2 does not divide padded vocabulary = 15"),
         (
             MegatronSizes(24, tp=3, dp=1),
-            "tp = 3 does not divide rows of decoder.layers.self_attention.linear_qkv",
+            "tp = 3 does not divide attention heads = 4",
         ),
-        (MegatronSizes(16, etp=8, dp=8), "8 ranks do not divide 4"),
+        (MegatronSizes(16, etp=8, dp=8), "ranks = 8 does not divide axis 0 of Megatron's .*linear_fc1"),
     ],
 )
 def test_what_does_not_divide_is_named(sizes: MegatronSizes, message: str) -> None:

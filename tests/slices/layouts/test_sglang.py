@@ -33,15 +33,15 @@ def test_every_rank_loads_what_the_rule_says(config, tp_ep, engines):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (SGLangSizes(tp=2, ep=4), "ep = 4 does not divide tp = 2"),
-        (SGLangSizes(tp=4, dp=3), "dp = 3 does not divide tp = 4"),
-        (SGLangSizes(tp=3, ep=3), "ep = 3 does not divide experts = 4"),
-        (SGLangSizes(tp=3), "q_proj.weight: 3 ranks do not divide 8"),
-        (SGLangSizes(tp=8, ep=1), "experts.*: 8 ranks do not divide 4"),
+        (SGLangSizes(tp=2, ep=4), "ep = 4 does not divide engine's tp = 2"),
+        (SGLangSizes(tp=4, dp=3), "attention dp = 3 does not divide engine's tp = 4"),
+        (SGLangSizes(tp=4, ep=4), "engine's ep = 4 does not divide experts = 6"),
+        (SGLangSizes(tp=3), "engine's tp / dp = 3 does not divide attention heads = 4"),
+        (SGLangSizes(tp=8, dp=2), "ranks = 8 does not divide axis 0 of SGLang's mlp.experts"),
     ],
 )
 def test_what_does_not_divide_is_named(sizes, message):
-    config = model_config()
+    config = model_config(num_experts=6 if sizes.ep == 4 else 4)
     with pytest.raises(ValueError, match=message):
         layout = sglang_layout(config, sizes)
         for name in layout.all_names():

@@ -1,0 +1,96 @@
+"""Seconds and peak memory that one rank takes to make its own part of the plan: the shipped recipes, and
+8,192 trainer ranks to 2,048. Prints a table, and last one JSON object with seconds per case.
+
+A few ranks spread over each side are planned, each from layouts made anew; the best of three counts.
+"""
+
+import argparse
+import json
+import time
+import tracemalloc
+from dataclasses import dataclass
+
+from mcore_rl.planning import Deployment, make_deployment
+from mcore_rl.recipe import load_recipe
+from mcore_rl.slices.local_plan import plan_recvs, plan_sends
+
+CASES: dict[str, list[str]] = {
+    "qwen3_30b 16->16": ["plan_qwen3_30b"],
+    "qwen3_235b 64->64": ["plan_qwen3_235b"],
+    "deepseek_v3 256->256": ["plan_deepseek_v3"],
+    "kimi_k2 256->128": ["plan_kimi_k2"],
+    "deepseek_v3 8192->2048": ["plan_deepseek_v3", "parallel.dp=128", "rollout.engines=64"],
+    "deepseek_v3 8192->2048, wide engines": [
+        "plan_deepseek_v3",
+        "parallel.dp=128",
+        "rollout.engines=8",
+        "rollout.tp=256",
+        "rollout.ep=256",
+        "rollout.attention_dp=256",
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank took; `num_slices` boxes are in its plan."""
+
+    seconds: float
+    peak_bytes: int
+    num_slices: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4, help="ranks to sample on each side")
+    args = parser.parse_args()
+    print(f"{'case':40s}{'side':10s}{'ms max':>10s}{'MiB max':>10s}{'slices max':>12s}")
+    seconds = {}
+    for name, settings in CASES.items():
+        worst = 0.0
+        for is_trainer in (True, False):
+            costs = [measure(settings, is_trainer, i, args.ranks) for i in range(args.ranks)]
+            slowest = max(cost.seconds for cost in costs)
+            peak, slices = max(c.peak_bytes for c in costs), max(c.num_slices for c in costs)
+            side = "trainer" if is_trainer else "engine"
+            print(f"{name:40s}{side:10s}{slowest * 1e3:10.1f}{peak / 2**20:10.1f}{slices:12d}", flush=True)
+            worst = max(worst, slowest)
+        seconds[name] = round(worst, 4)
+    print(json.dumps({"seconds_per_rank": seconds}))
+
+
+def measure(settings: list[str], is_trainer: bool, i: int, num_samples: int) -> Cost:
+    """Plan sample number `i` of `num_samples` ranks of a side."""
+    deployment = _deployment(settings)
+    num_ranks = (deployment.source if is_trainer else deployment.target).num_ranks
+    rank = i * (num_ranks - 1) // max(1, num_samples - 1)
+    seconds = []
+    for _ in range(3):
+        deployment = _deployment(settings)
+        began_s = time.perf_counter()
+        _plan(deployment, rank, is_trainer)
+        seconds.append(time.perf_counter() - began_s)
+    deployment = _deployment(settings)
+    tracemalloc.start()
+    num_slices = _plan(deployment, rank, is_trainer)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return Cost(min(seconds), peak_bytes, num_slices)
+
+
+def _deployment(settings: list[str]) -> Deployment:
+    return make_deployment(load_recipe(settings[0], settings[1:]))
+
+
+def _plan(deployment: Deployment, rank: int, is_trainer: bool) -> int:
+    sides = deployment.source, deployment.target, deployment.hosts
+    if is_trainer:
+        flows = plan_sends(rank, *sides)
+    else:
+        plan = plan_recvs(rank, *sides)
+        flows = (*plan.recvs, *plan.relay_sends, *plan.relay_recvs, *plan.spread_sends, *plan.spread_recvs)
+    return len({id(piece) for flow in flows for piece in flow.slices})
+
+
+if __name__ == "__main__":
+    main()

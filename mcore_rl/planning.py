@@ -1,0 +1,241 @@
+"""`mcore-rl plan`: a recipe and its model's config.json in, what a weight sync would move, printed."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_rl.config import Config
+from mcore_rl.recipe import require
+from mcore_rl.slices.cost import (
+    GATHER_BUCKET_BYTES,
+    GatherBroadcast,
+    Traffic,
+    by_host,
+    predict,
+    predict_gather_broadcast,
+)
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf_config import padded_vocab_size, read_hf_config
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
+from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
+from mcore_rl.slices.shares import RegularHosts
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Both sides of a recipe's weight sync; `stage_ranks` trainer ranks make a pipeline stage."""
+
+    source: MegatronLayout
+    target: SGLangLayout
+    hosts: RegularHosts
+    stage_ranks: int
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """Bytes are those of one sync, per rank where the name says so; seconds are at `link_gbps` per rank."""
+
+    trainer_ranks: int
+    engine_ranks: int
+    model_bytes: int
+    link_gbps: float
+    network_bytes: int
+    trainer_out_per_rank: tuple[int, int]
+    engine_in_per_rank: tuple[int, int]
+    relay_out_per_rank: tuple[int, int]
+    engine_local_in_per_rank: tuple[int, int]
+    trainer_out_per_host: tuple[int, int]
+    engine_in_per_host: tuple[int, int]
+    busiest_link_bytes: int
+    lower_bound_bytes: int
+    trainer_buffer_bytes: int
+    engine_buffer_bytes: int
+    engine_staged_bytes: int
+    seconds: float
+    lower_bound_seconds: float
+    gather_broadcast_in_per_rank: int
+    gather_broadcast_network_bytes: int
+    gather_broadcast_buffer_bytes: int
+    gather_broadcast_seconds: float
+
+
+def print_plan(config: Config, as_json: bool = False) -> None:
+    """ValueError names what the recipe lacks, or the two sizes that do not divide."""
+    require(config, "model.path")
+    deployment = make_deployment(config)
+    traffic = predict(deployment.source, deployment.target, deployment.hosts)
+    rival = predict_gather_broadcast(
+        deployment.source, deployment.target, deployment.hosts, deployment.stage_ranks
+    )
+    summary = summarise(config, deployment, traffic, rival)
+    if as_json:
+        print(json.dumps(asdict(summary)))
+        return
+    console = Console()
+    console.print(_flows_table(config, deployment, traffic, summary))
+    console.print(_comparison_table(summary))
+
+
+def make_deployment(config: Config) -> Deployment:
+    """The layouts that Megatron and SGLang would have in this recipe."""
+    hf_config = read_hf_config(config.model.path)
+    family, dtype = family_of(hf_config), config.model.dtype
+    parallel, rollout, per_host = config.parallel, config.rollout, config.plan.ranks_per_host
+    sizes = MegatronSizes(
+        padded_vocab=padded_vocab_size(hf_config, parallel.tp),
+        tp=parallel.tp,
+        pp=parallel.pp,
+        vpp=parallel.vpp,
+        cp=parallel.cp,
+        dp=parallel.dp_size,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        first_layers=parallel.first_stage_layers,
+        last_layers=parallel.last_stage_layers,
+    )
+    engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
+    source = MegatronLayout(family, hf_config, sizes, dtype)
+    target = SGLangLayout(family, hf_config, engines, dtype)
+    first_host = 0 if config.plan.colocated else -(-source.num_ranks // per_host)
+    return Deployment(source, target, RegularHosts(per_host, per_host, first_host), sizes.stage_ranks)
+
+
+def summarise(
+    config: Config, deployment: Deployment, traffic: Traffic, rival: GatherBroadcast
+) -> PlanSummary:
+    hosts, link_gbps = deployment.hosts, config.plan.link_gbps
+    buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20))
+    return PlanSummary(
+        trainer_ranks=deployment.source.num_ranks,
+        engine_ranks=deployment.target.num_ranks,
+        model_bytes=rival.model_bytes,
+        link_gbps=link_gbps,
+        network_bytes=traffic.network_bytes,
+        trainer_out_per_rank=_range(traffic.trainer.network_out),
+        engine_in_per_rank=_range(traffic.engines.network_in),
+        relay_out_per_rank=_range(traffic.engines.network_out),
+        engine_local_in_per_rank=_range(traffic.engines.local_in),
+        trainer_out_per_host=_range(by_host(traffic.trainer.network_out, hosts.source_host).values()),
+        engine_in_per_host=_range(by_host(traffic.engines.network_in, hosts.target_host).values()),
+        busiest_link_bytes=traffic.busiest_link,
+        lower_bound_bytes=traffic.lower_bound,
+        trainer_buffer_bytes=max(buffers[0]),
+        engine_buffer_bytes=max(buffers[1]),
+        engine_staged_bytes=max(_into_engines(traffic)) if config.rollout.stage_weights else 0,
+        seconds=traffic.seconds(link_gbps),
+        lower_bound_seconds=traffic.lower_bound * 8 / (link_gbps * 1e9),
+        gather_broadcast_in_per_rank=rival.model_bytes,
+        gather_broadcast_network_bytes=rival.network_bytes,
+        gather_broadcast_buffer_bytes=GATHER_BUCKET_BYTES,
+        gather_broadcast_seconds=rival.seconds(link_gbps),
+    )
+
+
+def _buffer_bytes(deployment: Deployment, bucket_bytes: int) -> tuple[list[int], list[int]]:
+    """Buffers of a few ranks of each side: two buckets for each rank that they send to or receive from."""
+    source, target, hosts = deployment.source, deployment.target, deployment.hosts
+
+    def buffers(flows: Iterable[Flow]) -> int:
+        return sum(min(flow.num_bytes, 2 * bucket_bytes) for flow in flows)
+
+    trainers = [
+        buffers(plan_sends(rank, source, target, hosts))
+        for rank in range(0, source.num_ranks, deployment.stage_ranks)
+    ]
+    plans = [plan_recvs(rank, source, target, hosts) for rank in {0, target.num_ranks - 1}]
+    incoming = [buffers((*p.recvs, *p.relay_recvs, *p.spread_recvs)) for p in plans]
+    outgoing = [buffers((*p.relay_sends, *p.spread_sends)) for p in plans]
+    return trainers, [a + b for a, b in zip(incoming, outgoing, strict=True)]
+
+
+def _into_engines(traffic: Traffic) -> list[int]:
+    """What each engine rank wants."""
+    sides = zip(traffic.engines.network_in, traffic.engines.local_in, strict=True)
+    return [network + local for network, local in sides]
+
+
+def _flows_table(config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary) -> Table:
+    """Who sends what to whom: a row per pipeline stage, and what the engines pass on."""
+    table = Table(
+        title=f"{config.model.path}: {summary.model_bytes / GIB:.1f} GiB,"
+        f" {summary.trainer_ranks} trainer ranks to {summary.engine_ranks} engine ranks",
+        caption="GiB of one weight sync",
+    )
+    for column in ("from", "what", "to"):
+        table.add_column(column)
+    for column in ("in all", "per rank"):
+        table.add_column(column, justify="right")
+    engines = f"{config.rollout.engines} engine{'s' * (config.rollout.engines > 1)}"
+    stage_ranks = deployment.stage_ranks
+    for first in range(0, summary.trainer_ranks, stage_ranks):
+        ranks = slice(first, first + stage_ranks)
+        what = ", ".join(_layers(layers) for layers in deployment.source.stage_layers(first // stage_ranks))
+        for counts, to in (
+            (traffic.trainer.network_out, engines),
+            (traffic.trainer.local_out, f"{engines}, same host"),
+        ):
+            _add_row(table, f"trainer ranks {first}-{first + stage_ranks - 1}", what, to, counts[ranks])
+    _add_row(table, "engine ranks", "their stripes", "other engine hosts", traffic.engines.network_out)
+    _add_row(table, "engine ranks", "what they have", "ranks of their host", traffic.engines.local_out)
+    return table
+
+
+def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int]) -> None:
+    if any(counts):
+        table.add_row(sender, what, to, f"{sum(counts) / GIB:.2f}", _show_range(_range(counts)))
+
+
+def _comparison_table(summary: PlanSummary) -> Table:
+    table = Table(title=f"one weight sync at {summary.link_gbps:g} Gbit/s per rank")
+    table.add_column("")
+    for column in ("slices", "lower bound", "gather and broadcast"):
+        table.add_column(column, justify="right")
+    gib = {name: value / GIB for name, value in asdict(summary).items() if isinstance(value, int)}
+    table.add_row(
+        "into an engine rank, network",
+        f"{_show_range(summary.engine_in_per_rank)} GiB",
+        "",
+        f"{gib['gather_broadcast_in_per_rank']:.2f} GiB",
+    )
+    table.add_row(
+        "over the network in all",
+        f"{gib['network_bytes']:.1f} GiB",
+        "",
+        f"{gib['gather_broadcast_network_bytes']:.1f} GiB",
+    )
+    table.add_row(
+        "busiest link", f"{gib['busiest_link_bytes']:.2f} GiB", f"{gib['lower_bound_bytes']:.2f} GiB", ""
+    )
+    gathered = f"{gib['gather_broadcast_buffer_bytes']:.2f} GiB"
+    table.add_row("buffers of a trainer rank", f"{gib['trainer_buffer_bytes']:.2f} GiB", "", gathered)
+    table.add_row("buffers of an engine rank", f"{gib['engine_buffer_bytes']:.2f} GiB", "", gathered)
+    if summary.engine_staged_bytes:
+        staged = f"{gib['engine_staged_bytes']:.2f} GiB"
+        table.add_row("staged beside an engine rank's weights", staged, "", "")
+    table.add_row(
+        "seconds",
+        f"{summary.seconds:.3f}",
+        f"{summary.lower_bound_seconds:.3f}",
+        f"{summary.gather_broadcast_seconds:.3f}",
+    )
+    return table
+
+
+def _layers(layers: range) -> str:
+    return f"layers {layers.start}-{layers.stop - 1}"
+
+
+def _range(counts: Iterable[int]) -> tuple[int, int]:
+    listed = list(counts)
+    return min(listed), max(listed)
+
+
+def _show_range(counts: tuple[int, int]) -> str:
+    low, high = (f"{count / GIB:.2f}" for count in counts)
+    return low if low == high else f"{low} - {high}"

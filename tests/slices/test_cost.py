@@ -1,0 +1,85 @@
+"""Predicted bytes against those of all ranks' plans, and against counts by hand."""
+
+from dataclasses import asdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.cost import Load, by_host, predict, predict_gather_broadcast
+from mcore_rl.slices.coverage import contiguous_strides
+from mcore_rl.slices.layouts.listed import ListedLayout
+from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
+from mcore_rl.slices.pool import Grain
+from mcore_rl.slices.shares import RegularHosts, Topology
+from tests.slices.layouts.strategies import (
+    GRAINS,
+    megatron_layout,
+    megatron_sizes,
+    models,
+    sglang_layout,
+    sglang_sizes,
+    topologies,
+)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_prediction_is_the_sum_of_the_plans(data: st.DataObject) -> None:
+    config = data.draw(models())
+    source = megatron_layout(config, data.draw(megatron_sizes(config)))
+    target = sglang_layout(config, data.draw(sglang_sizes()))
+    hosts = data.draw(topologies(source.num_ranks, target.num_ranks))
+    grain, relay = data.draw(GRAINS), data.draw(st.booleans())
+    traffic = predict(source, target, hosts, grain, relay)
+    trainer, engines = Load.zero(source.num_ranks), Load.zero(target.num_ranks)
+    for rank in range(source.num_ranks):
+        for flow in plan_sends(rank, source, target, hosts, grain, relay):
+            count_send(rank, flow, hosts, trainer, engines)
+    for rank in range(target.num_ranks):
+        plan = plan_recvs(rank, source, target, hosts, grain, relay)
+        for flow in plan.relay_sends:
+            engines.network_out[rank] += flow.num_bytes
+            engines.network_in[flow.peer] += flow.num_bytes
+        for flow in plan.spread_sends:
+            engines.local_out[rank] += flow.num_bytes
+            engines.local_in[flow.peer] += flow.num_bytes
+    assert asdict(traffic.trainer) == asdict(trainer)
+    assert asdict(traffic.engines) == asdict(engines)
+    assert sum(traffic.host_in.values()) == sum(engines.network_in)
+    if relay:
+        assert traffic.lower_bound <= traffic.busiest_link
+
+
+def count_send(rank: int, flow: Flow, hosts: Topology, trainer: Load, engines: Load) -> None:
+    near = hosts.source_host(rank) == hosts.target_host(flow.peer)
+    (trainer.local_out if near else trainer.network_out)[rank] += flow.num_bytes
+    (engines.local_in if near else engines.network_in)[flow.peer] += flow.num_bytes
+
+
+def layout(rows: list[tuple[int, int]]) -> ListedLayout:
+    boxes = [Box("w", (start, 0), (stop, 4)) for start, stop in rows]
+    return ListedLayout([[Shard(b, "w", 0, contiguous_strides(b.shape), "float32")] for b in boxes])
+
+
+def test_even_layouts_reach_the_lower_bound() -> None:
+    source = layout([(0, 8), (8, 16)] * 2)
+    target = layout([(0, 4), (4, 8), (8, 12), (12, 16)] * 2)
+    traffic = predict(source, target, RegularHosts(2, 2, 2), Grain(min_bytes=1))
+    assert traffic.trainer.network_out == [16 * 4 * 4 // 4] * 4
+    assert traffic.engines.network_in == [4 * 4 * 4] * 8
+    assert traffic.busiest_link == traffic.lower_bound == 64
+    assert traffic.seconds(link_gbps=1e-9 * 8) == 64
+    assert by_host([1, 2, 3, 4], lambda rank: rank // 2) == {0: 3, 1: 7}
+
+
+def test_gather_and_broadcast_by_hand() -> None:
+    """Two trainer hosts of a rank each, half of the tensor on each; two engine ranks on one more host."""
+    source, target = layout([(0, 8), (8, 16)]), layout([(0, 8), (8, 16)])
+    rival = predict_gather_broadcast(source, target, RegularHosts(1, 2, 2), stage_ranks=2)
+    assert rival.model_bytes == 256
+    assert rival.gathered_in == [128, 128]
+    assert rival.network_bytes == 2 * 128 + 256
+    assert rival.seconds(link_gbps=8e-9) == 128 + 256
+    one_host = predict_gather_broadcast(source, target, RegularHosts(2, 2, 1), stage_ranks=2)
+    assert one_host.gathered_in == [0, 0]

@@ -1,0 +1,83 @@
+"""`mcore-rl plan` on the shipped recipes: from config.json alone, in seconds, numbers that add up."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.recipe import list_recipes
+
+SHIPPED = {
+    "plan_qwen3_30b": (16, 16, 30.5e9),
+    "plan_qwen3_235b": (64, 64, 235.1e9),
+    "plan_deepseek_v3": (256, 256, 671.0e9),
+    "plan_kimi_k2": (256, 128, 1026.4e9),
+}
+
+
+def test_every_plan_recipe_is_looked_at() -> None:
+    assert {name for name in list_recipes() if name.startswith("plan_")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_shipped_example(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"recipe={recipe}", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    trainer_ranks, engine_ranks, parameters = SHIPPED[recipe]
+    assert (plan["trainer_ranks"], plan["engine_ranks"]) == (trainer_ranks, engine_ranks)
+    assert plan["model_bytes"] == pytest.approx(2 * parameters, rel=2e-3)
+    assert plan["lower_bound_bytes"] <= plan["busiest_link_bytes"] <= 1.02 * plan["lower_bound_bytes"]
+    assert plan["seconds"] == pytest.approx(plan["busiest_link_bytes"] * 8 / 400e9)
+    assert plan["gather_broadcast_seconds"] > 5 * plan["seconds"]
+    assert plan["gather_broadcast_in_per_rank"] == plan["model_bytes"]
+
+
+def test_the_tables_name_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=plan_qwen3_30b", "parallel.pp=2", "parallel.dp=4"]) == 0
+    out = capsys.readouterr().out
+    for text in ("trainer ranks 8-15", "layers 24-47", "2 engines", "lower bound", "gather and broadcast"):
+        assert text in out
+
+
+def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [
+        "rollout.engines=1",
+        "rollout.tp=16",
+        "rollout.ep=16",
+        "plan.ranks_per_host=16",
+        "plan.colocated=true",
+    ]
+    assert main(["plan", "recipe=plan_qwen3_30b", *settings, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["network_bytes"] == 0
+    assert plan["engine_local_in_per_rank"][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("parallel.first_stage_layers=22", "pipeline stages left = 2 does not divide layers left = 49"),
+        ("rollout.tp=128", "engine's tp / dp = 128 does not divide attention heads = 64"),
+        ("parallel.tp=3 parallel.dp=16", "tp = 3 does not divide attention heads = 64"),
+        ("model.path=/nowhere", "/nowhere/config.json does not exist"),
+        ("plan.link_gbps=0", "plan.link_gbps=0.0: must be greater than 0"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    setting: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "recipe=plan_qwen3_235b", *setting.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_nothing_is_started_and_no_engine_is_imported() -> None:
+    code = (
+        "import sys; from mcore_rl.cli import main; main(['plan', 'recipe=plan_qwen3_30b', '--json']);"
+        " print(sorted({'ray', 'sglang', 'megatron'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
