@@ -11,6 +11,7 @@ shows on the socket at once.
 import array
 import mmap
 import os
+import select
 import socket
 import struct
 import time
@@ -41,7 +42,10 @@ class Channel:
     """One end of a segment that two ranks share."""
 
     def __init__(self, peer: socket.socket, segment: mmap.mmap, *, is_sender: bool) -> None:
+        peer.setblocking(False)
         self._peer = peer
+        self._sign = select.poll()
+        self._sign.register(peer, select.POLLIN)
         self._counters = memoryview(segment)[:_COUNTERS_BYTES].cast("q")
         self.words_W = torch.frombuffer(segment, dtype=torch.int64, offset=_COUNTERS_BYTES)
         self._own, self._others = (_WRITTEN, _READ) if is_sender else (_READ, _WRITTEN)
@@ -50,8 +54,8 @@ class Channel:
     def advance(self) -> None:
         """One more message is written, or done with; ConnectionError if the other process is gone."""
         self._counters[self._own] += 1
-        with suppress(BlockingIOError):  # the other end has not yet read what should wake it: it will look
-            self._peer.send(b".", socket.MSG_DONTWAIT)
+        with suppress(BlockingIOError):  # the other end has bytes to wake it, so it will look
+            self._peer.send(b".")
 
     def wait(self, count: int, seconds: float) -> bool:
         """Whether the other end has come to message `count`, waiting at most `seconds` for a sign of it.
@@ -60,9 +64,9 @@ class Channel:
         """
         if self._counters[self._others] >= count:
             return True
-        self._peer.settimeout(max(0.001, seconds))
-        with suppress(TimeoutError):
-            if not self._peer.recv(4096) and self._counters[self._others] < count:
+        if self._sign.poll(max(1.0, 1000 * seconds)):
+            ended = not self._peer.recv(4096)
+            if ended and self._counters[self._others] < count:
                 raise ConnectionResetError("the process is gone")
         return self._counters[self._others] >= count
 

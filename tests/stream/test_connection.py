@@ -14,6 +14,7 @@ SCENES = {
     "experts and replicas to two ranks, large buckets": Scene(expert_cut, 2, 2, bucket_bytes=1 << 20),
     "one element per bucket": Scene(row_cut, 1, 1, bucket_bytes=1, num_syncs=1),
     "staged": Scene(row_cut, 3, 2, staged=True, num_syncs=3),
+    "staged, thousands of messages": Scene(row_cut, 1, 1, bucket_bytes=1, staged=True, num_syncs=1),
     "between machines": Scene(column_cut, 2, 2, is_far=True),
     "staged between machines": Scene(expert_cut, 2, 2, is_far=True, staged=True),
 }
