@@ -14,10 +14,10 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test quickstart bench clean
+.PHONY: help venv lint test test-slow quickstart bench clean
 
 help: ## what can be made
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 venv: $(VENV)/.installed ## .venv with pinned versions, for a machine without CUDA
 
@@ -38,8 +38,11 @@ lint: venv ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-test: lint ## everything CI runs: lint, then all tests but those that need a GPU
-	$(BIN)/python -m pytest -m "not gpu"
+test: lint ## everything CI runs: lint, then all tests but those that need a GPU or an hour
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-slow: venv ## what takes an hour: every part of a run killed in every phase
+	$(BIN)/python -m pytest -m "slow and not gpu" -rP
 
 quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise
 	$(BIN)/mcore-rl data arithmetic --out data/arithmetic

@@ -158,6 +158,8 @@ class RolloutConfig:
     retries: int = 3
     stage_weights: bool = True
     """Receive weights beside the decoding, pause only to swap them in; takes memory for the weights twice."""
+    restarts: int = 1
+    """How often the server of each engine is started again in a run; 0: a dead one ends the run."""
     deterministic: bool = False
     """Sampling seeded per request: the same run samples the same tokens again."""
 

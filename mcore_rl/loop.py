@@ -70,9 +70,10 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:
-    metrics, samples, rewards_N = evaluate(
-        roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
-    )
+    with PhaseTimer(step)("evaluation"):
+        metrics, samples, rewards_N = evaluate(
+            roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
+        )
     roles.log.log(step, metrics)
     roles.log.log_samples(step, samples, rewards_N, split="eval")
 

@@ -4,22 +4,22 @@ Batches are cut into micro-batches here, so the loop sees no parallel layout and
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mcore_rl.canary import Canary, CanaryReport
 from mcore_rl.config import CheckpointConfig, RolloutConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
-from mcore_rl.rollout.client import RolloutClient, Sampling
+from mcore_rl.rollout.client import EngineError, RolloutClient, Sampling
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.stream.refit import RefitError, Refitter
-from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch, WeightVersion
+from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 Watched = Callable[[Awaitable[T]], T]
 """Runs a coroutine to its end while ranks and engines are watched; raises as soon as one of them is lost."""
 
@@ -105,8 +105,15 @@ def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[lis
 class EngineGenerator:
     """Generates on the engines, at the recipe's sampling or greedily."""
 
-    def __init__(self, client: RolloutClient, config: RolloutConfig, watched: Watched[list[Sample]]) -> None:
-        self._client, self._config, self._watched = client, config, watched
+    def __init__(
+        self,
+        client: RolloutClient,
+        config: RolloutConfig,
+        watched: Watched[list[Sample]],
+        revive: Callable[[], Awaitable[bool]] | None = None,
+    ) -> None:
+        """`revive`: waits for an engine when none serves; False if none will."""
+        self._client, self._config, self._watched, self._revive = client, config, watched, revive
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
@@ -120,33 +127,18 @@ class EngineGenerator:
             seed=seed,
             routed_experts=not greedy,
         )
-        return self._watched(self._client.generate(prompts, num_samples, sampling))
+        return self._watched(self._generate(prompts, num_samples, sampling))
 
-
-class EngineSync:
-    """Keeps the engines on the trainer's weights and the client on the engines that have them."""
-
-    def __init__(
-        self, refitter: Refitter, client: RolloutClient, canary: Canary, watched: Watched[Any]
-    ) -> None:
-        self._refitter, self._client, self._canary, self._watched = refitter, client, canary, watched
-
-    def connect(self, urls: Sequence[str]) -> None:
-        self._watched(self._refitter.connect(urls))
-
-    def sync(self, version: WeightVersion, probe: TrainBatch | None = None) -> Mapping[str, float]:
-        """RefitError if no engine has the weights, or none of those that say so computes with them."""
-        report = self._watched(self._refitter.sync(version))
-        checked = CanaryReport()
-        if probe is not None:
-            checked = self._canary.check(version, probe, self._refitter.in_rotation)
-        for url in report.serving:
-            self._client.put_in_rotation(url)
-        for url, error in (report.out_of_rotation | checked.failed).items():
-            self._client.take_out_of_rotation(url, error)
-        if checked.failed and not checked.differences.keys() - checked.failed.keys():
-            raise RefitError("; ".join(checked.failed.values()))
-        return {**report.metrics(), **checked.metrics()}
+    async def _generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[Sample]:
+        while True:
+            try:
+                return await self._client.generate(prompts, num_samples, sampling)
+            except EngineError as error:
+                if self._revive is None or not await self._revive():
+                    raise
+                _log.warning("%s; all %d prompts are sampled again", error, len(prompts))
 
 
 class EventLoop:

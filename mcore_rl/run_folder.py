@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
 
+DELETED = ".deleted"
+
 
 class RunFolder:
     def __init__(self, path: str | Path) -> None:
@@ -51,8 +53,10 @@ class RunFolder:
         return max(self._complete(), default=None)
 
     def prune(self, keep: int) -> None:
-        """Delete all complete checkpoints but the newest `keep`."""
+        """Delete all complete checkpoints but the newest `keep`; what is half deleted bears no such name."""
         for path in sorted(self._complete())[:-keep]:
+            path.rename(path.with_name(path.name + DELETED))
+        for path in self.checkpoints.glob(f"*{DELETED}"):
             shutil.rmtree(path)
 
     def _complete(self) -> list[Path]:

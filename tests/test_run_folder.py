@@ -14,6 +14,7 @@ def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path) -> 
     for step in (2, 4, 10):
         folder.checkpoint(step).mkdir(parents=True)
     (folder.checkpoints / "step_000012.incomplete").mkdir()
+    (folder.checkpoints / "step_000001.deleted").mkdir()
     assert folder.newest_checkpoint() == folder.checkpoint(10)
     folder.prune(keep=2)
     left = sorted(p.name for p in folder.checkpoints.iterdir())

@@ -1,7 +1,7 @@
 """The ranks of one role as one object: a method call in, the ranks' answers or one short error out."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -107,20 +107,24 @@ class RankGroup:
         answers = self.finish(self._expect(method, refs, deadline_s))
         return [answers[rank] for rank in self._owners]
 
-    async def watch(self, method: str | None = None) -> None:
+    async def watch(self, method: str | None = None, note: Callable[[list[Any]], None] | None = None) -> None:
         """Return never; raise RankError once a rank's process is gone or, if given, its `method` raises.
 
-        A rank that is busy answers late, which is no error here.
+        `note` gets the answers of each round. A rank that is busy answers late, which is no error here.
         """
         while True:
             refs = [
                 h.call.remote(WATCH_DEADLINE_S, method) if method else h.pid.remote() for h in self._hosts
             ]
             try:
-                await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
+                answers = await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
             except RankError as error:
+                if isinstance(self._failed, RankError):  # which killed the ranks that are missed here
+                    raise self._failed from None
                 self._fail(error)
                 raise
+            if note is not None:
+                note(answers)
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def pids(self, deadline_s: float = 60.0) -> list[int]:
@@ -150,7 +154,8 @@ class RankGroup:
         return Answers(method, refs, self.ranks, deadline_s)
 
     def _fail(self, error: BaseException) -> None:
-        self.kill()
+        if not isinstance(error, SystemExit):  # then all of Ray ends, or is dead already
+            self.kill()
         self._failed = error
 
 

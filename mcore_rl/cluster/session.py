@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import psutil
 import ray
 import ray._private.worker
 
@@ -33,6 +34,8 @@ ENVIRONMENT = {
 }
 """Defaults: what the caller's environment sets is left alone."""
 
+NEEDED_PROCESSES = {"raylet", "gcs_server"}
+
 
 @contextmanager
 def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
@@ -49,12 +52,20 @@ def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
             _join(config.address)
             yield
         return
-    with _temp_dir() as temp_dir, _marked_processes(str(temp_dir)), _shut_down():
+    with _told_if_lost(), _temp_dir() as temp_dir, _marked_processes(str(temp_dir)), _shut_down():
         _start(config, num_cpus, temp_dir)
         yield
 
 
+class RayLost(SystemExit):
+    """A process of the Ray that was started here died, and the ranks with it.
+
+    An exit, because nothing may catch it on the way out: any further call to Ray would wait in vain.
+    """
+
+
 def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
+    signal.signal(signal.SIGCHLD, _raise_if_ray_is_lost)
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
@@ -65,6 +76,30 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
         _temp_dir=str(temp_dir),
     )
     _exit_on_sigterm()
+    _raise_if_ray_is_lost()
+
+
+def _raise_if_ray_is_lost(*_: object) -> None:
+    """Without this Ray itself would exit in silence when its raylet is gone, a minute after its GCS is."""
+    for child in psutil.Process().children():
+        if child.status() == psutil.STATUS_ZOMBIE and child.name() in NEEDED_PROCESSES:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            raise RayLost(
+                f"Ray's {child.name()} process died (killed, crashed or out of memory), and every rank with"
+                " it. The same command continues from the newest checkpoint"
+            )
+
+
+@contextmanager
+def _told_if_lost() -> Iterator[None]:
+    """The end of this process after RayLost: Ray's own exit handlers would wait a minute for a dead GCS."""
+    try:
+        yield
+    except RayLost as lost:
+        print(f"mcore-rl: {lost}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _join(address: str) -> None:
@@ -93,9 +128,18 @@ def _exit_on_sigterm() -> None:
 def _shut_down() -> Iterator[None]:
     try:
         yield
-    finally:
-        with _uninterrupted():
-            ray.shutdown()
+    except RayLost:
+        raise
+    except BaseException:
+        _disconnect()
+        raise
+    _disconnect()
+
+
+def _disconnect() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with _uninterrupted():
+        ray.shutdown()
 
 
 @contextmanager

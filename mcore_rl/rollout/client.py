@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -60,8 +61,6 @@ class _Transient(Exception):
 class _Engine:
     address: EngineAddress
     num_in_flight: int = 0
-    out_of_rotation: str = ""
-    """Why it gets no requests; empty while it does."""
 
 
 class RolloutClient:
@@ -74,34 +73,19 @@ class RolloutClient:
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         experts_shape: tuple[int, int] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
-        """`experts_shape`: layers of the model and experts per token, if the engines tell of the latter."""
+        """`experts_shape`: layers of the model and experts per token, if the engines tell of the latter.
+        `rotation`: which engines serve, asked before each request; None: all of them, always.
+        """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
+        self._rotation = rotation or Rotation([address.url for address in engines])
         self._engines = [_Engine(address) for address in engines]
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
         self._decode = decode
         self._experts_shape = experts_shape
-
-    @property
-    def urls(self) -> list[str]:
-        return [engine.address.url for engine in self._engines]
-
-    def take_out_of_rotation(self, url: str, reason: str) -> None:
-        """Send no further requests to the engine at `url`."""
-        assert reason
-        self._engine(url).out_of_rotation = reason
-
-    def put_in_rotation(self, url: str) -> None:
-        """Send requests to the engine at `url`, also if it was taken out before."""
-        self._engine(url).out_of_rotation = ""
-
-    def _engine(self, url: str) -> _Engine:
-        for engine in self._engines:
-            if engine.address.url == url:
-                return engine
-        raise ValueError(f"no engine at {url}; engines: {self.urls}")
 
     async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
         """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
@@ -153,9 +137,11 @@ class RolloutClient:
 
     def _pick(self, request: "_Request", failed: Sequence[_Engine]) -> _Engine:
         """The engine of the prompt's other samples, which caches the prompt, unless it is too loaded."""
-        in_rotation = [engine for engine in self._engines if not engine.out_of_rotation]
+        in_rotation = [e for e in self._engines if not self._rotation.why_out(e.address.url)]
         if not in_rotation:
-            reasons = "; ".join(f"{engine.address}: {engine.out_of_rotation}" for engine in self._engines)
+            reasons = "; ".join(
+                f"{e.address}: {self._rotation.why_out(e.address.url)}" for e in self._engines
+            )
             raise EngineError(f"no engine in rotation for {request}: {reasons}")
         candidates = [engine for engine in in_rotation if engine not in failed] or in_rotation
         least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)

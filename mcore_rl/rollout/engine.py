@@ -178,7 +178,7 @@ class EngineProcess:
         last lines; the engine is stopped then.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._answers():
+        while not self.is_healthy():
             if not self.is_alive():
                 self.stop()
                 raise RuntimeError(
@@ -193,7 +193,7 @@ class EngineProcess:
                 )
             time.sleep(_HEALTH_POLL_S)
 
-    def _answers(self) -> bool:
+    def is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5.0) as response:
                 return response.status == 200

@@ -171,7 +171,9 @@ class Refitter:
         except EngineError as error:
             raise RefitError(f"engine {control.url} cannot be linked: {error}") from error
         if isinstance(sent, BaseException):
-            raise RefitError(f"engine {control.url} cannot be linked: the trainer ranks failed") from sent
+            raise RefitError(
+                f"engine {control.url} cannot be linked: the trainer ranks failed: {sent}"
+            ) from sent
         error = agreement([*sent, *engine.reports("connect")], loaded)
         if error is not None:
             raise RefitError(f"engine {control.url} cannot be linked: {error}")

@@ -116,7 +116,8 @@ def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
         report = await refitter.sync(3)
         assert report.failed == {}
 
-    run.engines.check_alive()
+    asyncio.run(run.engines.look())
+    assert run.engines.rotation.serving == [run.address.url]
     asyncio.run(guard(refit(), run.trainer.watch(), run.engines.watch()))
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,8 @@ class Run:
         self.mark, self.run_dir = uuid.uuid4().hex, run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
         self._seen: set[psutil.Process] = set()
+        self._log = run_dir / "logs" / "controller.log"
+        self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self.output = run_dir.parent / f"{run_dir.name}-{self.mark[:6]}.out"
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
@@ -56,14 +58,40 @@ class Run:
         path = self.run_dir / subfolder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, text: str, timeout_s: float = 150.0) -> None:
+    def log(self) -> str:
+        """What this command, not an earlier one in the same folder, wrote to the controller's log."""
+        if not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    def wait_for(self, text: str, timeout_s: float = 150.0, poll_s: float = 0.05) -> None:
         """Until the controller's log holds `text`."""
-        log, deadline = self.run_dir / "logs" / "controller.log", time.monotonic() + timeout_s
-        while not (log.exists() and text in log.read_text(errors="replace")):
-            assert self.process.poll() is None, f"ended while waiting for {text!r}:\n{self.tail()}"
-            assert time.monotonic() < deadline, f"no {text!r} in {log} after {timeout_s} s:\n{self.tail()}"
-            time.sleep(0.05)
+        self.wait_until(lambda: text in self.log(), f"{text!r} in {self._log}", timeout_s, poll_s)
         self._remember()
+
+    def wait_until(
+        self, is_so: Callable[[], object], what: str, timeout_s: float = 150.0, poll_s: float = 0.05
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert self.process.poll() is None, f"ended while waiting for {what}:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"no {what} after {timeout_s} s:\n{self.tail()}"
+            time.sleep(poll_s)
+
+    def find_one(self, *words: str, timeout_s: float = 150.0) -> psutil.Process:
+        """The oldest of the run's processes whose command line holds all `words`, once there is one."""
+        found: list[psutil.Process] = []
+        self.wait_until(lambda: found.extend(self.find(*words)) or found, f"process {words}", timeout_s)
+        return min(found, key=psutil.Process.create_time)
+
+    def cpu_shares(self, seconds: float) -> dict[str, float]:
+        """Process -> share of a core that it uses during the next `seconds`."""
+        processes = self.processes()
+        before = {p: _cpu_seconds(p) for p in processes}
+        time.sleep(seconds)
+        return {f"{p.pid} {_title(p)[:80]}": (_cpu_seconds(p) - before[p]) / seconds for p in processes}
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of this run."""
@@ -99,6 +127,10 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,56 +1,50 @@
-"""Killed ranks, engines and controllers: one clear message, nothing left behind, and a resume that works."""
+"""Killed ranks, engines, controllers and Ray: one clear message, nothing left behind, a resume that works."""
 
-import signal
 from collections.abc import Callable
+from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.runs import Run
+from tests.e2e.victims import PHASES, VICTIMS, assert_complete, kill_in_phase
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
-LONG = ("run.steps=500", "eval.data=[]", "checkpoint.every_steps=1", "checkpoint.export_hf=false")
-
-
-def trainer_rank(run: Run) -> psutil.Process:
-    return run.find("trainer_rank")[0]
-
-
-def engine(run: Run) -> psutil.Process:
-    return run.find("sglang::scheduler")[0]
+NUM_STEPS = 10
+SETTINGS = (
+    f"run.steps={NUM_STEPS}",
+    "train.mini_batches=2",
+    "algorithm.kl.coef=0.01",
+    "checkpoint.every_steps=1",
+    "rollout.restarts=0",
+)
 
 
 @pytest.mark.parametrize(
-    ("phase", "victim", "message"),
+    "deaths",
     [
-        ("step 3: rollout", engine, "engine"),
-        ("step 3: train", trainer_rank, "trainer rank"),
-        ("step 3: refit", engine, "engine"),
+        [("rank", "train"), ("scheduler", "rollout"), ("controller", "save")],
+        [("server", "refit"), ("raylet", "logprobs"), ("gcs", "rollout"), ("interrupted", "train")],
     ],
-    ids=["engine-in-rollout", "rank-in-train", "engine-in-refit"],
+    ids=lambda deaths: "-".join(f"{victim}.{phase}" for victim, phase in deaths),
 )
-def test_a_killed_part_ends_the_run_with_a_message_and_resumes(
-    start: Start, phase: str, victim: Callable[[Run], psutil.Process], message: str
+def test_a_run_that_is_killed_again_and_again_ends_whole(
+    start: Start, tmp_path: Path, deaths: list[tuple[str, str]]
 ) -> None:
-    run = start("train", *LONG)
-    run.wait_for(phase)
-    victim(run).send_signal(signal.SIGKILL)
-    assert run.finish(90) == 1, run.tail()
-    assert message in run.tail(), run.tail()
-    run.assert_nothing_left()
-    if victim is trainer_rank:
-        again = start("train", *LONG, "run.steps=4", run_dir=run.run_dir)
-        assert again.finish() == 0, again.tail()
-        assert [line["step"] for line in again.metrics() if "loss/total" in line][-1] == 4
+    survive(start, tmp_path / "run", deaths)
 
 
-@pytest.mark.parametrize(("signal_number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_a_killed_or_interrupted_controller_leaves_nothing(
-    start: Start, signal_number: int, status: int
-) -> None:
-    run = start("train", *LONG)
-    run.wait_for("step 2: train")
-    run.process.send_signal(signal_number)
-    assert run.finish(60) == status, run.tail()
-    run.assert_nothing_left()
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_a_run_that_is_killed_in_every_phase_ends_whole(start: Start, tmp_path: Path, victim: str) -> None:
+    survive(start, tmp_path / "run", [(victim, phase) for phase in PHASES])
+
+
+def survive(start: Start, run_dir: Path, deaths: list[tuple[str, str]]) -> None:
+    """Each launch resumes what the one before it left; the last one is left alone."""
+    for victim, phase in deaths:
+        kill_in_phase(start("train", *SETTINGS, run_dir=run_dir), VICTIMS[victim], phase)
+    last = start("train", *SETTINGS, run_dir=run_dir)
+    assert last.finish() == 0, last.tail()
+    assert_complete(last, NUM_STEPS)

@@ -17,6 +17,7 @@ from transformers import Qwen3MoeForCausalLM
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.client import EngineAddress, EngineError, RolloutClient, Sampling, sample_seed
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.rollout.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
 
@@ -169,13 +170,14 @@ def test_lost_engines(engine, model_path, tmp_path):
 
 def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
     nowhere = EngineAddress("http://127.0.0.1:9", str(tmp_path / "log"))
-    client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str)
-    client.take_out_of_rotation(nowhere.url, "weights are mixed")
+    rotation = Rotation([nowhere.url, engine.url])
+    client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str, rotation=rotation)
+    rotation.set_serving([engine.url], {nowhere.url: "weights are mixed"})
     assert len(generate(client, make_prompts(4), 1, Sampling(max_response_len=4))) == 4
-    client.take_out_of_rotation(engine.url, "weights are old")
+    rotation.set_serving([], {engine.url: "weights are old"})
     with pytest.raises(EngineError, match=r"no engine in rotation .*weights are mixed.*weights are old"):
         generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
-    client.put_in_rotation(engine.url)
+    rotation.set_serving([engine.url], {})
     assert len(generate(client, make_prompts(1), 1, Sampling(max_response_len=4))) == 1
 
 

@@ -1,0 +1,121 @@
+"""The processes of a run: a checked Config in; training ranks and engines out, watched, gone at the end."""
+
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.group import guard
+from mcore_rl.cluster.placement import gpus_per_node, plan_engine, plan_trainer, reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
+from mcore_rl.config import Config, OptimizerConfig
+from mcore_rl.players import EventLoop
+from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.stream.engine_control import LOADER
+
+
+class RunProcesses:
+    """The ranks and engines of a run, as far as it has them."""
+
+    def __init__(
+        self,
+        config: Config,
+        log_dir: Path,
+        event_loop: EventLoop,
+        trainer: TrainerGroup | None,
+        engines: EngineGroup | None,
+    ) -> None:
+        self._config, self._log_dir, self._event_loop = config, log_dir, event_loop
+        self._trainer, self._engines = trainer, engines
+
+    def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
+        """Begin to build the model; the group's `wait_built` ends it."""
+        config = self._config
+        assert self._trainer is not None
+        spec = TrainerSpec(
+            model=config.model,
+            parallel=config.parallel,
+            train=config.train,
+            optimizer=optimizer,
+            total_steps=num_steps,
+            seed=config.run.seed,
+            loss=loss,
+            collective_timeout_s=config.run.call_timeout_s,
+        )
+        self._trainer.start_build(spec, config.run.startup_timeout_s)
+        return self._trainer
+
+    def start_engines(self) -> EngineGroup:
+        """Begin to start the servers; the group's `wait_built` ends it.
+
+        They are started again if they die and there are ranks that can bring them the current weights.
+        """
+        config = self._config
+        assert self._engines is not None
+        specs = [
+            _engine_spec(config, self._log_dir / f"sglang_{i}.log") for i in range(config.rollout.engines)
+        ]
+        max_restarts = config.rollout.restarts if self._trainer is not None else 0
+        self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts)
+        return self._engines
+
+    def watched(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
+        groups = [group for group in (self._trainer, self._engines) if group is not None]
+        return self._event_loop.run(guard(work, *(group.watch() for group in groups)))
+
+
+@contextmanager
+def run_processes(
+    config: Config, log_dir: Path, *, with_engines: bool, with_trainer: bool
+) -> Iterator[RunProcesses]:
+    """Ray, and the processes of the ranks and engines, gone at the end whatever happened."""
+    num_ranks = config.parallel.world_size if with_trainer else 0
+    num_engines = config.rollout.engines if with_engines else 0
+    cpus, timeout_s = config.cluster.cpus_per_rank, config.run.call_timeout_s
+    with ray_session(config.cluster, num_cpus=cpus * (num_ranks + num_engines * config.rollout.engine_ranks)):
+        gpus = gpus_per_node()
+        plans = [plan_trainer(num_ranks, cpus, gpus)] if with_trainer else []
+        plans += [plan_engine(config.rollout.engine_ranks, cpus, gpus) for _ in range(num_engines)]
+        slots = reserve(plans, config.run.startup_timeout_s)
+        trainer_slots, engine_slots = (slots[0], slots[1:]) if with_trainer else ([], slots)
+        trainer = TrainerGroup(trainer_slots, log_dir, timeout_s) if with_trainer else None
+        engines = EngineGroup(engine_slots, log_dir, timeout_s) if with_engines else None
+        event_loop = EventLoop()
+        try:
+            yield RunProcesses(config, log_dir, event_loop, trainer, engines)
+        finally:
+            event_loop.close()
+
+
+def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
+    rollout = config.rollout
+    dummy = ("--load-format", "dummy") if config.model.init == "random" else ()
+    return EngineSpec(
+        model_path=config.model.path,
+        log_path=str(log_path),
+        dtype=config.model.dtype,
+        tp=rollout.tp,
+        ep=rollout.ep,
+        pp=rollout.pp,
+        attention_dp=rollout.attention_dp,
+        kv_cache_len=rollout.kv_cache_len,
+        max_running=rollout.max_concurrency,
+        deterministic=rollout.deterministic,
+        routed_experts=experts_shape(config) is not None,
+        custom_weight_loaders=(LOADER,),
+        seed=config.run.seed,
+        extra_args=("--weight-version", "0", *dummy),
+    )
+
+
+def experts_shape(config: Config) -> tuple[int, int] | None:
+    """Layers and experts per token, if the model has experts and the recipe wants to hear of them."""
+    hf_config = read_hf_config(Path(config.model.path))
+    if not config.drift.routed_experts or not family_of(hf_config).sizes(hf_config).get("experts"):
+        return None
+    return hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]

@@ -1,0 +1,57 @@
+"""Which engines get requests: what watch and weight sync learn about them goes in, the client asks."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineLife:
+    """How an engine fares; `restarts` counts the server processes that died before its present one."""
+
+    url: str
+    restarts: int = 0
+    healthy: bool = True
+
+
+class Rotation:
+    """The engines that serve, and why the others don't. An engine started again waits for the next sync."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        """All of `urls` serve, until something else is learnt."""
+        self._lives = {url: EngineLife(url) for url in urls}
+        self._why_out = dict.fromkeys(urls, "")
+
+    @property
+    def lives(self) -> list[EngineLife]:
+        return list(self._lives.values())
+
+    @property
+    def serving(self) -> list[str]:
+        return [url for url, reason in self._why_out.items() if not reason]
+
+    def why_out(self, url: str) -> str:
+        """Why the engine at `url` gets no requests; empty while it does."""
+        return self._why_out[url]
+
+    def note(self, lives: Sequence[EngineLife]) -> None:
+        """Take in what the engines' watch saw: what a new process serves is not the current weights."""
+        for life in lives:
+            if life.restarts > self._lives[life.url].restarts:
+                self._why_out[life.url] = "its server died and was started again"
+                _log.warning("engine %s: %s", life.url, self._why_out[life.url])
+            self._lives[life.url] = life
+
+    def set_serving(self, urls: Collection[str], reasons: Mapping[str, str]) -> None:
+        """From here on `urls` serve and no others; `reasons` says why not, where that is known."""
+        for url, reason in self._why_out.items():
+            if url in urls:
+                self._why_out[url] = ""
+                if reason:
+                    _log.info("engine %s serves again", url)
+            else:
+                self._why_out[url] = reasons.get(url) or reason or "it does not hold the current weights"
+                if self._why_out[url] != reason:
+                    _log.warning("engine %s is out of rotation: %s", url, self._why_out[url])

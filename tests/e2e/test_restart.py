@@ -1,0 +1,76 @@
+"""An engine that dies is started again, linked anew and serves the current weights; no sample is lost."""
+
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+SETTINGS = ("run.steps=500", "eval.data=[]", "checkpoint.export_hf=false")
+DIED_FOR_GOOD = r"engine http://\S+ \(log \S+\) died \(status -9\); its last lines:"
+
+
+def test_one_of_two_engines_dies_in_rollout_and_serves_again(start: Start) -> None:
+    run = start("train", *SETTINGS, "rollout.engines=2", "rollout.restarts=1")
+    run.wait_for("step 2: rollout", poll_s=0.002)
+    run.find_one("mcore_rl.rollout.server").kill()
+    run.wait_for("serves again")
+    [url] = re.findall(r"engine (http://\S+) serves again", run.log())
+    log = log_of(run, url)
+    served = log.read_text().count("Prefill batch")
+    next_step = run.log().count(": rollout") + 1
+    run.wait_for(f"step {next_step + 1}: reward")
+    assert log.read_text().count("Prefill batch") > served, f"{url} is in rotation but gets no requests"
+
+    kill_server_of(run, url)
+    assert run.finish(60) == 1, run.tail()
+    assert re.search(DIED_FOR_GOOD, run.tail()), run.tail()
+    run.assert_nothing_left()
+    assert_no_sample_lost(run)
+    failed = [line["refit/engines_failed"] for line in run.metrics() if "loss/total" in line]
+    assert failed[0] == 0 and failed[1] == 1 and 0 in failed[2:], failed
+
+
+@pytest.mark.slow
+def test_the_only_engine_dies_in_rollout_and_in_refit_and_serves_again(start: Start) -> None:
+    run = start("train", *SETTINGS, "rollout.restarts=2")
+    run.wait_for("step 2: rollout", poll_s=0.002)
+    run.find_one("sglang::scheduler").kill()
+    run.wait_for("step 3: rollout")
+    server = run.find_one("mcore_rl.rollout.server")
+    run.wait_for("step 4: refit", poll_s=0.002)
+    server.kill()
+    run.wait_for("step 6: train")
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(60) == 130, run.tail()
+    run.assert_nothing_left()
+    assert_no_sample_lost(run)
+
+
+def log_of(run: Run, url: str) -> Path:
+    """Of the server that was started again, as its worker named it."""
+    told = "".join(p.read_text() for p in (run.run_dir / "logs").glob("engine_rank*.log"))
+    named = re.search(rf"engine {url} \(log (\S+)\) died", told)
+    assert named is not None, told
+    return Path(named.group(1))
+
+
+def kill_server_of(run: Run, url: str) -> None:
+    run.find_one("mcore_rl.rollout.server", url.rpartition(":")[2]).kill()
+
+
+def assert_no_sample_lost(run: Run) -> None:
+    """Every step has its 16 samples, drawn from the weights that the trainer holds."""
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert {line["rollout/samples"] for line in steps} == {16.0}
+    assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
+    rows = [json.loads(row) for row in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert set(Counter(row["step"] for row in rows if row["step"] <= len(steps)).values()) == {16}

@@ -1,0 +1,111 @@
+"""Killing a part of a run in a phase of it: who, when, and what a user must then see."""
+
+import re
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.runs import Run
+
+EXIT_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Victim:
+    """The process whose command line holds `words` (none: the controller), and what its death leads to."""
+
+    words: tuple[str, ...]
+    message: str
+    status: int = 1
+    signal_number: int = signal.SIGKILL
+
+
+ENGINE_DIED = r"engine http://\S+ \(log \S+sglang_0\.log\) (died \(status -9\)|exited with status -9)"
+VICTIMS = {
+    "rank": Victim(
+        ("trainer_rank1",), r"trainer rank 1.* died \(killed.*\) during .*; log \S+trainer_rank1\.log"
+    ),
+    "server": Victim(("mcore_rl.rollout.server",), ENGINE_DIED),
+    "scheduler": Victim(("sglang::scheduler",), ENGINE_DIED),
+    "controller": Victim((), "", status=-9),
+    "interrupted": Victim((), "interrupted", status=130, signal_number=signal.SIGINT),
+    "raylet": Victim(("raylet/raylet",), "Ray's raylet process died"),
+    "gcs": Victim(("gcs_server",), "Ray's gcs_server process died"),
+}
+
+PHASES = {
+    "start-up": "start-up",
+    "evaluation": "step 0: evaluation",
+    "rollout": "step {step}: rollout",
+    "logprobs": "step {step}: logprobs",
+    "train": "step {step}: train",
+    "refit": "step {step}: refit",
+    "checkpoint": "step {step}: checkpoint",
+    "save": "",
+    "export": "export",
+}
+"""Phase -> its line in the controller's log; a save goes on behind other phases."""
+
+
+def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
+    """Kill it and check the end: status, deadline, message, and that nothing is left.
+
+    An engine is needed no more when the policy is exported: such a run ends well.
+    """
+    step = newest_step(run.run_dir) + 2
+    if phase == "start-up":
+        run.wait_for(PHASES[phase])
+        process = _process(run, victim)
+    else:
+        run.wait_for("start-up")
+        process = _process(run, victim)
+        if phase == "save":
+            run.wait_until(lambda: _is_being_saved(run.run_dir), "a save under way", poll_s=0.002)
+        else:
+            run.wait_for(PHASES[phase].format(step=step), poll_s=0.002)
+    needed = phase != "export" or victim.message != ENGINE_DIED
+    killed_s = time.monotonic()
+    process.send_signal(victim.signal_number)
+    status = run.finish(EXIT_WITHIN_S)
+    seconds = time.monotonic() - killed_s
+    run.assert_nothing_left()
+    said = [line for line in run.tail().splitlines() if line.startswith("mcore-rl: ")]
+    at = run.log().strip().splitlines()[-1].partition("mcore_rl.")[2]
+    print(f"{phase:10s} exit {status} after {seconds:4.1f} s at {at!r}: {said}")
+    assert status == (victim.status if needed else 0), run.tail()
+    assert "Traceback" not in run.tail(), run.tail()
+    assert len(said) == bool(needed and victim.message), run.tail()
+    assert not said or re.search(victim.message, said[0]), run.tail()
+
+
+def assert_complete(run: Run, num_steps: int) -> None:
+    """A run that was killed and resumed has every row once: no gaps, no duplicates."""
+    rows = [line["step"] for line in run.metrics() if "loss/total" in line]
+    assert rows == list(range(1, num_steps + 1)), rows
+    evaluations = [line["step"] for line in run.metrics() if "eval/greedy_accuracy" in line]
+    assert evaluations == [0, num_steps], evaluations
+    assert newest_step(run.run_dir) == num_steps
+    assert (run.run_dir / "hf" / "model.safetensors.index.json").is_file()
+
+
+def newest_step(run_dir: Path) -> int:
+    """Of the checkpoints that bear a complete one's name, each of which must be whole; 0 without one."""
+    complete = [p for p in run_dir.glob("checkpoints/step_*") if re.fullmatch(r"step_\d+", p.name)]
+    assert all((p / "metadata.json").is_file() and _parts(p) for p in complete), complete
+    return max((int(p.name.removeprefix("step_")) for p in complete), default=0)
+
+
+def _is_being_saved(run_dir: Path) -> bool:
+    return any(_parts(p) for p in run_dir.glob("checkpoints/*.incomplete"))
+
+
+def _parts(folder: Path) -> Sequence[Path]:
+    return list(folder.glob("*.distcp"))
+
+
+def _process(run: Run, victim: Victim) -> psutil.Process:
+    return run.find_one(*victim.words) if victim.words else psutil.Process(run.process.pid)

@@ -1,0 +1,28 @@
+"""Which engines get requests after restarts and syncs."""
+
+from mcore_rl.rollout.rotation import EngineLife, Rotation
+
+A, B = "http://a:1", "http://b:2"
+
+
+def test_a_restarted_engine_waits_for_the_sync_that_names_it() -> None:
+    rotation = Rotation([A, B])
+    assert rotation.serving == [A, B]
+    rotation.note([EngineLife(A), EngineLife(B, restarts=1, healthy=False)])
+    assert rotation.serving == [A]
+    assert "started again" in rotation.why_out(B)
+    rotation.note([EngineLife(A), EngineLife(B, restarts=1)])
+    assert rotation.serving == [A], "what a new process serves is not the current weights"
+    rotation.set_serving([A], {})
+    assert "started again" in rotation.why_out(B)
+    rotation.set_serving([A, B], {})
+    assert rotation.serving == [A, B] and rotation.why_out(B) == ""
+
+
+def test_reasons_are_those_of_the_last_sync() -> None:
+    rotation = Rotation([A, B])
+    rotation.set_serving([B], {A: "a checksum differs"})
+    assert (rotation.why_out(A), rotation.why_out(B)) == ("a checksum differs", "")
+    rotation.set_serving([A], {})
+    assert rotation.serving == [A]
+    assert rotation.why_out(B)
