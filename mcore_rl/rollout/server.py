@@ -65,7 +65,7 @@ def use_cpu(arguments: list[str]) -> list[str]:
     """
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    num_ranks = int(_option(arguments, "--tp-size", "1"))
+    num_ranks = int(_option(arguments, "--tp-size", "1")) * int(_option(arguments, "--pp-size", "1"))
     if num_ranks > 1:
         cpus = rank_cpus(num_ranks, sorted(os.sched_getaffinity(0)))
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cpus)

@@ -29,6 +29,13 @@ MOE_LAYOUTS = [
 ]
 DENSE_LAYOUTS = [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]
 
+PIPELINE: dict[str, Any] = {"extra_args": ("--pp-size", "2")}
+DATA_PARALLEL: dict[str, Any] = {
+    "tp": 2,
+    "ep": 2,
+    "extra_args": ("--enable-dp-attention", "--dp-size", "2"),
+}
+
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[MegatronRanks]:
@@ -37,20 +44,19 @@ def ranks() -> Iterator[MegatronRanks]:
     ranks.stop()
 
 
-def start_engines(hf_dir: Path, folder: Path, ep: int) -> list[EngineProcess]:
+def start_engines(hf_dir: Path, folder: Path, sizes: list[dict[str, Any]]) -> list[EngineProcess]:
     engines = [
         EngineProcess(
             EngineSpec(
                 str(hf_dir),
-                str(folder / f"engine{tp}.log"),
-                tp=tp,
-                ep=min(tp, ep),
+                str(folder / f"engine{i}.log"),
                 kv_cache_len=2048,
                 max_running=4,
                 custom_weight_loaders=(LOADER,),
+                **options,
             )
         )
-        for tp in (1, 2)
+        for i, options in enumerate(sizes)
     ]
     for engine in engines:
         engine.start()
@@ -82,16 +88,21 @@ def check_trainer(found: list[Any], gathered: Path, layout: dict[str, int]) -> N
             assert (got - want).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("kind", "layouts"),
-    [("qwen3_moe", MOE_LAYOUTS), ("deepseek_v3", MOE_LAYOUTS), ("qwen3", DENSE_LAYOUTS)],
-    ids=["qwen3_moe", "deepseek_v3", "qwen3"],
-)
-def test_engines_hold_what_megatron_holds(
-    ranks: MegatronRanks, tmp_path: Path, kind: str, layouts: Any
-) -> None:
+CASES = {
+    "qwen3_moe": ("qwen3_moe", MOE_LAYOUTS, [{}, {"tp": 2, "ep": 2}]),
+    "deepseek_v3": ("deepseek_v3", MOE_LAYOUTS, [{}, {"tp": 2, "ep": 2}]),
+    "qwen3": ("qwen3", DENSE_LAYOUTS, [{}, {"tp": 2}]),
+    "qwen3_moe_data_parallel": ("qwen3_moe", MOE_LAYOUTS[:1], [DATA_PARALLEL]),
+    "deepseek_v3_data_parallel": ("deepseek_v3", MOE_LAYOUTS[:1], [DATA_PARALLEL]),
+}
+"""Family, layouts of the trainer one after the other, and the two engines."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_engines_hold_what_megatron_holds(ranks: MegatronRanks, tmp_path: Path, case: str) -> None:
+    kind, layouts, sizes = CASES[case]
     hf_dirs = [write_model(kind, tmp_path / str(seed), seed) for seed in range(len(layouts))]
-    engines = start_engines(hf_dirs[-1], tmp_path, ep=1 if layouts is DENSE_LAYOUTS else 2)
+    engines = start_engines(hf_dirs[-1], tmp_path, sizes)
     try:
         refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=60)
         for engine in engines:
@@ -106,7 +117,7 @@ def test_engines_hold_what_megatron_holds(
                 answer = generate(engine.url)
                 assert logprob_error(gathered, answer) < 1e-4 < logprob_error(hf_dir, answer)
                 found = checksums(engine.url)
-                assert found == checksums_after_loading(engine.url, gathered), (layout, engine.spec.tp)
+                assert found == checksums_after_loading(engine.url, gathered), (layout, engine.spec)
     finally:
         for engine in engines:
             engine.stop()

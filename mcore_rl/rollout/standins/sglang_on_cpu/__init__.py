@@ -6,6 +6,7 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 from collections.abc import Callable
 
 from sglang_on_cpu.attention import absorb_latents, batch_attention
+from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl
 from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
 from sglang_on_cpu.processes import (
     fork_workers,
@@ -22,6 +23,8 @@ PATCHES: tuple[Callable[[], None], ...] = (
     sleep_while_paused,
     batch_attention,
     absorb_latents,
+    pad_batches,
+    reduce_without_nccl,
     run_local_experts,
     keep_routed_experts_in_plain_memory,
     allow_seeded_sampling,
