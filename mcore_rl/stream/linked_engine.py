@@ -34,6 +34,13 @@ class LinkedEngine:
         """What the ranks said, taken out of the store; a rank that said nothing counts as failed."""
         return [self.store.take_report(action, rank) or self._silent(rank) for rank in self._ranks]
 
+    async def reports_by(self, action: Action, deadline_s: float) -> list[Report]:
+        """`reports`, once all are there; who is silent when time.monotonic() passes `deadline_s` has failed.
+
+        A stage of a pipeline acts on a command some time after the engine has answered it.
+        """
+        return await self._collect(action, lambda: False, deadline_s)
+
     async def order(self, version: int, has_failed: Callable[[], bool], deadline_s: float) -> list[Report]:
         """Have the ranks receive beside the decoding; their reports, once all are there.
 
@@ -41,18 +48,24 @@ class LinkedEngine:
         `has_failed` elsewhere, count as failed.
         """
         self.store.put_order(self.num_orders, version)
+        reports = await self._collect("receive", has_failed, deadline_s)
+        self.store.drop_order(self.num_orders)
+        self.num_orders += 1
+        return reports
+
+    async def _collect(
+        self, action: Action, has_failed: Callable[[], bool], deadline_s: float
+    ) -> list[Report]:
         found: dict[int, Report] = {}
         while len(found) < len(self._ranks) and time.monotonic() < deadline_s:
             for rank in self._ranks:
-                report = None if rank in found else self.store.take_report("receive", rank)
+                report = None if rank in found else self.store.take_report(action, rank)
                 if report is not None:
                     found[rank] = report
-            if has_failed():
+            if has_failed() or any(report.error for report in found.values()):
                 deadline_s = min(deadline_s, time.monotonic() + _LAST_WORDS_S)
             if len(found) < len(self._ranks):
                 await asyncio.sleep(_POLL_S)
-        self.store.drop_order(self.num_orders)
-        self.num_orders += 1
         return [found.get(rank) or self._silent(rank) for rank in self._ranks]
 
     @property

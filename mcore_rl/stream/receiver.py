@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -149,9 +149,37 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
     tensors = dict(model.named_parameters())
     load_weights = _in_this_thread(model.load_weights)  # type: ignore[arg-type]
+    if command.action == "connect" and parallel.pp_size > 1:
+        _connect_beside(command, receiver_rank, load_weights, tensors)
+        return
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and report.error is None:
         post_load_weights(model)
+
+
+def _connect_beside(
+    command: Command, receiver_rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
+) -> None:
+    """Trace now, meet the other ranks in a thread.
+
+    A stage of a pipeline hears of a command when the stage before it is done with it: it must not wait here.
+    """
+    traced = Event()
+
+    def load_and_tell(named_tensors: Any) -> object:
+        try:
+            return load_weights(named_tensors)
+        finally:
+            traced.set()
+
+    def connect() -> None:
+        try:
+            _RECEIVER.handle(command, receiver_rank, load_and_tell, tensors)
+        finally:
+            traced.set()
+
+    Thread(target=connect, name="connect", daemon=True).start()
+    traced.wait(command.link.timeout_s)
 
 
 def _in_this_thread(load_weights: LoadWeights) -> LoadWeights:

@@ -149,6 +149,9 @@ class Refitter:
     async def _connect(self, control: EngineControl) -> LinkedEngine:
         try:
             tp_size, pp_size = await control.parallel_sizes()
+            if pp_size > 1 and not self._staged:
+                raise RefitError(f"engine {control.url} has pp_size={pp_size}, which needs a staged sync")
+            deadline_s = time.monotonic() + self._timeout_s
             store = LinkStore.serve(self._host, self._timeout_s)
             link = Link(
                 engine=control.url,
@@ -165,6 +168,10 @@ class Refitter:
             await control.begin_update()
             loading = engine.command(control, "connect")
             sent, loaded = await asyncio.gather(self._trainers.connect(link), loading, return_exceptions=True)
+            if loaded is None:
+                reports = await engine.reports_by("connect", deadline_s)
+            else:
+                reports = engine.reports("connect")
             await control.end_update()
             if control.url not in self._mixed:
                 await control.resume()
@@ -174,7 +181,7 @@ class Refitter:
             raise RefitError(
                 f"engine {control.url} cannot be linked: the trainer ranks failed: {sent}"
             ) from sent
-        error = agreement([*sent, *engine.reports("connect")], loaded)
+        error = agreement([*sent, *reports], loaded)
         if error is not None:
             raise RefitError(f"engine {control.url} cannot be linked: {error}")
         return engine
@@ -206,7 +213,7 @@ class Refitter:
                     await self._open(control)
                     self._mixed.add(control.url)
                     await engine.command(control, "swap", version)
-                    error = agreement(engine.reports("swap"))
+                    error = agreement(await engine.reports_by("swap", began_s + left_s))
                 except EngineError as failure:
                     error = str(failure)
                 return await self._close(control, version, replace(refit, error=error), began_s)
