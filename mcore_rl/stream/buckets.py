@@ -1,13 +1,13 @@
-"""Transfers packed into messages of bounded size: slices go in, contiguous bytes come out, and back.
+"""Slices packed into messages of bounded size: a rank's tensors go in, contiguous bytes come out, and back.
 
 source rank's shards        bucket (one message)                        target rank's shards
 q_proj rows 0-3   --->  | version index sums | q_proj | k_proj | ... |  --->  qkv_proj rows 0-3
 
 A slice is cast to the target's dtype while it is packed. Slices of one length lie side by side in a bucket,
-so that a bucket takes three calls, however many slices it has.
+so that a bucket takes three calls, however many slices it has. Each end knows where a slice lies in its own
+memory only; it may lie there in several pieces.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan import Transfer
+from mcore_rl.slices.box import Box, Shard, itemsize
+from mcore_rl.slices.pool import Slice
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
 
@@ -31,20 +31,20 @@ _HEADER_WORDS = 2
 class Piece:
     """One slice in a bucket: `num_rows` rows of ROW_WORDS words from `first_word` on, padded at the end."""
 
-    source: Shard
-    target: Shard
+    box: Box
+    dtype: str
     first_word: int
     num_rows: int
 
     @property
     def num_bytes(self) -> int:
-        return self.target.num_bytes
+        return self.box.numel * itemsize(self.dtype)
 
     def values(self, words_W: Tensor) -> Tensor:
-        """The piece in int64 `words_W` of its bucket, in the target's dtype and shape."""
+        """The piece in int64 `words_W` of its bucket, in its dtype and shape."""
         words_W = words_W[self.first_word : self.first_word + self.num_rows * ROW_WORDS]
-        values = words_W.view(getattr(torch, self.target.dtype))
-        return values[: self.target.box.numel].view(self.target.box.shape)
+        values = words_W.view(getattr(torch, self.dtype))
+        return values[: self.box.numel].view(self.box.shape)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Bucket:
         return sum(piece.num_bytes for piece in self.pieces)
 
     def __str__(self) -> str:
-        first, last = self.pieces[0].target.box.name, self.pieces[-1].target.box.name
+        first, last = self.pieces[0].box.name, self.pieces[-1].box.name
         return f"bucket {self.index} ({first}" + (f" to {last})" if last != first else ")")
 
 
@@ -86,61 +86,90 @@ def split_box(box: Box, max_numel: int) -> list[Box]:
     return parts
 
 
-def plan_buckets(transfers: Iterable[Transfer], num_targets: int, bucket_bytes: int) -> list[Bucket]:
-    """The messages of these transfers, each with at most `bucket_bytes` of weights, or a single row of them.
+def plan_buckets(
+    flows: Mapping[tuple[int, int], Iterable[Slice]], num_targets: int, bucket_bytes: int
+) -> list[Bucket]:
+    """The messages of `flows`, from (source, target) rank, each with at most `bucket_bytes` of weights or a
+    single row of them.
 
     Every rank that works through its own buckets in the order given here makes progress: the order is
     the same on both ends of each pair, and the first unfinished message of all is first in line on both.
     """
-    by_pair: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        by_pair[transfer.source_rank, transfer.target_rank].append(transfer)
-    buckets = [bucket for pair, own in by_pair.items() for bucket in _pair_buckets(pair, own, bucket_bytes)]
+    buckets = [bucket for pair, own in flows.items() for bucket in _pair_buckets(pair, own, bucket_bytes)]
     return sorted(
         buckets, key=lambda b: (b.index, (b.target_rank - b.source_rank) % num_targets, b.source_rank)
     )
 
 
-def _pair_buckets(pair: tuple[int, int], transfers: Sequence[Transfer], bucket_bytes: int) -> list[Bucket]:
-    groups: list[list[tuple[Shard, Shard]]] = [[]]
+def _pair_buckets(pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int) -> list[Bucket]:
+    groups: list[list[Slice]] = [[]]
     filled_bytes = 0
-    for source, target in _slices(transfers, bucket_bytes):
-        num_bytes = _num_rows(target) * _ROW_BYTES
+    for part in _bounded(slices, bucket_bytes):
+        num_bytes = _num_rows(part) * _ROW_BYTES
         if groups[-1] and filled_bytes + num_bytes > bucket_bytes:
             groups.append([])
             filled_bytes = 0
-        groups[-1].append((source, target))
+        groups[-1].append(part)
         filled_bytes += num_bytes
-    return [Bucket(index, *pair, _layout(group)) for index, group in enumerate(groups)]
+    return [Bucket(index, *pair, _layout(group)) for index, group in enumerate(groups) if group]
 
 
-def _slices(transfers: Sequence[Transfer], bucket_bytes: int) -> Iterable[tuple[Shard, Shard]]:
-    for transfer in transfers:
-        max_numel = max(1, bucket_bytes * transfer.box.numel // transfer.num_bytes)
-        for box in split_box(transfer.box, max_numel):
-            yield transfer.source.within(box), transfer.target.within(box)
+def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[Slice]:
+    for whole in slices:
+        for box in split_box(whole.box, max(1, bucket_bytes // itemsize(whole.dtype))):
+            yield Slice(box, whole.dtype)
 
 
-def _num_rows(target: Shard) -> int:
-    return -(-target.num_bytes // _ROW_BYTES)
+def _num_rows(part: Slice) -> int:
+    return -(-part.num_bytes // _ROW_BYTES)
 
 
-def _layout(slices: Sequence[tuple[Shard, Shard]]) -> tuple[Piece, ...]:
+def _layout(slices: Sequence[Slice]) -> tuple[Piece, ...]:
     at = -(-(_HEADER_WORDS + len(slices)) // ROW_WORDS) * ROW_WORDS
     pieces = []
-    for source, target in sorted(slices, key=lambda pair: _num_rows(pair[1])):
-        pieces.append(Piece(source, target, at, _num_rows(target)))
+    for part in sorted(slices, key=_num_rows):
+        pieces.append(Piece(part.box, part.dtype, at, _num_rows(part)))
         at += pieces[-1].num_rows * ROW_WORDS
     return tuple(pieces)
 
 
-class PlacedBucket:
-    """A bucket, the memory it travels in, and the slices of this rank's own tensors that belong to it."""
+@dataclass(frozen=True)
+class Holding:
+    """Where a rank holds what of piece number `piece` of a bucket."""
 
-    def __init__(self, bucket: Bucket, words_W: Tensor, own: Sequence[Tensor]) -> None:
-        """`words_W`: int64 [bucket.num_words]; `own`: one view per piece, to be packed or filled."""
-        self.bucket, self._words_W, self._own = bucket, words_W, list(own)
-        self._values = [piece.values(words_W) for piece in bucket.pieces]
+    piece: int
+    within: tuple[slice, ...]
+    """The part, counted from the piece's own start."""
+    shard: Shard
+
+
+def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:
+    """Where all of the bucket lies in a rank's `shards` (by HF name), in as many pieces as that takes."""
+    found = []
+    for i, piece in enumerate(bucket.pieces):
+        box, num_held = piece.box, 0
+        for shard in shards[box.name]:
+            common = box.intersect(shard.box)
+            if common is not None:
+                steps = zip(common.start, common.stop, box.start, strict=True)
+                within = tuple(slice(start - first, stop - first) for start, stop, first in steps)
+                found.append(Holding(i, within, shard.within(common)))
+                num_held += common.numel
+        assert num_held >= box.numel, f"{box} is planned, but only {num_held} elements of it are here"
+    return found
+
+
+class PlacedBucket:
+    """A bucket, the memory it travels in, and the parts of this rank's own tensors that belong to it."""
+
+    def __init__(
+        self, bucket: Bucket, words_W: Tensor, held: Sequence[Holding], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """`words_W`: int64 [bucket.num_words]; `held`: all of the bucket, in `tensors`."""
+        self.bucket, self._words_W, self._held = bucket, words_W, held
+        values = [piece.values(words_W) for piece in bucket.pieces]
+        self._values = [values[part.piece][part.within] for part in held]
+        self._own = [part.shard.view(tensors) for part in held]
         self._sums_at = slice(_HEADER_WORDS, _HEADER_WORDS + len(bucket.pieces))
         first_word = bucket.pieces[0].first_word
         self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces])
@@ -162,10 +191,11 @@ class PlacedBucket:
         expected, found = self._words_W[self._sums_at], self._checksums(self._words_W)
         if not torch.equal(expected, found):
             first = int((expected != found).nonzero()[0])
-            target = bucket.pieces[first].target
+            box = bucket.pieces[first].box
+            tensor = next(part.shard.tensor for part in self._held if part.piece == first)
             raise TransferError(
-                f"{target.box.name} {target.box.start} to {target.box.stop}, bound for {target.tensor}, has"
-                f" checksum {int(found[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
+                f"{box.name} {box.start} to {box.stop}, bound for {tensor}, has checksum"
+                f" {int(found[first]) & _UNSIGNED:#x} on engine rank {bucket.target_rank},"
                 f" {int(expected[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
             )
 
@@ -182,7 +212,3 @@ class PlacedBucket:
     def place(self) -> None:
         """Copy the received slices into this rank's own tensors."""
         _copy_all(self._own, self._values)
-
-
-def views(shards: Iterable[Shard], tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    return [shard.view(tensors) for shard in shards]

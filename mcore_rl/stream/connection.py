@@ -1,32 +1,24 @@
-"""Trainer ranks and the ranks of one engine meet, agree on a plan, and then move one version after another.
-
-trainer rank: publish layout -+
-                              +-> everyone reads all layouts -> plan -> compare digests -> buckets
-engine rank:  trace, publish -+
-"""
+"""Trainer ranks and the ranks of one engine meet, agree on a plan, and move one version after another."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.box import Shard
-from mcore_rl.slices.plan import make_plan
-from mcore_rl.stream.buckets import Bucket, PlacedBucket, plan_buckets, views
+from mcore_rl.stream.agreement import MakeShards, agree
+from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings
 from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.wire import Link, Report, decode_shards, encode_shards
+from mcore_rl.stream.wire import Link, Report
 
 SENDER_GRACE_S = 2.0
 """How much longer than the engine's ranks a sender waits: a receiver knows which sender it waits for, while
 to the other senders the receiver itself seems to be late.
 """
-
-Layouts = Sequence[tuple[Shard, ...]]
 
 
 class Connection:
@@ -41,25 +33,21 @@ class Connection:
         store: LinkStore,
         link: Link,
         rank: int,
-        make_shards: Callable[[Layouts], Sequence[Shard]],
+        make_shards: MakeShards,
         make_transport: MakeTransport = make_routes,
     ) -> None:
-        """Meet the others and agree with all of them on the plan, within link.timeout_s.
-
-        `make_shards` gives this rank's own layout; an engine rank's gets the layouts of the trainer ranks, a
-        trainer rank's gets none. TransferError names the ranks that did not come, failed or disagree.
-        """
+        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of `agree`."""
         self._store, self._link, self._rank = store, link, rank
         self._is_sender = rank < link.num_senders
         deadline_s = time.monotonic() + link.timeout_s
-        layouts = self._exchange_layouts(store, make_shards, deadline_s)
-        self.digest, self._buckets = self._agree(store, layouts, deadline_s)
+        agreed = agree(store, link, rank, make_shards, deadline_s)
+        self.digest, self._buckets = agreed.digest, agreed.buckets
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         starts, sizes = lay_out(self._buckets, [self._peer(b) for b in self._buckets], staged=link.staged)
         self._transport = make_transport(store, rank, link, sizes, deadline_s)
         self._places = self._find_places(starts)
-        self._shards = [[p.source if self._is_sender else p.target for p in b.pieces] for b in self._buckets]
-        self._names = list({shard.tensor: None for of_bucket in self._shards for shard in of_bucket})
+        self._held = [holdings(bucket, agreed.shards) for bucket in self._buckets]
+        self._names = list({part.shard.tensor: None for held in self._held for part in held})
         self._bound: tuple[list[int], list[PlacedBucket]] = ([], [])
 
     @property
@@ -163,8 +151,8 @@ class Connection:
         pointers = [tensors[name].data_ptr() for name in self._names]
         if pointers != self._bound[0] or not self._bound[1]:
             placed = [
-                PlacedBucket(bucket, place, views(own, tensors))
-                for bucket, place, own in zip(self._buckets, self._places, self._shards, strict=True)
+                PlacedBucket(bucket, place, held, tensors)
+                for bucket, place, held in zip(self._buckets, self._places, self._held, strict=True)
             ]
             self._bound = (pointers, placed)
         return self._bound[1]
@@ -172,32 +160,6 @@ class Connection:
     def _report(self, began_s: float) -> Report:
         seconds = time.monotonic() - began_s
         return Report(self.name, self.digest, self.num_bytes, len(self._buckets), seconds)
-
-    def _exchange_layouts(
-        self, store: LinkStore, make_shards: Callable[[Layouts], Sequence[Shard]], deadline_s: float
-    ) -> Layouts:
-        senders = range(self._link.num_senders)
-        names = self._link.names
-        with store.errors_published("layout", self._rank):
-            sources = (
-                [] if self._is_sender else store.collect("layout", senders, names, self.name, deadline_s)
-            )
-            own = make_shards([decode_shards(data) for data in sources])
-            store.publish("layout", self._rank, encode_shards(own))
-        layouts = store.collect("layout", range(len(names)), names, self.name, deadline_s)
-        return [decode_shards(data) for data in layouts]
-
-    def _agree(self, store: LinkStore, layouts: Layouts, deadline_s: float) -> tuple[str, list[Bucket]]:
-        num_senders, names = self._link.num_senders, self._link.names
-        with store.errors_published("digest", self._rank):
-            plan = make_plan(layouts[:num_senders], layouts[num_senders:])
-            store.publish("digest", self._rank, plan.digest.encode())
-        digests = store.collect("digest", range(len(names)), names, self.name, deadline_s)
-        others = [name for name, d in zip(names, digests, strict=True) if d.decode() != plan.digest]
-        if others:
-            raise TransferError(f"{self.name} planned {plan.digest}, but {', '.join(others)} otherwise")
-        own = plan.sends(self._rank) if self._is_sender else plan.recvs(self._rank - num_senders)
-        return plan.digest, plan_buckets(own, self._link.num_receivers, self._link.bucket_bytes)
 
 
 def lay_out(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.engine_trace import trace_load_weights
-from mcore_rl.stream.connection import Connection, Layouts
+from mcore_rl.stream.agreement import Layouts
+from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError

@@ -1,6 +1,6 @@
 """Buckets: bounded, in an order that cannot deadlock, exact, and fail closed when a byte changed."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import product
 
 import pytest
@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan import SlicePlan, Transfer, make_plan
-from mcore_rl.stream.buckets import Bucket, PlacedBucket, plan_buckets, split_box, views
+from mcore_rl.slices.layouts.listed import ListedLayout
+from mcore_rl.slices.local_plan import plan_recvs, plan_sends
+from mcore_rl.slices.pool import Slice
+from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings, plan_buckets, split_box
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS
 from tests.stream.layouts import column_cut, make_tensors, row_cut
@@ -29,11 +32,25 @@ def test_a_box_is_cut_into_bounded_parts_that_cover_it_once(shape: tuple[int, ..
     assert all(part.numel <= max_numel for part in parts)
 
 
-def plan_of(num_sources: int, num_targets: int, dtype: str = "float32") -> SlicePlan:
+Flows = dict[tuple[int, int], tuple[Slice, ...]]
+HOSTS = RegularHosts(1, 1, 1)
+
+
+def layouts_of(num_sources: int, num_targets: int) -> tuple[ListedLayout, ListedLayout]:
     hf = make_tensors()
     sources = [row_cut(hf, rank, num_sources, "float32")[0] for rank in range(num_sources)]
-    targets = [column_cut(hf, rank, num_targets, dtype)[0] for rank in range(num_targets)]
-    return make_plan(sources, targets)
+    targets = [column_cut(hf, rank, num_targets, "float32")[0] for rank in range(num_targets)]
+    return ListedLayout(sources), ListedLayout(targets)
+
+
+def sends_of(rank: int, source: ListedLayout, target: ListedLayout) -> Flows:
+    flows = plan_sends(rank, source, target, HOSTS, relay=False)
+    return {(rank, flow.peer): tuple(flow.slices) for flow in flows}
+
+
+def recvs_of(rank: int, source: ListedLayout, target: ListedLayout) -> Flows:
+    flows = plan_recvs(rank, source, target, HOSTS, relay=False).recvs
+    return {(flow.peer, rank): tuple(flow.slices) for flow in flows}
 
 
 @pytest.mark.parametrize("bucket_bytes", [8, 100, 4096, 1 << 20])
@@ -41,9 +58,10 @@ def plan_of(num_sources: int, num_targets: int, dtype: str = "float32") -> Slice
 def test_every_element_once_and_no_bucket_too_large(
     num_sources: int, num_targets: int, bucket_bytes: int
 ) -> None:
-    plan = plan_of(num_sources, num_targets)
-    buckets = plan_buckets(plan.transfers, num_targets, bucket_bytes)
-    assert sum(bucket.num_bytes for bucket in buckets) == plan.num_bytes
+    layouts = layouts_of(num_sources, num_targets)
+    flows = {pair: f for rank in range(num_targets) for pair, f in recvs_of(rank, *layouts).items()}
+    buckets = plan_buckets(flows, num_targets, bucket_bytes)
+    assert sum(b.num_bytes for b in buckets) == sum(s.num_bytes for slices in flows.values() for s in slices)
     assert all(bucket.num_bytes <= bucket_bytes for bucket in buckets)
     for bucket in buckets:
         ends = [bucket.pieces[0].first_word, *(p.first_word + p.num_rows * ROW_WORDS for p in bucket.pieces)]
@@ -56,10 +74,10 @@ def test_every_element_once_and_no_bucket_too_large(
 def test_ranks_that_work_through_their_own_buckets_in_order_never_block_each_other(
     num_sources: int, num_targets: int, bucket_bytes: int
 ) -> None:
-    plan = plan_of(num_sources, num_targets)
-    cut = lambda transfers: plan_buckets(transfers, num_targets, bucket_bytes)  # noqa: E731
-    sends = {rank: cut(plan.sends(rank)) for rank in range(num_sources)}
-    recvs = {rank: cut(plan.recvs(rank)) for rank in range(num_targets)}
+    layouts = layouts_of(num_sources, num_targets)
+    cut = lambda flows: plan_buckets(flows, num_targets, bucket_bytes)  # noqa: E731
+    sends = {rank: cut(sends_of(rank, *layouts)) for rank in range(num_sources)}
+    recvs = {rank: cut(recvs_of(rank, *layouts)) for rank in range(num_targets)}
     while any(sends.values()) or any(recvs.values()):
         heads = {rank: queue[0] for rank, queue in sends.items() if queue}
         movable = [b for b in heads.values() if recvs[b.target_rank][:1] == [b]]
@@ -69,15 +87,20 @@ def test_ranks_that_work_through_their_own_buckets_in_order_never_block_each_oth
             recvs[bucket.target_rank].pop(0)
 
 
-def packed(bucket: Bucket, tensors: dict[str, Tensor]) -> Tensor:
+def placed_in(
+    bucket: Bucket, words_W: Tensor, shards: list[Shard], tensors: dict[str, Tensor]
+) -> PlacedBucket:
+    by_name: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        by_name[shard.box.name].append(shard)
+    return PlacedBucket(bucket, words_W, holdings(bucket, by_name), tensors)
+
+
+def packed(bucket: Bucket, shards: list[Shard], tensors: dict[str, Tensor]) -> Tensor:
     """The bucket's words as version 3."""
     words_W = torch.zeros(bucket.num_words, dtype=torch.int64)
-    PlacedBucket(bucket, words_W, views([p.source for p in bucket.pieces], tensors)).pack(3)
+    placed_in(bucket, words_W, shards, tensors).pack(3)
     return words_W
-
-
-def received(bucket: Bucket, words_W: Tensor, tensors: dict[str, Tensor]) -> PlacedBucket:
-    return PlacedBucket(bucket, words_W, views([p.target for p in bucket.pieces], tensors))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -89,18 +112,41 @@ def test_packed_cast_and_unpacked_values_are_exact(dtype: str, bucket_bytes: int
     expected = {name: tensor.clone() for name, tensor in targets.items()}
     for tensor in targets.values():
         tensor.fill_(float("nan"))
-    buckets = plan_buckets(make_plan([source_shards], [target_shards]).transfers, 1, bucket_bytes)
-    for bucket in buckets:
-        placed = received(bucket, packed(bucket, sources), targets)
+    flows = sends_of(0, ListedLayout([source_shards]), ListedLayout([target_shards]))
+    for bucket in plan_buckets(flows, 1, bucket_bytes):
+        placed = placed_in(bucket, packed(bucket, source_shards, sources), target_shards, targets)
         placed.verify(3)
         placed.place()
     assert all(torch.equal(targets[name], expected[name]) for name in expected)
 
 
+SHARD = Shard(Box("w", (0,), (6,)), "param", 0, (1,), "float32")
+
+
 def one_bucket() -> tuple[Bucket, Tensor]:
-    shard = Shard(Box("w", (0,), (6,)), "param", 0, (1,), "float32")
-    (bucket,) = plan_buckets([Transfer(0, 0, shard, shard)], 1, 1024)
-    return bucket, packed(bucket, {"param": torch.arange(6, dtype=torch.float32)})
+    (bucket,) = plan_buckets({(0, 0): [Slice(SHARD.box, "float32")]}, 1, 1024)
+    return bucket, packed(bucket, [SHARD], {"param": torch.arange(6, dtype=torch.float32)})
+
+
+def received(bucket: Bucket, words_W: Tensor, tensors: dict[str, Tensor]) -> PlacedBucket:
+    return placed_in(bucket, words_W, [SHARD], tensors)
+
+
+def test_a_slice_may_lie_in_several_pieces_and_land_in_several_places() -> None:
+    whole = Slice(Box("w", (0, 0), (4, 3)), "float32")
+    (bucket,) = plan_buckets({(0, 0): [whole]}, 1, 1024)
+    halves = [
+        Shard(Box("w", (2 * i, 0), (2 * i + 2, 3)), "fused", 6 * (1 - i), (3, 1), "float32") for i in range(2)
+    ]
+    words_W = packed(bucket, halves, {"fused": torch.arange(12, dtype=torch.float32)})
+    twice = [Shard(whole.box, name, 0, (3, 1), "float32") for name in ("embedding", "head")]
+    tensors = {name: torch.zeros(12) for name in ("embedding", "head")}
+    placed = placed_in(bucket, words_W, twice, tensors)
+    placed.verify(3)
+    placed.place()
+    assert tensors["head"].tolist() == tensors["embedding"].tolist() == [*range(6, 12), *range(6)]
+    with pytest.raises(AssertionError, match="only 6 elements"):
+        placed_in(bucket, words_W, halves[:1], tensors)
 
 
 def test_a_changed_byte_is_refused_by_name() -> None:
