@@ -106,9 +106,13 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
         staged=scene.staged,
     )
     pipes, processes = [], []
-    for rank in range(scene.num_senders + scene.num_receivers):
+    num_ranks = scene.num_senders + scene.num_receivers
+    started = context.Barrier(num_ranks)
+    for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_rank_main, args=(theirs, scene, link, rank), daemon=True))
+        processes.append(
+            context.Process(target=_rank_main, args=(theirs, started, scene, link, rank), daemon=True)
+        )
         processes[-1].start()
         theirs.close()
         pipes.append(ours)
@@ -141,8 +145,9 @@ def expected_parameters(scene: Scene, receiver: int, version: int) -> dict[str, 
     return dict(engine.named_parameters())
 
 
-def _rank_main(pipe: Any, scene: Scene, link: Link, rank: int) -> None:
+def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> None:
     torch.set_num_threads(1)
+    started.wait(60)  # a process that starts late is not the lateness that scenes are about
     is_sender = rank < scene.num_senders
     answer = _send(scene, link, rank) if is_sender else _receive(scene, link, rank - scene.num_senders)
     pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
