@@ -33,6 +33,7 @@ TIMEOUT_S = 8.0
 DEADLINE_S = TIMEOUT_S + 10 + 5
 """The Refitter's own deadline for a sync, with the least time for a swap."""
 SLACK_S = 5.0
+MAX_SYNCS = 3
 
 
 class Stage:
@@ -75,6 +76,14 @@ class Stage:
         began_s = time.monotonic()
         asyncio.run(self.refitter.sync(self.version))
         return time.monotonic() - began_s
+
+    def sync_until_all_serve(self) -> int:
+        """Number of syncs that this took; on a busy machine linking an engine can outlast its deadline."""
+        for num_syncs in range(1, MAX_SYNCS + 1):
+            self.sync()
+            if set(self.refitter.in_rotation) == {engine.url for engine in self.engines}:
+                return num_syncs
+        raise AssertionError(f"only {self.refitter.in_rotation} serve after {MAX_SYNCS} syncs")
 
     def learn(self) -> None:
         """What the engines hold after clean syncs of an even and of an odd version."""
@@ -123,7 +132,7 @@ def pids_of(stage: Stage, victim: str) -> list[int]:
 def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
     """One fault during one sync, and the recovery from it; what came of the sync."""
     pids = pids_of(stage, victim)
-    delay_s = random.uniform(0, 1.2 * typical_s)
+    delay_s = random.uniform(0, 0.8 * typical_s)
     outcome, began_s = "all engines took it", time.monotonic()
 
     async def sync() -> None:
@@ -162,11 +171,9 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
         else:
             stage.restart_engine(1)
             outcome += ", restarted"
-    stage.sync()
-    in_rotation = set(stage.refitter.in_rotation)
-    assert in_rotation == {e.url for e in stage.engines}, f"{kind} of {victim}: only {in_rotation} came back"
+    num_syncs = stage.sync_until_all_serve()
     stage.check_rotation()
-    return outcome
+    return outcome + (f", readmitted by sync {num_syncs}" if num_syncs > 1 else "")
 
 
 def main() -> None:
@@ -177,7 +184,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     random.seed(args.seed)
-    logging.basicConfig(level=logging.ERROR)
+    logging.basicConfig(level=logging.WARNING)
     outcomes: dict[str, Counter[str]] = {}
     with tempfile.TemporaryDirectory(prefix="refit_faults_") as folder:
         stage = Stage(Case(args.mib, "large"), Path(folder))

@@ -209,6 +209,7 @@ class PlacedBucket:
                 f" where engine rank {bucket.target_rank} expected version {version} bucket {bucket.index}"
             )
 
+    @torch.no_grad()
     def place(self) -> None:
         """Copy the received slices into this rank's own tensors."""
         _copy_all(self._own, self._values)

@@ -1,8 +1,10 @@
 """Trainer ranks and the ranks of one engine meet, agree on a plan, and move one version after another."""
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -19,6 +21,9 @@ SENDER_GRACE_S = 2.0
 """How much longer than the engine's ranks a sender waits: a receiver knows which sender it waits for, while
 to the other senders the receiver itself seems to be late.
 """
+
+_SWAP_THREADS = 4
+"""Copies at once, if the rank has as many cores: generation waits for them."""
 
 
 class Connection:
@@ -94,8 +99,8 @@ class Connection:
         buckets = self._bind(tensors)
         for placed in buckets:
             placed.check_version(version)
-        for placed in buckets:
-            placed.place()
+        with ThreadPoolExecutor(min(_SWAP_THREADS, len(os.sched_getaffinity(0)))) as threads:
+            list(threads.map(PlacedBucket.place, buckets))
         return self._report(began_s)
 
     def close(self) -> None:

@@ -251,12 +251,13 @@ class Refitter:
         """End the update; commit and resume if all went well, else leave the engine paused."""
         error = refit.error
         try:
-            await control.end_update()
             if error is None:
-                await control.commit(version)
+                await asyncio.gather(control.end_update(), control.commit(version))
                 await control.resume()
                 self._engines[control.url].serves = version
                 self._mixed.discard(control.url)
+            else:
+                await control.end_update()
         except EngineError as failure:
             error = error or str(failure)
         return replace(refit, error=error, pause_seconds=time.monotonic() - began_s)
