@@ -18,7 +18,7 @@ from mcore_rl.slices.cost import (
     predict_gather_broadcast,
 )
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf_config import padded_vocab_size, read_hf_config
+from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
 from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
@@ -86,19 +86,8 @@ def make_deployment(config: Config) -> Deployment:
     """The layouts that Megatron and SGLang would have in this recipe."""
     hf_config = read_hf_config(config.model.path)
     family, dtype = family_of(hf_config), config.model.dtype
-    parallel, rollout, per_host = config.parallel, config.rollout, config.plan.ranks_per_host
-    sizes = MegatronSizes(
-        padded_vocab=padded_vocab_size(hf_config, parallel.tp),
-        tp=parallel.tp,
-        pp=parallel.pp,
-        vpp=parallel.vpp,
-        cp=parallel.cp,
-        dp=parallel.dp_size,
-        ep=parallel.ep,
-        etp=parallel.etp,
-        first_layers=parallel.first_stage_layers,
-        last_layers=parallel.last_stage_layers,
-    )
+    rollout, per_host = config.rollout, config.plan.ranks_per_host
+    sizes = MegatronSizes.of(config.parallel, hf_config)
     engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
     source = MegatronLayout(family, hf_config, sizes, dtype)
     target = SGLangLayout(family, hf_config, engines, dtype)

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
+from mcore_rl.slices.hf_config import padded_vocab_size
 from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
@@ -55,6 +57,22 @@ class MegatronSizes:
     etp: int = 1
     first_layers: int | None = None
     last_layers: int | None = None
+
+    @staticmethod
+    def of(parallel: ParallelConfig, hf_config: HfConfig) -> "MegatronSizes":
+        """The sizes of a recipe's trainer."""
+        return MegatronSizes(
+            padded_vocab=padded_vocab_size(hf_config, parallel.tp),
+            tp=parallel.tp,
+            pp=parallel.pp,
+            vpp=parallel.vpp,
+            cp=parallel.cp,
+            dp=parallel.dp_size,
+            ep=parallel.ep,
+            etp=parallel.etp,
+            first_layers=parallel.first_stage_layers,
+            last_layers=parallel.last_stage_layers,
+        )
 
     @property
     def stage_ranks(self) -> int:

@@ -60,6 +60,15 @@ RULES: Mapping[str, Rule] = {
 EXPERT_AXIS = {"gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS}
 
 
+HEAD_ON_EVERY_STAGE = {"Qwen3MoeForCausalLM", "LlamaForCausalLM"}
+"""Architectures whose pipeline stages all have the output layer."""
+
+WITHOUT_ATTENTION_DP = {"LlamaForCausalLM", "Qwen2ForCausalLM"}
+WITHOUT_TIED_HEAD = {"Qwen3MoeForCausalLM"}
+WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
+"""What SGLang's models of these architectures cannot do."""
+
+
 @dataclass(frozen=True)
 class SGLangSizes:
     """`engines` engines alike, each of tp * pp ranks.
@@ -84,6 +93,7 @@ class SGLangLayout:
     def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
         self._tensors = Tensors(family, hf_config, dtype)
         self._sizes = sizes
+        _refuse_unsupported(family.architecture, sizes, self._tensors.tied)
         self._moe_tp = divide(sizes.tp, sizes.ep, "engine's tp", "ep")
         self._attn_tp = divide(sizes.tp, sizes.dp, "engine's tp", "attention dp")
         divide(self._tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
@@ -134,6 +144,8 @@ class SGLangLayout:
 
     def _model_stages(self, entry: Entry) -> list[int]:
         last = self._sizes.pp - 1
+        if entry.tensor.name == "lm_head.weight" and self._tensors.family.architecture in HEAD_ON_EVERY_STAGE:
+            return list(range(last + 1))
         if entry.tensor.name != "model.embed_tokens.weight":
             return [last]
         return [0, last] if self._tensors.tied and last else [0]
@@ -175,6 +187,19 @@ class SGLangLayout:
             return Ranks.grid(first + part, engines)
         replicas = self._attn_tp // parts
         return Ranks.grid(first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1))
+
+
+def _refuse_unsupported(architecture: str, sizes: SGLangSizes, tied: bool) -> None:
+    if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
+        raise ValueError(f"attention dp = {sizes.dp}: SGLang's {architecture} has no DP attention")
+    if tied and architecture in WITHOUT_TIED_HEAD:
+        raise ValueError(
+            f"tie_word_embeddings = true: SGLang's {architecture} has an output layer of its own"
+        )
+    if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
+        raise ValueError(
+            f"tie_word_embeddings = true and pp = {sizes.pp}: SGLang's {architecture} lacks a head"
+        )
 
 
 def _rule(entry: Entry) -> Rule:

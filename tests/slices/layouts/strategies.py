@@ -14,9 +14,25 @@ from tests.slices.megatron_layout import model_config
 DTYPE = "float32"
 
 
+BASE = {"hidden_size": 8, "num_attention_heads": 8, "intermediate_size": 8}
+GROUPED = {"architectures": ["Qwen3ForCausalLM"], **BASE}
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    **BASE,
+    "kv_lora_rank": 3,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 1,
+    "v_head_dim": 1,
+    "moe_intermediate_size": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+
+
 @st.composite
-def models(draw: st.DrawFn) -> dict[str, Any]:
-    """config.json of a small model that all layouts below divide."""
+def moe_models(draw: st.DrawFn) -> dict[str, Any]:
+    """config.json of a small Qwen3-MoE that all layouts below divide."""
     return model_config(
         vocab_size=draw(st.integers(5, 40)),
         num_hidden_layers=draw(st.sampled_from([2, 4])),
@@ -24,8 +40,20 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         num_key_value_heads=draw(st.sampled_from([2, 4])),
         head_dim=draw(st.sampled_from([1, 2])),
         mlp_only_layers=draw(st.lists(st.integers(0, 1), max_size=1)),
-        tie_word_embeddings=draw(st.booleans()),
     )
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    """config.json of a small model: grouped queries or latent attention, dense or with experts."""
+    sizes = {"vocab_size": draw(st.integers(5, 40)), "num_hidden_layers": draw(st.sampled_from([2, 4]))}
+    kind = draw(st.sampled_from(["experts", "grouped", "latent"]))
+    if kind == "experts":
+        return draw(moe_models())
+    if kind == "latent":
+        return {**LATENT, **sizes, "q_lora_rank": draw(st.sampled_from([None, 3]))}
+    heads = {"num_key_value_heads": draw(st.sampled_from([2, 4])), "head_dim": draw(st.sampled_from([1, 2]))}
+    return {**GROUPED, **sizes, **heads, "tie_word_embeddings": draw(st.booleans())}
 
 
 @st.composite

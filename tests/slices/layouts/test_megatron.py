@@ -10,14 +10,14 @@ from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.layouts.layout import boxes_of, check_rank
 from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.training import training_shards
-from tests.slices.layouts.strategies import megatron_layout, megatron_sizes, models
+from tests.slices.layouts.strategies import megatron_layout, megatron_sizes, moe_models
 from tests.slices.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_rank_holds_what_the_rule_says(data: st.DataObject) -> None:
-    config = data.draw(models())
+    config = data.draw(moe_models()) | {"tie_word_embeddings": data.draw(st.booleans())}
     sizes = data.draw(megatron_sizes(config))
     if sizes.first_layers is not None:
         return

@@ -1,0 +1,92 @@
+"""The recorded rule of SGLang's layouts against its own models and loaders, rank after rank in one process.
+
+SGLang builds a model for any rank before there are process groups, so no rank needs a process of its own.
+Arguments: JSON list of cases {"hf_dir": ..., "sizes": {"tp": 2, ...}}. Output, last line: JSON.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_rl.rollout.server import use_cpu
+from mcore_rl.slices.engine_trace import trace_load_weights
+from mcore_rl.slices.families import family_of, hf_tensor_shapes
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.layouts.layout import check_rank
+from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
+from mcore_rl.stream.receiver import _in_this_thread
+
+DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class Group:
+    """As much of a process group as a model asks for while it is built."""
+
+    rank_in_group: int
+    world_size: int
+    cpu_group: None = None
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        return self.rank_in_group == self.world_size - 1
+
+
+def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ranks looked at, and what is wrong."""
+    use_cpu([])
+    torch.set_default_dtype(getattr(torch, DTYPE))
+    errors, num_ranks = [], 0
+    for case in cases:
+        sizes = SGLangSizes(**case["sizes"])
+        hf_config = read_hf_config(case["hf_dir"])
+        layout = SGLangLayout(family_of(hf_config), hf_config, sizes, DTYPE)
+        for rank in range(sizes.engine_ranks):
+            num_ranks += 1
+            try:
+                check_rank(layout, rank, trace_rank(case["hf_dir"], hf_config, sizes, rank))
+            except ValueError as error:
+                errors.append(f"{case}: {error}")
+    return {"num_ranks": num_ranks, "errors": errors}
+
+
+def trace_rank(hf_dir: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:
+    """What the loader of this engine rank puts into its parameters."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.runtime_context import SpawnRanks, get_flags, get_parallel, publish, reset_context
+    from sglang.srt.server_args import prepare_server_args
+
+    options = {"--model-path": hf_dir, "--dtype": DTYPE, "--tp-size": sizes.tp, "--ep-size": sizes.ep}
+    options |= {"--pp-size": sizes.pp, "--attn-dp-size": sizes.dp}
+    arguments = [str(part) for item in options.items() for part in item]
+    server_args = prepare_server_args([*use_cpu(arguments), "--skip-tokenizer-init"])
+    reset_context()
+    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
+    parallel = get_parallel()
+    names = ("pp", "tp", "attn_tp", "moe_ep", "moe_tp")
+    groups = {
+        f"{name}_group": Group(getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size"))
+        for name in names
+    }
+    with parallel.override(**groups), get_flags().dp.override(enabled=sizes.dp > 1):
+        model = _initialize_model(ModelConfig.from_server_args(server_args), LoadConfig())
+        dtypes = family_of(hf_config).dtypes(hf_config, DTYPE)
+        shapes = {
+            name: (shape, getattr(torch, dtypes[name])) for name, shape in hf_tensor_shapes(hf_config).items()
+        }
+        return trace_load_weights(_in_this_thread(model.load_weights), shapes, dict(model.named_parameters()))
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
