@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.tiny_models import write_model
 
 NUM_RANKS = 8
 Layouts = list[Mapping[str, int]]
-CASES: dict[str, tuple[str, dict[str, object], Layouts]] = {
+CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {"mlp_only_layers": [1]},
