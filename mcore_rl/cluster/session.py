@@ -34,8 +34,6 @@ ENVIRONMENT = {
 }
 """Defaults: what the caller's environment sets is left alone."""
 
-NEEDED_PROCESSES = {"raylet", "gcs_server"}
-
 
 @contextmanager
 def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
@@ -82,12 +80,9 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
 def _raise_if_ray_is_lost(*_: object) -> None:
     """Without this Ray itself would exit in silence when its raylet is gone, a minute after its GCS is."""
     for child in psutil.Process().children():
-        if child.status() == psutil.STATUS_ZOMBIE and child.name() in NEEDED_PROCESSES:
+        if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise RayLost(
-                f"Ray's {child.name()} process died (killed, crashed or out of memory), and every rank with"
-                " it. The same command continues from the newest checkpoint"
-            )
+            raise RayLost(watchdog.ray_lost(child.name()))
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 They are told by the session's mark in their environment or, as a process that sets its title overwrites that,
 by an open file in the session's folder. Run as a script (folder, parent's pid), it waits for its parent to be
-gone, then ends the session and removes the folder.
+gone, then ends the session, removes the folder and says what happened.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 MARK = "MCORE_RL_SESSION"
+RAY_PROCESSES = ("raylet", "gcs_server")
+AGAIN = "The same command continues from the newest checkpoint"
 GRACE_S = 2.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05
@@ -53,8 +56,55 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def ray_lost(name: str) -> str:
+    """What to tell when one of RAY_PROCESSES is gone."""
+    return f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it. {AGAIN}"
+
+
+def wait_for_parent(parent: int) -> str:
+    """Return when `parent` is gone, with what to tell about it.
+
+    Where its raylet is gone, Ray ends a process that calls it, without a word: so who went first is noted.
+    """
+    killed = f"the controller (process {parent}) was killed, and all that it started is ended. {AGAIN}"
+    lost = ""
+    watched: dict[str, int] = {}
+    poller = select.poll()
+    try:
+        watched[""] = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return killed
+    poller.register(watched[""], select.POLLIN)
+    while os.getppid() == parent:
+        for name, pid in ray_children(parent).items() if len(watched) <= len(RAY_PROCESSES) else ():
+            if name not in watched:
+                with contextlib.suppress(ProcessLookupError):
+                    watched[name] = os.pidfd_open(pid)
+                    poller.register(watched[name], select.POLLIN)
+        ended = [descriptor for descriptor, _ in poller.poll(PARENT_POLL_S * 1000)]
+        for name in RAY_PROCESSES:
+            if watched.get(name) in ended:
+                poller.unregister(watched[name])
+                lost = lost or name
+        if watched[""] in ended:
+            break
+    return ray_lost(lost) if lost else killed
+
+
+def ray_children(parent: int) -> dict[str, int]:
+    """Name -> pid of the Ray processes that `parent` started."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                name, fields = (folder / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+                if name in RAY_PROCESSES and int(fields.split()[1]) == parent:
+                    found[name] = int(folder.name)
+    return found
+
+
 if __name__ == "__main__":
-    while os.getppid() == int(sys.argv[2]):
-        time.sleep(PARENT_POLL_S)
+    message = wait_for_parent(int(sys.argv[2]))
     end_session(sys.argv[1])
     shutil.rmtree(sys.argv[1], ignore_errors=True)
+    print(f"mcore-rl: {message}", file=sys.stderr)

@@ -77,6 +77,23 @@ def test_nothing_is_left_of_a_start_that_was_killed(start) -> None:
     assert left_of([*seen.values()]) == []
 
 
+@pytest.mark.parametrize(("name", "silent"), [("raylet", True), ("gcs_server", False)])
+def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(start, name, silent) -> None:
+    process = start("wait")
+    begun = processes_when_ready(process)
+    if silent:
+        process.send_signal(signal.SIGSTOP)
+    next(p for p in begun if p.name() == name).kill()
+    if silent:
+        time.sleep(0.2)
+        process.kill()
+    _, told = process.communicate(timeout=20)
+    assert process.returncode == (-signal.SIGKILL if silent else 1)
+    assert told.startswith(f"mcore-rl: Ray's {name} process died"), told
+    assert told.count("\n") == 1, told
+    assert left_of(begun) == []
+
+
 def test_an_address_without_ray_is_refused() -> None:
     address = "127.0.0.1:1"
     with (
