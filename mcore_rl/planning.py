@@ -1,6 +1,7 @@
 """`mcore-rl plan`: a recipe and its model's config.json in, what a weight sync would move, printed."""
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -39,7 +40,10 @@ class Deployment:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Bytes are those of one sync, per rank where the name says so; seconds are at `link_gbps` per rank."""
+    """Bytes are those of one sync, per rank where the name says so; seconds are at `link_gbps` per rank.
+
+    `direct`: without relays, every engine rank sent all it wants by trainer ranks.
+    """
 
     trainer_ranks: int
     engine_ranks: int
@@ -59,6 +63,11 @@ class PlanSummary:
     engine_staged_bytes: int
     seconds: float
     lower_bound_seconds: float
+    direct_network_bytes: int
+    direct_trainer_out_per_rank: tuple[int, int]
+    direct_engine_in_per_rank: tuple[int, int]
+    direct_busiest_link_bytes: int
+    direct_seconds: float
     gather_broadcast_in_per_rank: int
     gather_broadcast_network_bytes: int
     gather_broadcast_buffer_bytes: int
@@ -69,15 +78,14 @@ def print_plan(config: Config, as_json: bool = False) -> None:
     """ValueError names what the recipe lacks, or the two sizes that do not divide."""
     require(config, "model.path")
     deployment = make_deployment(config)
-    traffic = predict(deployment.source, deployment.target, deployment.hosts)
-    rival = predict_gather_broadcast(
-        deployment.source, deployment.target, deployment.hosts, deployment.stage_ranks
-    )
-    summary = summarise(config, deployment, traffic, rival)
+    sides = deployment.source, deployment.target, deployment.hosts
+    traffic, direct = predict(*sides), predict(*sides, relay=False)
+    rival = predict_gather_broadcast(*sides, deployment.stage_ranks)
+    summary = summarise(config, deployment, traffic, direct, rival)
     if as_json:
         print(json.dumps(asdict(summary)))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(_flows_table(config, deployment, traffic, summary))
     console.print(_comparison_table(summary))
 
@@ -96,7 +104,7 @@ def make_deployment(config: Config) -> Deployment:
 
 
 def summarise(
-    config: Config, deployment: Deployment, traffic: Traffic, rival: GatherBroadcast
+    config: Config, deployment: Deployment, traffic: Traffic, direct: Traffic, rival: GatherBroadcast
 ) -> PlanSummary:
     hosts, link_gbps = deployment.hosts, config.plan.link_gbps
     buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20))
@@ -119,6 +127,11 @@ def summarise(
         engine_staged_bytes=max(_into_engines(traffic)) if config.rollout.stage_weights else 0,
         seconds=traffic.seconds(link_gbps),
         lower_bound_seconds=traffic.lower_bound * 8 / (link_gbps * 1e9),
+        direct_network_bytes=direct.network_bytes,
+        direct_trainer_out_per_rank=_range(direct.trainer.network_out),
+        direct_engine_in_per_rank=_range(direct.engines.network_in),
+        direct_busiest_link_bytes=direct.busiest_link,
+        direct_seconds=direct.seconds(link_gbps),
         gather_broadcast_in_per_rank=rival.model_bytes,
         gather_broadcast_network_bytes=rival.network_bytes,
         gather_broadcast_buffer_bytes=GATHER_BUCKET_BYTES,
@@ -181,38 +194,46 @@ def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int
 
 
 def _comparison_table(summary: PlanSummary) -> Table:
-    table = Table(title=f"one weight sync at {summary.link_gbps:g} Gbit/s per rank")
+    gib = {name: f"{value / GIB:.2f}" for name, value in asdict(summary).items() if isinstance(value, int)}
+    staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
+    buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"
+    table = Table(
+        title=f"one weight sync at {summary.link_gbps:g} Gbit/s per rank",
+        caption=f"GiB; buffers of a rank: trainer {buffers}; gather and broadcast"
+        f" {gib['gather_broadcast_buffer_bytes']}",
+    )
     table.add_column("")
-    for column in ("slices", "lower bound", "gather and broadcast"):
+    for column in ("slices, relayed", "slices, direct", "lower bound", "gather and broadcast"):
         table.add_column(column, justify="right")
-    gib = {name: value / GIB for name, value in asdict(summary).items() if isinstance(value, int)}
     table.add_row(
-        "into an engine rank, network",
-        f"{_show_range(summary.engine_in_per_rank)} GiB",
+        "out of a trainer rank",
+        _show_range(summary.trainer_out_per_rank),
+        _show_range(summary.direct_trainer_out_per_rank),
+    )
+    table.add_row(
+        "into an engine rank",
+        _show_range(summary.engine_in_per_rank),
+        _show_range(summary.direct_engine_in_per_rank),
         "",
-        f"{gib['gather_broadcast_in_per_rank']:.2f} GiB",
+        gib["gather_broadcast_in_per_rank"],
     )
     table.add_row(
-        "over the network in all",
-        f"{gib['network_bytes']:.1f} GiB",
+        "network in all",
+        gib["network_bytes"],
+        gib["direct_network_bytes"],
         "",
-        f"{gib['gather_broadcast_network_bytes']:.1f} GiB",
+        gib["gather_broadcast_network_bytes"],
     )
     table.add_row(
-        "busiest link", f"{gib['busiest_link_bytes']:.2f} GiB", f"{gib['lower_bound_bytes']:.2f} GiB", ""
+        "busiest link", gib["busiest_link_bytes"], gib["direct_busiest_link_bytes"], gib["lower_bound_bytes"]
     )
-    gathered = f"{gib['gather_broadcast_buffer_bytes']:.2f} GiB"
-    table.add_row("buffers of a trainer rank", f"{gib['trainer_buffer_bytes']:.2f} GiB", "", gathered)
-    table.add_row("buffers of an engine rank", f"{gib['engine_buffer_bytes']:.2f} GiB", "", gathered)
-    if summary.engine_staged_bytes:
-        staged = f"{gib['engine_staged_bytes']:.2f} GiB"
-        table.add_row("staged beside an engine rank's weights", staged, "", "")
-    table.add_row(
-        "seconds",
-        f"{summary.seconds:.3f}",
-        f"{summary.lower_bound_seconds:.3f}",
-        f"{summary.gather_broadcast_seconds:.3f}",
+    seconds = (
+        summary.seconds,
+        summary.direct_seconds,
+        summary.lower_bound_seconds,
+        summary.gather_broadcast_seconds,
     )
+    table.add_row("seconds", *(f"{value:.3f}" for value in seconds))
     return table
 
 

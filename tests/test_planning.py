@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.recipe import list_recipes
+from tests.policy import read
 
 SHIPPED = {
     "plan_qwen3_30b": (16, 16, 30.5e9),
@@ -81,3 +83,25 @@ def test_nothing_is_started_and_no_engine_is_imported() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_table_in_the_document_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for line in read(Path("docs/plan.md")).splitlines() if line.startswith("| `plan_")]
+    assert len(lines) == len(SHIPPED)
+    for line in lines:
+        recipe, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        assert main(["plan", f"recipe={recipe}", "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        gib = [
+            plan["trainer_out_per_rank"][1],
+            plan["engine_in_per_rank"][1],
+            plan["busiest_link_bytes"],
+            plan["lower_bound_bytes"],
+        ]
+        seconds = [plan[name] for name in ("seconds", "direct_seconds", "gather_broadcast_seconds")]
+        assert cells == [
+            f"{plan['trainer_ranks']} to {plan['engine_ranks']}",
+            f"{plan['model_bytes'] / 2**30:.1f}",
+            *(f"{count / 2**30:.2f}" for count in gib),
+            *(f"{value:.3f}" for value in seconds),
+        ]

@@ -158,7 +158,7 @@ def corrupted(layout: Any, change: Any) -> Any:
 )
 @pytest.mark.parametrize("side", ["source", "target"])
 def test_a_corrupted_table_is_noticed(change: Any, side: str) -> None:
-    config = model_config()
+    config = model_config(mlp_only_layers=[])
     weights = numbered(hf_tensor_shapes(config))
     truth, wrong = (sglang_layout(config, SGLangSizes(tp=2, ep=2)) for _ in range(2))
     wrong = corrupted(wrong, change)

@@ -66,6 +66,7 @@ HEAD_ON_EVERY_STAGE = {"Qwen3MoeForCausalLM", "LlamaForCausalLM"}
 WITHOUT_ATTENTION_DP = {"LlamaForCausalLM", "Qwen2ForCausalLM"}
 WITHOUT_TIED_HEAD = {"Qwen3MoeForCausalLM"}
 WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
+WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM"}
 """What SGLang's models of these architectures cannot do."""
 
 
@@ -93,7 +94,7 @@ class SGLangLayout:
     def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
         self._tensors = Tensors(family, hf_config, dtype)
         self._sizes = sizes
-        _refuse_unsupported(family.architecture, sizes, self._tensors.tied)
+        _refuse_unsupported(self._tensors, sizes)
         self._moe_tp = divide(sizes.tp, sizes.ep, "engine's tp", "ep")
         self._attn_tp = divide(sizes.tp, sizes.dp, "engine's tp", "attention dp")
         divide(self._tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
@@ -189,7 +190,10 @@ class SGLangLayout:
         return Ranks.grid(first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1))
 
 
-def _refuse_unsupported(architecture: str, sizes: SGLangSizes, tied: bool) -> None:
+def _refuse_unsupported(tensors: Tensors, sizes: SGLangSizes) -> None:
+    architecture, tied = tensors.family.architecture, tensors.tied
+    if architecture in WITHOUT_DENSE_LAYERS and not tensors.all_moe:
+        raise ValueError(f"mlp_only_layers: SGLang's {architecture} has experts in every layer")
     if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
         raise ValueError(f"attention dp = {sizes.dp}: SGLang's {architecture} has no DP attention")
     if tied and architecture in WITHOUT_TIED_HEAD:

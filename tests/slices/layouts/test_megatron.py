@@ -17,7 +17,8 @@ from tests.slices.megatron_layout import TrainLayout, hf_weights, model_config, 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_every_rank_holds_what_the_rule_says(data: st.DataObject) -> None:
-    config = data.draw(moe_models()) | {"tie_word_embeddings": data.draw(st.booleans())}
+    dense_layers, tied = data.draw(st.sampled_from([[], [0], [1]])), data.draw(st.booleans())
+    config = data.draw(moe_models()) | {"mlp_only_layers": dense_layers, "tie_word_embeddings": tied}
     sizes = data.draw(megatron_sizes(config))
     if sizes.first_layers is not None:
         return

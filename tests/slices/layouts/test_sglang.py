@@ -18,7 +18,7 @@ from tests.slices.megatron_layout import model_config
     ],
 )
 def test_what_does_not_divide_is_named(sizes, message):
-    config = model_config(num_experts=6 if sizes.ep == 4 else 4)
+    config = model_config(num_experts=6 if sizes.ep == 4 else 4, mlp_only_layers=[])
     with pytest.raises(ValueError, match=message):
         layout = sglang_layout(config, sizes)
         for name in layout.all_names():
@@ -34,6 +34,14 @@ def test_what_does_not_divide_is_named(sizes, message):
     ],
 )
 def test_what_sglang_cannot_do_is_refused(architecture, tied, sizes, message):
-    config = model_config() | GROUPED | {"architectures": [architecture], "tie_word_embeddings": tied}
+    config = model_config(mlp_only_layers=[]) | GROUPED
+    config |= {"architectures": [architecture], "tie_word_embeddings": tied}
     with pytest.raises(ValueError, match=message):
         sglang_layout(config, sizes)
+
+
+def test_dense_layers_among_the_experts_are_refused_where_sglang_has_none():
+    with pytest.raises(
+        ValueError, match="mlp_only_layers: SGLang's Qwen3MoeForCausalLM has experts in every"
+    ):
+        sglang_layout(model_config(mlp_only_layers=[1]), SGLangSizes())
