@@ -82,13 +82,19 @@ def wait_for_parent(parent: int) -> str:
                     watched[name] = os.pidfd_open(pid)
                     poller.register(watched[name], select.POLLIN)
         ended = [descriptor for descriptor, _ in poller.poll(PARENT_POLL_S * 1000)]
-        for name in RAY_PROCESSES:
-            if watched.get(name) in ended:
-                poller.unregister(watched[name])
-                lost = lost or name
+        gone = [name for name in RAY_PROCESSES if watched.get(name) in ended]
         if watched[""] in ended:
-            break
+            return ray_lost(lost) if lost else died_together(parent, gone) if gone else killed
+        for name in gone:
+            poller.unregister(watched[name])
+            lost = lost or name
     return ray_lost(lost) if lost else killed
+
+
+def died_together(parent: int, names: list[str]) -> str:
+    """What to tell when it cannot be told who went first."""
+    others = " and ".join(f"Ray's {name} process" for name in names)
+    return f"the controller (process {parent}) and {others} died together (killed or crashed). {AGAIN}"
 
 
 def ray_children(parent: int) -> dict[str, int]:

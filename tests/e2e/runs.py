@@ -26,6 +26,7 @@ class Run:
     def __init__(self, args: Sequence[str], run_dir: Path) -> None:
         self.mark, self.run_dir = uuid.uuid4().hex, run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
+        self.began_s = time.time()
         self._seen: set[psutil.Process] = set()
         self._log = run_dir / "logs" / "controller.log"
         self._log_start = self._log.stat().st_size if self._log.exists() else 0

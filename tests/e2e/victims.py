@@ -31,10 +31,12 @@ VICTIMS = {
     ),
     "server": Victim(("mcore_rl.rollout.server",), ENGINE_DIED),
     "scheduler": Victim(("sglang::scheduler",), ENGINE_DIED),
-    "controller": Victim((), r"the controller \(process \d+\) was killed", status=-9),
+    "controller": Victim(
+        (), r"the controller \(process \d+\) (was killed|and Ray's .* died together)", status=-9
+    ),
     "interrupted": Victim((), "interrupted", status=130, signal_number=signal.SIGINT),
-    "raylet": Victim(("raylet/raylet",), "Ray's raylet process died"),
-    "gcs": Victim(("gcs_server",), "Ray's gcs_server process died"),
+    "raylet": Victim(("raylet/raylet",), r"Ray's raylet process (died|.*died together)"),
+    "gcs": Victim(("gcs_server",), r"Ray's gcs_server process (died|.*died together)"),
 }
 
 PHASES = {
@@ -64,7 +66,7 @@ def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
         run.wait_for("start-up")
         process = _process(run, victim)
         if phase == "save":
-            run.wait_until(lambda: _is_being_saved(run.run_dir), "a save under way", poll_s=0.002)
+            run.wait_until(lambda: _is_being_saved(run), "a save under way", poll_s=0.002)
         else:
             run.wait_for(PHASES[phase].format(step=step), poll_s=0.002)
     killed_s = time.monotonic()
@@ -72,7 +74,7 @@ def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
     status = run.finish(EXIT_WITHIN_S)
     seconds = time.monotonic() - killed_s
     run.assert_nothing_left()
-    said = [line for line in run.tail().splitlines() if line.startswith("mcore-rl: ")]
+    said = [line for line in run.tail(100_000).splitlines() if line.startswith("mcore-rl: ")]
     at = run.log().strip().splitlines()[-1].partition("mcore_rl.")[2]
     print(f"{phase:10s} exit {status} after {seconds:4.1f} s at {at!r}: {said}")
     assert "Traceback" not in run.tail(), run.tail()
@@ -101,8 +103,10 @@ def newest_step(run_dir: Path) -> int:
     return max((int(p.name.removeprefix("step_")) for p in complete), default=0)
 
 
-def _is_being_saved(run_dir: Path) -> bool:
-    return any(_parts(p) for p in run_dir.glob("checkpoints/*.incomplete"))
+def _is_being_saved(run: Run) -> bool:
+    """By this command, not by an earlier one that was killed."""
+    folders = run.run_dir.glob("checkpoints/*.incomplete")
+    return any(_parts(p) and p.stat().st_mtime > run.began_s for p in folders)
 
 
 def _parts(folder: Path) -> Sequence[Path]:
