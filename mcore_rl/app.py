@@ -32,6 +32,7 @@ from mcore_rl.roles import Reward, Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
+from mcore_rl.slices.carried import carried_tensors
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import open_hf_dir
 from mcore_rl.stream.refit import Refitter
@@ -139,7 +140,7 @@ def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of a model directory; ValueError if the directory cannot be what the run needs."""
     path = Path(model.path)
     try:
-        read_hf_config(path)
+        hf_config = read_hf_config(path)
     except ValueError as error:
         raise ValueError(f"model.path={model.path}: {error}") from None
     if model.init == "hf":
@@ -148,6 +149,8 @@ def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
                 f"model.path={model.path}: no *.safetensors there; model.init=random starts without"
             )
         open_hf_dir(path)
+        if carried := sorted(carried_tensors(path, hf_config)):
+            print(f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ...")
     try:
         return AutoTokenizer.from_pretrained(path)
     except OSError as error:

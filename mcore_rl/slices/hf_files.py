@@ -37,12 +37,12 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
     config = read_hf_config(hf_dir)
     family = family_of(config)
     expected = family.shapes(config)
-    files = _checkpoint_files(hf_dir)
+    files = checkpoint_files(hf_dir)
     where: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if family.is_passed_over(config, name):
+                if name in family.left_out(config) or family.is_carried(config, name):
                     continue
                 _check_tensor(path, name, tuple(file.get_slice(name).get_shape()), expected, where)
                 where[name] = path
@@ -55,7 +55,8 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
     return where
 
 
-def _checkpoint_files(hf_dir: Path) -> list[Path]:
+def checkpoint_files(hf_dir: Path) -> list[Path]:
+    """The safetensors files of a model directory; ValueError names one that is missing."""
     index = hf_dir / INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -105,6 +106,15 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], hf_dir: st
             for shard in members:
                 index = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
                 shard.view(tensors).copy_(file.get_slice(shard.box.name)[index])
+
+
+@dataclass(frozen=True)
+class CarriedFile:
+    """A file of tensors that the export takes over unchanged, written under a temporary name."""
+
+    filename: str
+    names: tuple[str, ...]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -174,12 +184,13 @@ def commit_export(
     hf_config: HfConfig,
     dtype: str,
     side_files_from: Path | None = None,
+    carried: Sequence[CarriedFile] = (),
 ) -> None:
     """Make the written files a model directory; call once, after all ranks have written theirs.
 
     The index comes last, so a directory with an index is complete. Tokenizer and other small files are
-    copied from `side_files_from`; config.json is `hf_config` with `dtype`, the model's. ValueError names
-    a file that no rank wrote.
+    copied from `side_files_from`; `carried` files hold tensors beside the model; config.json is `hf_config`
+    with `dtype`, the model's. ValueError names a file that no rank wrote.
     """
     for file in files:
         written = out_dir / (file.filename + TEMPORARY)
@@ -190,13 +201,15 @@ def commit_export(
     (out_dir / INDEX).unlink(missing_ok=True)
     for stale in out_dir.glob("*.safetensors"):
         stale.unlink()
-    for file in files:
-        (out_dir / (file.filename + TEMPORARY)).rename(out_dir / file.filename)
+    for filename in [file.filename for file in (*files, *carried)]:
+        (out_dir / (filename + TEMPORARY)).rename(out_dir / filename)
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
     _write_json(out_dir / "config.json", {**hf_config, "dtype": dtype})
     total = sum(shard.num_bytes for file in files for shard in file.shards)
+    total += sum(file.num_bytes for file in carried)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
+    weight_map |= {name: file.filename for file in carried for name in file.names}
     _write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 

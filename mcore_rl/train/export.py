@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.carried import write_carried
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_files import (
@@ -37,7 +38,8 @@ def export_hf(
 ) -> None:
     """Write the model to `out_dir` in `dtype`, the model's; collective over all ranks.
 
-    Tokenizer and other small files come from `side_files_from`. The directory counts once its index is there.
+    Tokenizer, other small files and tensors that are not trained come from `side_files_from`. The directory
+    counts once its index is there.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     held_by: list[list[Shard]] = [[] for _ in range(world_size)]
@@ -54,7 +56,8 @@ def export_hf(
                 write_export_file(out_dir, file, filled)
     dist.barrier()
     if rank == 0:
-        commit_export(out_dir, files, hf_config, dtype, side_files_from)
+        carried = write_carried(side_files_from, out_dir, hf_config, max_file_bytes)
+        commit_export(out_dir, files, hf_config, dtype, side_files_from, carried)
     dist.barrier()
 
 

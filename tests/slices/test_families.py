@@ -83,15 +83,13 @@ def test_what_is_not_carried_is_refused_by_name(tmp_path, kind, changes, message
         refuse_unsupported(config | changes, Path("model/config.json"))
 
 
-def test_multi_token_prediction_layers_are_passed_over_and_nothing_else(tmp_path):
+def test_multi_token_prediction_layers_are_carried_and_nothing_else(tmp_path):
     config = read_hf_config(write_model("deepseek_v3", tmp_path)) | {"num_nextn_predict_layers": 1}
     family = family_of(config)
-    assert family.is_passed_over(config, "model.layers.4.eh_proj.weight")
-    assert not family.is_passed_over(config, "model.layers.3.mlp.gate.weight")
-    assert not family.is_passed_over(config, "model.layers.40.mlp.gate.weight")
-    assert not family.is_passed_over(
-        config | {"num_nextn_predict_layers": 0}, "model.layers.4.eh_proj.weight"
-    )
+    assert family.is_carried(config, "model.layers.4.eh_proj.weight")
+    assert not family.is_carried(config, "model.layers.3.mlp.gate.weight")
+    assert not family.is_carried(config, "model.layers.40.mlp.gate.weight")
+    assert not family.is_carried(config | {"num_nextn_predict_layers": 0}, "model.layers.4.eh_proj.weight")
 
 
 def test_every_family_has_a_tiny_model(tmp_path):

@@ -3,15 +3,23 @@
 One launch of four processes carries all families through all their layouts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.slices.carried import carried_tensors
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import Rule
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_files import open_hf_dir
+from mcore_rl.slices.training import LocalPart, training_shards
+from mcore_rl.train.shards import local_parts
 from mcore_rl.types import StepStats
 from tests.distributed import run_ranks
 from tests.tiny_models import MODELS, write_model
@@ -32,6 +40,9 @@ LAYOUTS: Mapping[str, list[Layout]] = {
     "deepseek_v2": [{"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "dp": 2}],
 }
 """Layouts of four ranks; with two key-value heads, tp = 4 shares each among two ranks."""
+
+BESIDE = ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.norm.weight")
+"""A layer for multi-token prediction, which a checkpoint may hold and Megatron's model does not."""
 
 
 def run_case(
@@ -69,7 +80,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families")
     for kind in MODELS:
         write_model(kind, folder / kind)
+    write_model("deepseek_v3", folder / "deepseek_v3", num_nextn_predict_layers=1)
+    add_tensors(folder / "deepseek_v3", *BESIDE)
     return folder
+
+
+def add_tensors(hf_dir: Path, *names: str) -> None:
+    """Such as transformers does not make: layers for multi-token prediction."""
+    path = hf_dir / "model.safetensors"
+    more = {name: torch.randn(8, 64, dtype=torch.bfloat16) for name in names}
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +138,47 @@ def test_weights_come_back_byte_for_byte(folder: Path, whole: Any, cut: Any, kin
         for name, tensor in source.items():
             assert found[name].dtype == tensor.dtype
             assert torch.equal(found[name], tensor), (export.name, name)
+
+
+def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
+    folder: Path, tmp_path: Path
+) -> None:
+    hf_dir = folder / "deepseek_v3"
+    config = read_hf_config(hf_dir)
+    assert carried_tensors(hf_dir, config).keys() == set(BESIDE)
+    assert not set(BESIDE) & open_hf_dir(hf_dir).keys()
+    add_tensors(write_model("llama", tmp_path), BESIDE[0])
+    with pytest.raises(ValueError, match=r"'model.layers.4.eh_proj.weight' has no place in the model"):
+        open_hf_dir(tmp_path)
+
+
+def megatron_parts(rank: int, world_size: int, port: int, folder: Path) -> dict[str, list[LocalPart]]:
+    parts = {}
+    for kind in MODELS:
+        actor = make_actor(rank, world_size, port, ModelConfig(path=str(folder / kind)), ParallelConfig())
+        parts[kind] = local_parts(actor.chunks)
+    return parts
+
+
+def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:
+    """What may stand in a table in place of `rule`, and what is said of it."""
+    yield (), "is not in the table"
+    wrong = (replace(tensor, axes=(*tensor.axes[:-1], "layers")) for tensor in rule.tensors)
+    yield (replace(rule, tensors=tuple(wrong)),), "has shape"
+    if rule.where in ("dense", "moe"):
+        yield (
+            (replace(rule, where="moe" if rule.where == "dense" else "dense"),),
+            "is not a (moe|dense) layer",
+        )
+
+
+def test_every_corruption_of_a_table_is_noticed(folder: Path) -> None:
+    for kind, parts in run_ranks(megatron_parts, 1, folder)[0].items():
+        config = read_hf_config(folder / kind)
+        family = family_of(config)
+        keys = {family.find(part.key)[0].key for part in parts}
+        for i, rule in enumerate(family.rules):
+            for corrupted, message in corruptions(rule) if rule.key in keys else ():
+                rules = (*family.rules[:i], *corrupted, *family.rules[i + 1 :])
+                with pytest.raises(ValueError, match=message):
+                    training_shards(parts, replace(family, rules=rules), config)

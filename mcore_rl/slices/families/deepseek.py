@@ -102,7 +102,7 @@ V3 = Family(
     {**SETTINGS, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
     rope_types=("default", "yarn"),
     refusal=lambda config: _group_refusal(config, 2),
-    passed_over=_mtp_names,
+    carried=_mtp_names,
 )
 
 V2 = Family(

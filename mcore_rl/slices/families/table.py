@@ -57,7 +57,7 @@ class Family:
     supported      keys of `config.json` -> the values that the table and Megatron carry; absent is fine too
     rope_types     kinds of rotary embedding that Megatron's layers carry
     refusal        why a model is refused although each of its settings is supported; empty if it is not
-    passed_over    pattern of HF names that a checkpoint may hold beside the model: not trained, not synced
+    carried        pattern of HF names that a checkpoint may hold beside the model: not trained, not synced
     """
 
     architecture: str
@@ -68,7 +68,7 @@ class Family:
     supported: Mapping[str, tuple[Any, ...]]
     rope_types: tuple[str, ...] = ("default",)
     refusal: Callable[[HfConfig], str] = lambda config: ""
-    passed_over: Callable[[HfConfig], str] = lambda config: ""
+    carried: Callable[[HfConfig], str] = lambda config: ""
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 
@@ -99,10 +99,10 @@ class Family:
         """HF tensors that this model does not have because its embeddings are tied."""
         return frozenset(self.tied) if config.get("tie_word_embeddings", False) else frozenset()
 
-    def is_passed_over(self, config: HfConfig, name: str) -> bool:
+    def is_carried(self, config: HfConfig, name: str) -> bool:
         """Whether a checkpoint may hold the tensor `name` although Megatron's model does not."""
-        pattern = self.passed_over(config)
-        return name in self.left_out(config) or bool(pattern and re.fullmatch(pattern, name))
+        pattern = self.carried(config)
+        return bool(pattern and re.fullmatch(pattern, name))
 
     def _tensors(self, config: HfConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, HfTensor]]:
         left_out = self.left_out(config)
