@@ -142,7 +142,7 @@ def _cells(
                 yield common, holders, piece.ranks, piece.dtype
         if missing and source_rank is None:
             raise ValueError(
-                f"engine rank {piece.ranks[0]} needs {wanted}, but no trainer rank holds {missing} elements"
+                f"target rank {piece.ranks[0]} needs {wanted}, but no source rank holds {missing} elements"
             )
 
 

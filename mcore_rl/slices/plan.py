@@ -1,12 +1,14 @@
-"""Shards of all source and target ranks in, who sends which box to whom out. Pure: same input, same plan."""
+"""Shards of all ranks of both sides in, every transfer between them out; for few ranks."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_rl.slices.box import Box, Shard, subtract
+from mcore_rl.slices.layouts.listed import ListedLayout
+from mcore_rl.slices.local_plan import plan_recvs
+from mcore_rl.slices.shares import RegularHosts
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,6 @@ class SlicePlan:
     """All transfers, ordered by source rank, target rank, HF name and place; ranks count from 0."""
 
     transfers: tuple[Transfer, ...]
-    num_source_ranks: int
-    num_target_ranks: int
-
-    @cached_property
-    def digest(self) -> str:
-        """sha256 of the transfers: equal exactly if two plans move the same bytes between the same places."""
-        lines = hashlib.sha256(f"{self.num_source_ranks} {self.num_target_ranks}".encode())
-        for transfer in self.transfers:
-            lines.update(_canonical(transfer).encode())
-        return lines.hexdigest()
 
     @cached_property
     def _by_source(self) -> dict[int, tuple[Transfer, ...]]:
@@ -62,121 +54,57 @@ class SlicePlan:
         """Transfers into target rank `rank`; those of one source rank are in the order of its `sends`."""
         return self._by_target.get(rank, ())
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(transfer.num_bytes for transfer in self.transfers)
-
-    @property
-    def bytes_per_source(self) -> tuple[int, ...]:
-        return tuple(sum(t.num_bytes for t in self.sends(rank)) for rank in range(self.num_source_ranks))
-
-    @property
-    def bytes_per_target(self) -> tuple[int, ...]:
-        return tuple(sum(t.num_bytes for t in self.recvs(rank)) for rank in range(self.num_target_ranks))
-
-    @property
-    def lower_bound_bytes(self) -> int:
-        """Bytes that the busiest receiver needs, each box counted once: no plan takes it less."""
-        return max(
-            (
-                sum({(t.box, t.target.dtype): t.num_bytes for t in self.recvs(rank)}.values())
-                for rank in range(self.num_target_ranks)
-            ),
-            default=0,
-        )
-
-
-@dataclass(frozen=True)
-class _Holder:
-    rank: int
-    shard: Shard
-
-
-@dataclass(frozen=True)
-class _Request:
-    """`target` on `target_rank` can be filled by any of `holders`."""
-
-    target_rank: int
-    target: Shard
-    holders: tuple[_Holder, ...] = field(repr=False)
-
-    @property
-    def sort_key(self) -> tuple[object, ...]:
-        """The least choice first, then the most bytes: what is left can still even out the load."""
-        target = self.target
-        place = (target.box.name, target.box.start, self.target_rank, target.tensor, target.offset)
-        return len(self.holders), -target.num_bytes, *place
-
 
 def make_plan(sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]]) -> SlicePlan:
     """Fill every target shard from source shards; `sources[rank]` and `targets[rank]` are what rank has.
 
-    Each element of each target shard is sent exactly once, by one of the source ranks that hold it: the one
-    with the fewest bytes to send so far. ValueError names a target that no source holds.
+    The local plans of all target ranks, each box where it lies on both sides: each element of each target
+    shard is sent exactly once, and the source ranks that hold it share the bytes. ValueError names a target
+    that no source holds.
     """
-    holders = _index(sources)
-    requests = [
-        request
-        for rank, shards in enumerate(targets)
-        for shard in shards
-        for request in _requests(rank, shard, holders.get(shard.box.name, {}))
-    ]
-    load = [0] * len(sources)
+    source, target = ListedLayout(sources), ListedLayout(targets)
+    hosts = RegularHosts(max(1, len(sources)), max(1, len(targets)), 1)
+    held = [_by_name(shards) for shards in sources]
     transfers = []
-    for request in sorted(requests, key=lambda request: request.sort_key):
-        chosen = min(request.holders, key=lambda holder: (load[holder.rank], holder.rank))
-        source = chosen.shard.within(request.target.box)
-        transfer = Transfer(chosen.rank, request.target_rank, source, request.target)
-        load[chosen.rank] += transfer.num_bytes
-        transfers.append(transfer)
+    for rank, shards in enumerate(targets):
+        wanted = _by_name(shards)
+        for flow in plan_recvs(rank, source, target, hosts, relay=False).recvs:
+            for piece in flow.slices:
+                parts = _parts(piece.box, held[flow.peer][piece.box.name])
+                transfers += [
+                    Transfer(flow.peer, rank, part.within(common), shard.within(common))
+                    for part in parts
+                    for shard in wanted[piece.box.name]
+                    if (common := part.box.intersect(shard.box))
+                ]
     transfers.sort(key=_order)
-    return SlicePlan(tuple(transfers), len(sources), len(targets))
+    return SlicePlan(tuple(transfers))
 
 
-def _index(sources: Sequence[Sequence[Shard]]) -> dict[str, dict[Box, tuple[_Holder, ...]]]:
-    """HF name -> box -> who holds it, at most one copy per rank."""
-    index: dict[str, dict[Box, dict[int, _Holder]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, shards in enumerate(sources):
-        for shard in shards:
-            index[shard.box.name][shard.box].setdefault(rank, _Holder(rank, shard))
-    return {
-        name: {
-            box: tuple(boxes[box].values()) for box in sorted(boxes, key=lambda box: (box.start, box.stop))
-        }
-        for name, boxes in index.items()
-    }
+def _by_name(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+    names: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        names[shard.box.name].append(shard)
+    return names
 
 
-def _requests(rank: int, target: Shard, holders: dict[Box, tuple[_Holder, ...]]) -> Iterator[_Request]:
-    """The parts of `target`, one per source box that meets it."""
-    missing = [target.box]
-    for box, members in holders.items():
-        if not missing:
-            return
+def _parts(box: Box, shards: Sequence[Shard]) -> Iterator[Shard]:
+    """The parts of one rank's `shards` that make up `box`, each element once."""
+    missing = [box]
+    for shard in sorted(shards, key=lambda shard: (shard.box.start, shard.tensor, shard.offset)):
         left: list[Box] = []
         for piece in missing:
-            common = piece.intersect(box)
-            if common is None:
-                left.append(piece)
-                continue
-            yield _Request(rank, target.within(common), members)
-            left += subtract(piece, common)
+            common = piece.intersect(shard.box)
+            if common is not None:
+                yield shard.within(common)
+            left += [piece] if common is None else subtract(piece, common)
         missing = left
-    if missing:
-        raise ValueError(
-            f"target rank {rank}: {target.tensor!r} needs {missing[0]}, which no source rank holds"
-        )
+    assert not missing, f"{missing[0]} is not among the shards of the rank that is to send it"
 
 
 def _order(transfer: Transfer) -> tuple[object, ...]:
     box, target = transfer.target.box, transfer.target
     return transfer.source_rank, transfer.target_rank, box.name, box.start, target.tensor, target.offset
-
-
-def _canonical(transfer: Transfer) -> str:
-    sides = [(s.tensor, s.offset, s.strides, s.dtype) for s in (transfer.source, transfer.target)]
-    box = transfer.box
-    return repr((transfer.source_rank, transfer.target_rank, box.name, box.start, box.stop, sides))
 
 
 def _group(transfers: Sequence[Transfer], rank: str) -> dict[int, tuple[Transfer, ...]]:

@@ -128,7 +128,7 @@ def test_cuts_keep_to_the_grain() -> None:
 def test_what_no_trainer_rank_holds_is_named() -> None:
     source = ListedLayout([[shard("w", (0, 0), (3, 4))]])
     target = ListedLayout([[], [shard("w", (0, 0), (4, 4))]])
-    with pytest.raises(ValueError, match=r"engine rank 1 needs Box\(name='w'.*no trainer rank holds 4 el"):
+    with pytest.raises(ValueError, match=r"target rank 1 needs Box\(name='w'.*no source rank holds 4 el"):
         plan_recvs(1, source, target, RegularHosts(1, 1, 1))
 
 
