@@ -186,8 +186,13 @@ class PlacedBucket:
 
     def verify(self, version: int) -> None:
         """Compare the received bytes with the sender's sums; TransferError names the slice."""
-        self.check_version(version)
         bucket = self.bucket
+        header = self._words_W[:_HEADER_WORDS].tolist()
+        if header != [version, bucket.index]:
+            raise TransferError(
+                f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
+                f" where engine rank {bucket.target_rank} expected version {version} bucket {bucket.index}"
+            )
         expected, found = self._words_W[self._sums_at], self._checksums(self._words_W)
         if not torch.equal(expected, found):
             first = int((expected != found).nonzero()[0])
@@ -199,17 +204,6 @@ class PlacedBucket:
                 f" {int(expected[first]) & _UNSIGNED:#x} on trainer rank {bucket.source_rank}"
             )
 
-    def check_version(self, version: int) -> None:
-        """TransferError if the memory holds another version or another bucket."""
-        bucket = self.bucket
-        header = self._words_W[:_HEADER_WORDS].tolist()
-        if header != [version, bucket.index]:
-            raise TransferError(
-                f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
-                f" where engine rank {bucket.target_rank} expected version {version} bucket {bucket.index}"
-            )
-
-    @torch.no_grad()
     def place(self) -> None:
         """Copy the received slices into this rank's own tensors."""
         _copy_all(self._own, self._values)

@@ -1,11 +1,10 @@
 """Trainer ranks and the ranks of one engine meet, agree on a plan, and move one version after another."""
 
-import os
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -22,15 +21,14 @@ SENDER_GRACE_S = 2.0
 to the other senders the receiver itself seems to be late.
 """
 
-_SWAP_THREADS = 4
-"""Copies at once, if the rank has as many cores: generation waits for them."""
+NUM_SLOTS = 4
+"""Buckets in flight, at most: between two ranks on one machine, of one rank between machines."""
 
 
 class Connection:
     """One rank's end of a link: its buckets, the memory they lie in, and the transport of their bytes.
 
-    Memory: of a staged link, all of the receiver's slices, which shared memory gives both ends; else two
-    buckets per rank, or per pair of ranks on one machine.
+    Memory: NUM_SLOTS buckets per pair of ranks on one machine, and as many per rank for other machines.
     """
 
     def __init__(
@@ -48,59 +46,46 @@ class Connection:
         agreed = agree(store, link, rank, make_shards, deadline_s)
         self.digest, self._buckets = agreed.digest, agreed.buckets
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
-        starts, sizes = lay_out(self._buckets, [self._peer(b) for b in self._buckets], staged=link.staged)
+        starts, sizes = lay_out(self._buckets, [self._peer(b) for b in self._buckets])
         self._transport = make_transport(store, rank, link, sizes, deadline_s)
         self._places = self._find_places(starts)
         self._held = [holdings(bucket, agreed.shards) for bucket in self._buckets]
         self._names = list({part.shard.tensor: None for held in self._held for part in held})
-        self._bound: tuple[list[int], list[PlacedBucket]] = ([], [])
+        self._bound: list[tuple[list[int], list[PlacedBucket]]] = []
+        """Of the last two sets of tensors, by where they are: an engine's sets change places."""
 
     @property
     def name(self) -> str:
         return self._link.names[self._rank]
 
     def send(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
-        """Cast, checksum and send this trainer rank's slices; packs one bucket while the last one travels."""
+        """Cast, checksum and send this trainer rank's slices; packs one bucket while others travel."""
         began_s = time.monotonic()
         deadline_s = began_s + timeout_s + SENDER_GRACE_S
         with self._failing_together():
             for placed in self._bind(tensors):
+                self._run(deadline_s, NUM_SLOTS - 1)
                 placed.pack(version)
-                if not self._all_staged:
-                    self._run(deadline_s)
                 what = f"version {version} {placed.bucket}"
                 self._transport.send(placed.message_u8, self._peer(placed.bucket), what)
             self._run(deadline_s)
         return self._report(began_s)
 
     def receive(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
-        """Receive and verify this engine rank's slices; unless the link is staged, place each bucket too,
-        while the next one travels.
-        """
+        """Receive, verify and place this engine rank's slices; places one bucket while others travel."""
         began_s = time.monotonic()
         deadline_s = began_s + timeout_s
         buckets = self._bind(tensors)
         with self._failing_together():
-            for placed, following in zip(buckets, [*buckets[1:], None], strict=True):
-                if placed is buckets[0]:
-                    self._start_recv(version, placed)
-                self._run(deadline_s)
-                if following is not None:
-                    self._start_recv(version, following)
+            for placed in buckets[: NUM_SLOTS - 1]:
+                self._start_recv(version, placed)
+            for i, placed in enumerate(buckets):
+                if i + NUM_SLOTS - 1 < len(buckets):
+                    self._start_recv(version, buckets[i + NUM_SLOTS - 1])
+                self._run(deadline_s, min(NUM_SLOTS, len(buckets) - i) - 1)
                 placed.verify(version)
-                if not self._link.staged:
-                    placed.place()
+                placed.place()
             self._run(deadline_s)
-        return self._report(began_s)
-
-    def swap(self, version: int, tensors: Mapping[str, Tensor]) -> Report:
-        """Place what `receive` staged of `version`."""
-        began_s = time.monotonic()
-        buckets = self._bind(tensors)
-        for placed in buckets:
-            placed.check_version(version)
-        with ThreadPoolExecutor(min(_SWAP_THREADS, len(os.sched_getaffinity(0)))) as threads:
-            list(threads.map(PlacedBucket.place, buckets))
         return self._report(began_s)
 
     def close(self) -> None:
@@ -121,8 +106,8 @@ class Connection:
                 raise TransferError(f"{error}; before that, {first}", peer_lost=True) from error
             raise
 
-    def _run(self, deadline_s: float) -> None:
-        self._transport.run(deadline_s, self._store.failure)
+    def _run(self, deadline_s: float, pending: int = 0) -> None:
+        self._transport.run(deadline_s, self._store.failure, pending)
 
     def _start_recv(self, version: int, placed: PlacedBucket) -> None:
         what = f"version {version} {placed.bucket}"
@@ -135,52 +120,41 @@ class Connection:
     def _find_places(self, starts: Sequence[int]) -> list[Tensor]:
         """int64 memory for each bucket: shared with the peer, or our own if bytes travel."""
         shared = [self._transport.memory(self._peer(bucket)) for bucket in self._buckets]
-        self._all_staged = self._link.staged and all(memory is not None for memory in shared)
-        own = [
+        far = [
             bucket.num_words for bucket, memory in zip(self._buckets, shared, strict=True) if memory is None
         ]
-        keeps_all = self._link.staged and not self._is_sender
-        slots = [torch.zeros(max(own, default=0), dtype=torch.int64) for _ in own[:2]]
-        places = []
-        for i, (bucket, memory, start) in enumerate(zip(self._buckets, shared, starts, strict=True)):
-            if memory is not None:
-                places.append(memory[start : start + bucket.num_words])
-            elif keeps_all:
-                places.append(torch.zeros(bucket.num_words, dtype=torch.int64))
-            else:
-                places.append(slots[i % 2][: bucket.num_words])
-        return places
+        slots = cycle([torch.zeros(max(far), dtype=torch.int64) for _ in far[:NUM_SLOTS]])
+        return [
+            next(slots)[: bucket.num_words] if memory is None else memory[start : start + bucket.num_words]
+            for bucket, memory, start in zip(self._buckets, shared, starts, strict=True)
+        ]
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
-        """The buckets with views of `tensors`, made anew when these have moved."""
+        """The buckets with views of `tensors`."""
         pointers = [tensors[name].data_ptr() for name in self._names]
-        if pointers != self._bound[0] or not self._bound[1]:
-            placed = [
-                PlacedBucket(bucket, place, held, tensors)
-                for bucket, place, held in zip(self._buckets, self._places, self._held, strict=True)
-            ]
-            self._bound = (pointers, placed)
-        return self._bound[1]
+        for known, placed in self._bound:
+            if known == pointers:
+                return placed
+        placed = [
+            PlacedBucket(bucket, place, held, tensors)
+            for bucket, place, held in zip(self._buckets, self._places, self._held, strict=True)
+        ]
+        self._bound = [*self._bound[-1:], (pointers, placed)]
+        return placed
 
     def _report(self, began_s: float) -> Report:
         seconds = time.monotonic() - began_s
         return Report(self.name, self.digest, self.num_bytes, len(self._buckets), seconds)
 
 
-def lay_out(
-    buckets: Sequence[Bucket], peers: Sequence[int], *, staged: bool
-) -> tuple[list[int], dict[int, int]]:
+def lay_out(buckets: Sequence[Bucket], peers: Sequence[int]) -> tuple[list[int], dict[int, int]]:
     """Where each bucket starts in the memory shared with its peer, and the size of that; int64 words.
 
-    Staged, all buckets lie one after another; else there are two slots per peer, taken in turns.
+    There are NUM_SLOTS slots per peer, taken in turns.
     """
-    sizes: dict[int, int] = defaultdict(int)
-    starts = []
     slot_words = dict.fromkeys(peers, 0)
+    num_buckets = Counter(peers)
     for bucket, peer in zip(buckets, peers, strict=True):
         slot_words[peer] = max(slot_words[peer], bucket.num_words)
-    for bucket, peer in zip(buckets, peers, strict=True):
-        start = sizes[peer] if staged else bucket.index % 2 * slot_words[peer]
-        starts.append(start)
-        sizes[peer] = max(sizes[peer], start + bucket.num_words)
-    return starts, dict(sizes)
+    starts = [b.index % NUM_SLOTS * slot_words[peer] for b, peer in zip(buckets, peers, strict=True)]
+    return starts, {peer: min(NUM_SLOTS, num_buckets[peer]) * words for peer, words in slot_words.items()}

@@ -45,10 +45,16 @@ class GlooTransport:
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         self._start(self._group.recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
 
-    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
+    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
+        due = self._started[: max(0, len(self._started) - pending)]
+        if due:
+            self._run(due, deadline_s, failure)
+            del self._started[: len(due)]
+
+    def _run(self, due: list[Any], deadline_s: float, failure: Callable[[], str | None]) -> None:
         # Gloo forgets some sends whose connection broke and then waits out its time, so it waits beside us.
         outcome: SimpleQueue[TransferError | None] = SimpleQueue()
-        Thread(target=self._wait, args=(deadline_s, outcome), name="gloo-wait", daemon=True).start()
+        Thread(target=self._wait, args=(due, deadline_s, outcome), name="gloo-wait", daemon=True).start()
         reason = None
         while reason is None:
             with suppress(Empty):
@@ -64,7 +70,6 @@ class GlooTransport:
     def _end(self, error: TransferError | None) -> None:
         if error is not None:
             raise error
-        self._started.clear()
 
     def _overdue(self, deadline_s: float) -> str | None:
         over_s = time.monotonic() - deadline_s
@@ -80,8 +85,8 @@ class GlooTransport:
         del self._group
         self._started.clear()
 
-    def _wait(self, deadline_s: float, outcome: "SimpleQueue[TransferError | None]") -> None:
-        for work, _, what in tuple(self._started):
+    def _wait(self, due: list[Any], deadline_s: float, outcome: "SimpleQueue[TransferError | None]") -> None:
+        for work, _, what in due:
             began_s = time.monotonic()
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline_s - began_s)))

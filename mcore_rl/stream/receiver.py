@@ -22,6 +22,7 @@ from mcore_rl.slices.engine_trace import trace_load_weights
 from mcore_rl.stream.agreement import Layouts
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.routes import MakeTransport, make_routes
+from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import COMMAND_NAME, Action, Command, Link, Report, decode_command, hf_shapes
@@ -39,6 +40,7 @@ class WeightReceiver:
         self._connection: Connection | None = None
         self._link: Link | None = None
         self._store: LinkStore | None = None
+        self._staging: Staging | None = None
 
     def handle(
         self,
@@ -58,7 +60,10 @@ class WeightReceiver:
                 raise TransferError(f"engine {link.engine} is not connected by this link; connect it again")
             assert version is not None, f"{action} needs a version"
             if action == "swap":
-                return self._connection.swap(version, tensors)
+                assert self._staging is not None, "only a staged link is swapped"
+                self._staging.swap(version, tensors)
+                return Report(link.names[rank], self._connection.digest)
+            assert not link.staged, "what is received over a staged link is ordered through its store"
             return self._connection.receive(version, tensors, link.timeout_s)
 
         report = _attempt(link.names[rank], work)
@@ -78,7 +83,7 @@ class WeightReceiver:
         self, link: Link, rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
     ) -> Report:
         self.close()
-        self._store, self._link = None, None
+        self._store, self._link, self._staging = None, None, None
         self._store = LinkStore.open(link)
 
         def trace(sources: Layouts) -> Sequence[Shard]:
@@ -88,22 +93,26 @@ class WeightReceiver:
         self._connection = Connection(self._store, link, rank, trace, self._make_transport)
         self._link = link
         if link.staged:
-            arguments = (LinkStore.open(link, waits_for_orders=True), self._connection, link, rank, tensors)
+            self._staging = Staging(tensors)
+            orders = LinkStore.open(link, waits_for_orders=True)
+            arguments = (orders, self._connection, link, rank, self._staging)
             Thread(target=_obey, args=arguments, name="weights", daemon=True).start()
         return Report(link.names[rank], self._connection.digest, self._connection.num_bytes)
 
 
-def _obey(
-    store: LinkStore, connection: Connection, link: Link, rank: int, tensors: Mapping[str, Tensor]
-) -> None:
-    """Receive what is ordered through `store`, until an order fails or the controller drops the link."""
+def _obey(store: LinkStore, connection: Connection, link: Link, rank: int, staging: Staging) -> None:
+    """Stage what is ordered through `store`, until an order fails or the controller drops the link."""
     for number in count():
         try:
             version = store.wait_order(number)
         except RuntimeError:
             return
-        report = _attempt(link.names[rank], partial(connection.receive, version, tensors, link.timeout_s))
-        if report.error is not None:
+        staging.version = None
+        receive = partial(connection.receive, version, staging.tensors, link.timeout_s)
+        report = _attempt(link.names[rank], receive)
+        if report.error is None:
+            staging.version = version
+        else:
             connection.close()
         if not _publish(store, "receive", rank, report) or report.error is not None:
             return

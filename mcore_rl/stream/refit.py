@@ -71,7 +71,7 @@ class Refitter:
         """`host`: this process's address as all ranks reach it; `timeout_s` bounds each connect and sync.
 
         `staged`: engines receive beside the decoding, into memory of the size of their weights, and pause to
-        swap only; else they pause for the whole transfer and need two buckets per trainer rank.
+        swap only; else they pause for the whole transfer and need a few buckets per trainer rank.
         """
         self._trainers = trainers
         self._host = host

@@ -22,20 +22,25 @@ class Routes:
         self, near: SharedMemoryTransport, near_peers: frozenset[int], far: Transport | None
     ) -> None:
         self._near, self._near_peers, self._far = near, near_peers, far
+        self._started: list[Transport] = []
+        """Which way each message went that may be unfinished."""
 
     def memory(self, peer: int) -> Tensor | None:
         return self._to(peer).memory(peer)
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        self._to(peer).send(tensor_u8, peer, what)
+        self._started.append(self._to(peer))
+        self._started[-1].send(tensor_u8, peer, what)
 
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        self._to(peer).recv(tensor_u8, peer, what)
+        self._started.append(self._to(peer))
+        self._started[-1].recv(tensor_u8, peer, what)
 
-    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
-        self._near.run(deadline_s, failure)
-        if self._far is not None:
-            self._far.run(deadline_s, failure)
+    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
+        self._near.run(deadline_s, failure, self._started.count(self._near))
+        while len(self._started) > pending:
+            oldest = self._started.pop(0)
+            oldest.run(deadline_s, failure, self._started.count(oldest))
 
     def close(self) -> None:
         self._near.close()

@@ -180,14 +180,16 @@ class SharedMemoryTransport:
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         self._start(peer, f"{what} from {self._names[peer]}", is_incoming=True)
 
-    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
+    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
         for message in self._valid:
             with suppress(ConnectionError):  # a sender that is gone needs no answer
                 message.channel.advance()
-        for message in self._started:
-            self._wait(message, deadline_s, failure)
-        self._valid = [message for message in self._started if message.is_incoming]
-        self._started = []
+        self._valid = []
+        while len(self._started) > pending:
+            self._wait(self._started[0], deadline_s, failure)
+            message = self._started.pop(0)
+            if message.is_incoming:
+                self._valid.append(message)
 
     def close(self) -> None:
         for channel in self._channels.values():

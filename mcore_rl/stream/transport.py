@@ -1,6 +1,6 @@
 """Bytes between ranks behind three verbs: send, recv, run. Each link to an engine has its own transport.
 
-`send` and `recv` start at once; `run` waits for all that was started, which owns its memory until then. What
+`send` and `recv` start at once; `run` waits for what was started, which owns its memory until then. What
 `recv` brought is valid until the next `run`.
 """
 
@@ -37,10 +37,11 @@ class Transport(Protocol):
         """Start filling contiguous bytes from rank `peer`."""
         ...
 
-    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
-        """Wait for what was started, until time.monotonic() passes `deadline_s`; else TransferError.
+    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
+        """Wait until at most `pending` of what was started is unfinished, the oldest first.
 
-        `failure` is asked about twice a second whether something elsewhere makes waiting pointless, and what.
+        TransferError when time.monotonic() passes `deadline_s`. `failure` is asked about twice a second
+        whether something elsewhere makes waiting pointless, and what.
         """
         ...
 

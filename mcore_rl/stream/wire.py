@@ -27,7 +27,7 @@ class Link:
     bucket_bytes: int
     timeout_s: float
     staged: bool = False
-    """Slices are staged beside the parameters and swapped in together; else they go where they belong."""
+    """Slices land beside the parameters, to be swapped in together; else in the parameters."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):

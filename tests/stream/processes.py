@@ -23,7 +23,6 @@ from mcore_rl.stream.wire import Action, Command, Link, Report
 from tests.stream.layouts import FusedEngine, make_tensors
 
 ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
-_SWAPPED = "swapped"
 Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[str, Tensor]]]
 
 
@@ -58,8 +57,8 @@ class FaultyTransport:
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         self._transport.recv(tensor_u8, peer, what)
 
-    def run(self, deadline_s: float, failure: Callable[[], str | None]) -> None:
-        self._transport.run(deadline_s, failure)
+    def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
+        self._transport.run(deadline_s, failure, pending)
 
     def close(self) -> None:
         self._transport.close()
@@ -171,21 +170,11 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
     for version in range(scene.num_syncs):
         if reports[-1].error is not None:
             break
-        _wait_until_swapped(scene, link, version)
         newer = scene.cut(make_tensors(seed=version), rank, scene.num_senders, "float32")[1]
         for name, tensor in tensors.items():
             tensor.copy_(newer[name])
         reports.append(sender.send(version, ["engine-0"], scene.timeout_s)["engine-0"])
     return reports
-
-
-def _wait_until_swapped(scene: Scene, link: Link, version: int) -> None:
-    """As the controller does: the memory of a staged link is filled anew once all is out of it."""
-    store = LinkStore.open(link).tcp_store
-    expected = version * scene.num_receivers * scene.staged
-    give_up_s = time.monotonic() + scene.timeout_s
-    while store.add(_SWAPPED, 0) < expected and time.monotonic() < give_up_s:
-        time.sleep(0.01)
 
 
 def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dict[str, Tensor]]:
@@ -199,8 +188,26 @@ def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dic
 
     reports = [handle("connect")]
     for version in range(scene.num_syncs):
-        reports.append(handle("receive", version))
-        if scene.staged and reports[-1].error is None:
-            reports[-1] = replace(handle("swap", version), seconds=reports[-1].seconds)
-            LinkStore.open(link).tcp_store.add(_SWAPPED, 1)
+        if not scene.staged or reports[0].error is not None:
+            reports.append(handle("receive", version))
+            continue
+        reports.append(_stage(link, scene.num_senders + receiver, version))
+        if reports[-1].error is None:
+            reports[-1] = replace(reports[-1], error=handle("swap", version).error)
+            LinkStore.open(link).tcp_store.add("swapped", 1)
     return reports, {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _stage(link: Link, rank: int, version: int) -> Report:
+    """Order as the controller does, once all have swapped the version before; the report of this rank."""
+    store = LinkStore.open(link)
+    give_up_s = time.monotonic() + 2 * link.timeout_s
+    while store.tcp_store.add("swapped", 0) < version * link.num_receivers and time.monotonic() < give_up_s:
+        time.sleep(0.005)
+    store.put_order(version, version)
+    while time.monotonic() < give_up_s:
+        report = store.take_report("receive", rank)
+        if report is not None:
+            return report
+        time.sleep(0.005)
+    raise AssertionError(f"{link.names[rank]} did not report on version {version}")

@@ -1,0 +1,45 @@
+"""Staging: the parameters keep their values until the swap, and the swap is all or nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from mcore_rl.stream.staging import Staging
+from mcore_rl.stream.transport import TransferError
+
+
+def make_parameters() -> dict[str, nn.Parameter]:
+    """One in memory of its own, two that share theirs."""
+    shared = torch.arange(8.0)
+    views = {"left": shared[:4], "right": shared[4:]}
+    own = {"alone": torch.arange(4.0), **views}
+    return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in own.items()}
+
+
+def test_staged_values_show_after_the_swap_and_memory_is_used_in_turns() -> None:
+    parameters = make_parameters()
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    staging = Staging(parameters)
+    pointers = {parameters["alone"].data_ptr(), staging.tensors["alone"].data_ptr()}
+    shared = parameters["left"].data_ptr()
+    for version in range(1, 4):
+        for tensor in staging.tensors.values():
+            tensor.fill_(version)
+        assert all(torch.equal(parameters[name], before[name]) for name in parameters)
+        staging.version = version
+        staging.swap(version, parameters)
+        before = {name: torch.full((4,), float(version)) for name in parameters}
+        assert all(torch.equal(parameters[name], before[name]) for name in parameters)
+        assert {parameters["alone"].data_ptr(), staging.tensors["alone"].data_ptr()} == pointers
+        assert parameters["left"].data_ptr() == shared, "memory shared with others stays where it is"
+
+
+@pytest.mark.parametrize("staged", [None, 2])
+def test_only_the_version_that_is_staged_whole_can_be_swapped_in(staged: int | None) -> None:
+    parameters = make_parameters()
+    staging = Staging(parameters)
+    staging.tensors["alone"].fill_(7)
+    staging.version = staged
+    with pytest.raises(TransferError, match=f"version 3 is to be swapped in, but {staged} is staged"):
+        staging.swap(3, parameters)
+    assert torch.equal(parameters["alone"], torch.arange(4.0))
