@@ -108,6 +108,7 @@ LAYER_NAMES = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
     "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
@@ -139,10 +140,11 @@ def _hf_tensors(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> Itera
 def _layer_tensors(key: str, tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     if key in LAYER_NAMES:
         yield LAYER_NAMES[key], tensor
-    elif key == "self_attention.linear_qkv.weight":
-        groups = tensor.unflatten(0, (config["num_key_value_heads"], -1, config["head_dim"]))
+    elif key.startswith("self_attention.linear_qkv."):
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        groups = tensor.unflatten(0, (config["num_key_value_heads"], -1, head_dim))
         for name, rows in (("q", groups[:, :-2]), ("k", groups[:, -2:-1]), ("v", groups[:, -1:])):
-            yield f"self_attn.{name}_proj.weight", rows.flatten(0, 2)
+            yield f"self_attn.{name}_proj.{key.rpartition('.')[2]}", rows.flatten(0, 2)
     elif key.startswith("mlp.experts.experts."):
         for expert, matrix in enumerate(tensor):
             for name, part in _mlp(key.removeprefix("mlp.experts.experts."), matrix):

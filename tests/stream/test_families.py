@@ -92,10 +92,13 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", MOE_LAYOUTS, [{}, {"tp": 2, "ep": 2}]),
     "deepseek_v3": ("deepseek_v3", MOE_LAYOUTS, [{}, {"tp": 2, "ep": 2}]),
     "qwen3": ("qwen3", DENSE_LAYOUTS, [{}, {"tp": 2}]),
+    "deepseek_v2": ("deepseek_v2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}]),
+    "qwen2": ("qwen2", DENSE_LAYOUTS[:1], [{"tp": 2}]),
+    "llama": ("llama", DENSE_LAYOUTS[1:], [{"tp": 2}]),
     "qwen3_moe_cut_otherwise": ("qwen3_moe", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL]),
     "deepseek_v3_cut_otherwise": ("deepseek_v3", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL]),
 }
-"""Family, layouts of the trainer one after the other, and the two engines."""
+"""Family, layouts of the trainer one after the other, and the engines."""
 
 
 @pytest.mark.parametrize("case", CASES)
