@@ -6,7 +6,7 @@ ranks of one host do not count as network. Work grows with the model and the set
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
 
@@ -42,15 +42,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a sync moves. Each rank has one link; `lower_bound` is what no plan can take the busiest below.
-
-    host_in   engine host -> bytes that come in over the network
-    """
+    """What a sync moves. Each rank has one link; `lower_bound` is what no plan can take the busiest below."""
 
     trainer: Load
     engines: Load
     lower_bound: int
-    host_in: dict[int, int] = field(default_factory=dict)
 
     @property
     def network_bytes(self) -> int:
@@ -109,10 +105,7 @@ def predict(
     bounds = [ceil(count / per_host[host]) for host, count in host_unique.items()]
     bounds += [ceil(count / len(holders)) for holders, count in only_here.items()]
     bound = max((*bounds, ceil(once / source.num_ranks)))
-    host_in: Counter[int] = Counter()
-    for rank, count in enumerate(engines.network_in):
-        host_in[topology.target_host(rank)] += count
-    return Traffic(trainer, engines, bound, dict(host_in))
+    return Traffic(trainer, engines, bound)
 
 
 def _count_near(pool: Pool, shares: Shares, trainer: Load, engines: Load) -> None:

@@ -46,7 +46,6 @@ def test_the_prediction_is_the_sum_of_the_plans(data: st.DataObject) -> None:
             engines.local_in[flow.peer] += flow.num_bytes
     assert asdict(traffic.trainer) == asdict(trainer)
     assert asdict(traffic.engines) == asdict(engines)
-    assert sum(traffic.host_in.values()) == sum(engines.network_in)
     if relay:
         assert traffic.lower_bound <= traffic.busiest_link
 
