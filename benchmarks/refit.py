@@ -22,7 +22,7 @@ from mcore_rl.rollout.engine import EngineProcess, EngineSpec, find_free_port
 from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import RefitReport, Refitter
 from refit_model import SHAPES, Case, num_bytes, write_config
-from refit_raw import raw_seconds
+from refit_raw import checksum_cost, raw_seconds
 from refit_trainer import BenchRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--skip-baselines", action="store_true", help="only this system and the raw copy")
     args = parser.parse_args()
     cases = [Case(int(mib), kind) for mib in args.sizes.split(",") for kind in args.kinds.split(",")]
+    print(f"checksum: {checksum_cost():.2f} of the cost of a copy, on either side")
     figures = {}
     for case in cases:
         with tempfile.TemporaryDirectory(prefix="refit_") as folder:

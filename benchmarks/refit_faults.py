@@ -102,7 +102,10 @@ class Stage:
 
     def restart_engine(self, index: int) -> None:
         old = self.engines[index]
-        old.stop()
+        try:
+            old.stop()
+        except TimeoutError:  # a busy machine takes its time over the dead
+            old.stop()
         self.engines[index] = EngineProcess(replace(old.spec, port=int(old.url.rsplit(":", 1)[1])))
         self.engines[index].start()
         self.engines[index].wait_healthy()

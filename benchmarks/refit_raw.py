@@ -1,4 +1,4 @@
-"""What two processes reach that only copy: bytes through a TCP socket, bytes through shared memory."""
+"""What two processes reach that only copy, by TCP socket and by shared memory, and what a checksum costs."""
 
 import mmap
 import os
@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
 
 SLOT_BYTES = 2 * 2**20
 NUM_SLOTS = 4
@@ -21,6 +24,23 @@ def raw_seconds(num_bytes: int, repeats: int) -> dict[str, float]:
         "socket": _timed(_send_socket, _recv_socket, num_bytes, repeats),
         "shared memory": _timed(_send_shared, _recv_shared, num_bytes, repeats),
     }
+
+
+def checksum_cost(num_bytes: int = 4 * 2**20, repeats: int = 50) -> float:
+    """Processor time of the checksum of freshly copied bytes, in units of that of the copy."""
+    num_rows = num_bytes // (ROW_WORDS * WORD_BYTES)
+    sums = Checksums(0, [num_rows])
+    source_W = torch.ones(num_rows * ROW_WORDS, dtype=torch.int64)
+    target_W = torch.zeros_like(source_W)
+    copy_s, sum_s = 0.0, 0.0
+    for _ in range(repeats):
+        began_s = time.thread_time()
+        target_W.copy_(source_W)
+        copied_s = time.thread_time()
+        sums(target_W)
+        copy_s += copied_s - began_s
+        sum_s += time.thread_time() - copied_s
+    return sum_s / copy_s
 
 
 def _timed(
