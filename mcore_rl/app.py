@@ -24,6 +24,7 @@ from mcore_rl.engine_sync import EngineSync
 from mcore_rl.evaluation import evaluate
 from mcore_rl.loop import train
 from mcore_rl.metrics import MetricsLogger
+from mcore_rl.planning import record_layouts
 from mcore_rl.players import EngineGenerator, PackedTrainer
 from mcore_rl.recipe import require
 from mcore_rl.report import make_report
@@ -66,6 +67,7 @@ def run_train(config: Config) -> None:
             bucket_mib=config.sync.bucket_mib,
             timeout_s=config.run.call_timeout_s,
             staged=config.rollout.stage_weights,
+            record=partial(record_layouts, config),
         )
         packed, watched = _pack(config, trainer, folder), processes.watched
         canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, watched)

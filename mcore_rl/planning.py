@@ -18,9 +18,9 @@ from mcore_rl.slices.cost import (
     predict,
     predict_gather_broadcast,
 )
-from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
 from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.shares import RegularHosts
@@ -90,17 +90,22 @@ def print_plan(config: Config, as_json: bool = False) -> None:
     console.print(_comparison_table(summary))
 
 
-def make_deployment(config: Config) -> Deployment:
-    """The layouts that Megatron and SGLang would have in this recipe."""
+def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
+    """The layouts that Megatron and the given engines have in this recipe."""
     hf_config = read_hf_config(config.model.path)
-    family, dtype = family_of(hf_config), config.model.dtype
+    trainer = MegatronSizes.of(config.parallel, hf_config)
+    return RecordedLayouts(hf_config, config.model.dtype, trainer, engines)
+
+
+def make_deployment(config: Config) -> Deployment:
+    """ValueError names the two sizes that do not divide."""
     rollout, per_host = config.rollout, config.plan.ranks_per_host
-    sizes = MegatronSizes.of(config.parallel, hf_config)
     engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
-    source = MegatronLayout(family, hf_config, sizes, dtype)
-    target = SGLangLayout(family, hf_config, engines, dtype)
+    recorded = record_layouts(config, engines)
+    source, target = recorded.source(), recorded.target()
     first_host = 0 if config.plan.colocated else -(-source.num_ranks // per_host)
-    return Deployment(source, target, RegularHosts(per_host, per_host, first_host), sizes.stage_ranks)
+    hosts = RegularHosts(per_host, per_host, first_host)
+    return Deployment(source, target, hosts, recorded.trainer.stage_ranks)
 
 
 def summarise(

@@ -26,8 +26,11 @@ CPU_ARGUMENTS = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
-    "--mem-fraction-static": "0.1",
+    "--mem-fraction-static": "0.8",
 }
+"""The KV cache takes what --max-total-tokens says. The fraction has to leave room for what other processes
+take while the engine starts, which SGLang counts as its own.
+"""
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -1,18 +1,24 @@
-"""How the ranks of a link come to one plan: each knows all layouts, plans its own part, and pairs compare.
+"""How the ranks of a link come to one plan: each knows both layouts, plans its own part, and pairs compare.
 
-trainer rank: its shards -+                          +-> what I send, to whom  --+
-                          +-> layouts of both sides -+                           +-> equal in every pair?
-engine rank:  its trace  -+                          +-> what I get, from whom --+
+trainer rank: its shards -+                            +-> what I send, to whom  --+
+                          +-> as recorded? else listed +                           +-> equal in every pair?
+engine rank:  its trace  -+                            +-> what I get, from whom --+
+
+Recorded layouts are a few numbers, which every rank checks against its own shards. If they are wrong for any
+rank, all ranks list their shards for one another instead.
 """
 
 import hashlib
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.layouts.layout import Layout, check_rank
 from mcore_rl.slices.layouts.listed import ListedLayout
+from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
 from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Slice
 from mcore_rl.slices.shares import RegularHosts
@@ -21,16 +27,19 @@ from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Link, decode_shards, encode_shards
 
-Layouts = Sequence[tuple[Shard, ...]]
-MakeShards = Callable[[Layouts], Sequence[Shard]]
-"""A rank's own layout; an engine rank's needs the layouts of the trainer ranks."""
+logger = logging.getLogger(__name__)
+
+HfTensors = Mapping[str, tuple[tuple[int, ...], str]]
+"""HF name -> shape, torch name of the dtype"""
+MakeShards = Callable[[HfTensors], Sequence[Shard]]
+"""A rank's own shards; an engine rank's come from the tensors that the trainer ranks hold."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """What one rank needs to know.
 
-    digest    sha256 of the layouts of all ranks: equal on all of them
+    digest    "recorded" or "listed", and the sha256 of both layouts: equal on all ranks
     shards    this rank's own, by HF name
     """
 
@@ -39,55 +48,90 @@ class Agreement:
     shards: Mapping[str, Sequence[Shard]]
 
 
-def agree(store: LinkStore, link: Link, rank: int, make_shards: MakeShards, deadline_s: float) -> Agreement:
-    """All ranks of the link call this; TransferError names those that did not come, failed or disagree."""
-    layouts, digest = _exchange_layouts(store, link, rank, make_shards, deadline_s)
-    flows = _plan(store, link, rank, layouts, deadline_s)
-    own: dict[str, list[Shard]] = defaultdict(list)
-    for shard in layouts[rank]:
-        own[shard.box.name].append(shard)
-    return Agreement(digest, plan_buckets(flows, link.num_receivers, link.bucket_bytes), own)
+class Meeting:
+    """One rank among all ranks of a link that come to agree."""
+
+    def __init__(self, store: LinkStore, link: Link, rank: int, deadline_s: float) -> None:
+        self._store, self._link, self._rank, self._deadline_s = store, link, rank, deadline_s
+        self._is_sender = rank < link.num_senders
+        self._side_rank = rank if self._is_sender else rank - link.num_senders
+
+    def agree(self, make_shards: MakeShards) -> Agreement:
+        """TransferError names the ranks that did not come, failed or disagree."""
+        found = self._find_recorded(make_shards) or self._find_listed(make_shards)
+        shards, source, target, digest = found
+        own: dict[str, list[Shard]] = defaultdict(list)
+        for shard in shards:
+            own[shard.box.name].append(shard)
+        buckets = plan_buckets(self._plan(source, target), self._link.num_receivers, self._link.bucket_bytes)
+        return Agreement(digest, buckets, own)
+
+    def _find_recorded(self, make_shards: MakeShards) -> "tuple[Sequence[Shard], Layout, Layout, str] | None":
+        """This rank's shards, both layouts and their digest; None if they are wrong for any rank."""
+        if not self._link.layouts:
+            return None
+        with self._store.errors_published("layout", self._rank):
+            recorded = RecordedLayouts.decode(self._link.layouts)
+            source, target = recorded.source(), recorded.target()
+            shards = make_shards({} if self._is_sender else hf_tensors(source))
+            problem = _problem(source if self._is_sender else target, self._side_rank, shards)
+            self._store.publish("layout", self._rank, problem.encode())
+        problems = [data.decode() for data in self._collect("layout", range(len(self._link.names)))]
+        wrong = [f"{n}: {p}" for n, p in zip(self._link.names, problems, strict=True) if p]
+        if wrong:
+            logger.warning("shards are listed, as recorded layouts are wrong for %s", "; ".join(wrong))
+            return None
+        digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
+        return shards, source, target, f"recorded {digest}"
+
+    def _find_listed(self, make_shards: MakeShards) -> tuple[Sequence[Shard], Layout, Layout, str]:
+        num_senders = self._link.num_senders
+        with self._store.errors_published("list", self._rank):
+            sources = [] if self._is_sender else self._collect("list", range(num_senders))
+            held = ListedLayout([decode_shards(data) for data in sources])
+            shards = make_shards(hf_tensors(held))
+            self._store.publish("list", self._rank, encode_shards(shards))
+        encoded = self._collect("list", range(len(self._link.names)))
+        digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in encoded)).hexdigest()
+        lists = [decode_shards(data) for data in encoded]
+        source, target = ListedLayout(lists[:num_senders]), ListedLayout(lists[num_senders:])
+        return shards, source, target, f"listed {digest}"
+
+    def _plan(self, source: Layout, target: Layout) -> dict[tuple[int, int], Iterator[Slice]]:
+        """(source rank, target rank) -> slices, of the pairs that this rank is part of."""
+        num_senders = self._link.num_senders
+        with self._store.errors_published("plan", self._rank):
+            hosts = RegularHosts(num_senders, self._link.num_receivers, 1)
+            if self._is_sender:
+                planned = plan_sends(self._rank, source, target, hosts, relay=False)
+                flows = {num_senders + flow.peer: flow for flow in planned}
+            else:
+                planned = plan_recvs(self._side_rank, source, target, hosts, relay=False).recvs
+                flows = {flow.peer: flow for flow in planned}
+            digests = {peer: flow.digest for peer, flow in flows.items()}
+            self._store.publish("plan", self._rank, json.dumps(digests).encode())
+        self._compare(digests)
+        pairs = {tuple(sorted((self._rank, peer))): flow for peer, flow in flows.items()}
+        return {(sender, receiver - num_senders): f.slices for (sender, receiver), f in pairs.items()}
+
+    def _compare(self, digests: Mapping[int, str]) -> None:
+        peers, names = sorted(digests), self._link.names
+        for peer, answer in zip(peers, self._collect("plan", peers), strict=True):
+            theirs = json.loads(answer).get(str(self._rank))
+            if theirs != digests[peer]:
+                raise TransferError(
+                    f"{names[self._rank]} and {names[peer]} planned otherwise: {digests[peer]}, {theirs}"
+                )
+
+    def _collect(self, what: str, ranks: Sequence[int]) -> list[bytes]:
+        names = self._link.names
+        return self._store.collect(what, ranks, names, names[self._rank], self._deadline_s)
 
 
-def _exchange_layouts(
-    store: LinkStore, link: Link, rank: int, make_shards: MakeShards, deadline_s: float
-) -> tuple[Layouts, str]:
-    names, senders = link.names, range(link.num_senders)
-    with store.errors_published("layout", rank):
-        sources = [] if rank in senders else store.collect("layout", senders, names, names[rank], deadline_s)
-        store.publish("layout", rank, encode_shards(make_shards([decode_shards(data) for data in sources])))
-    encoded = store.collect("layout", range(len(names)), names, names[rank], deadline_s)
-    digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in encoded)).hexdigest()
-    return [decode_shards(data) for data in encoded], digest
-
-
-def _plan(
-    store: LinkStore, link: Link, rank: int, layouts: Layouts, deadline_s: float
-) -> dict[tuple[int, int], Iterator[Slice]]:
-    """(source rank, target rank) -> slices, of the pairs that this rank is part of."""
-    num_senders = link.num_senders
-    with store.errors_published("plan", rank):
-        source, target = ListedLayout(layouts[:num_senders]), ListedLayout(layouts[num_senders:])
-        hosts = RegularHosts(num_senders, link.num_receivers, 1)
-        if rank < num_senders:
-            planned = plan_sends(rank, source, target, hosts, relay=False)
-            flows = {num_senders + flow.peer: flow for flow in planned}
-        else:
-            planned = plan_recvs(rank - num_senders, source, target, hosts, relay=False).recvs
-            flows = {flow.peer: flow for flow in planned}
-        digests = {peer: flow.digest for peer, flow in flows.items()}
-        store.publish("plan", rank, json.dumps(digests).encode())
-    _compare(store, link, rank, digests, deadline_s)
-    pairs = {tuple(sorted((rank, peer))): flow for peer, flow in flows.items()}
-    return {(sender, receiver - num_senders): f.slices for (sender, receiver), f in pairs.items()}
-
-
-def _compare(store: LinkStore, link: Link, rank: int, digests: Mapping[int, str], deadline_s: float) -> None:
-    peers = sorted(digests)
-    answers = store.collect("plan", peers, link.names, link.names[rank], deadline_s)
-    for peer, answer in zip(peers, answers, strict=True):
-        theirs = json.loads(answer).get(str(rank))
-        if theirs != digests[peer]:
-            raise TransferError(
-                f"{link.names[rank]} and {link.names[peer]} planned otherwise: {digests[peer]}, {theirs}"
-            )
+def _problem(layout: Layout, rank: int, shards: Sequence[Shard]) -> str:
+    """What is wrong with a recorded layout for `rank`, which has `shards`; empty if it is right."""
+    try:
+        check_rank(layout, rank, shards)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from mcore_rl.stream.agreement import MakeShards, agree
+from mcore_rl.stream.agreement import MakeShards, Meeting
 from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings
 from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.store import LinkStore
@@ -39,11 +39,11 @@ class Connection:
         make_shards: MakeShards,
         make_transport: MakeTransport = make_routes,
     ) -> None:
-        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of `agree`."""
+        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of Meeting."""
         self._store, self._link, self._rank = store, link, rank
         self._is_sender = rank < link.num_senders
         deadline_s = time.monotonic() + link.timeout_s
-        agreed = agree(store, link, rank, make_shards, deadline_s)
+        agreed = Meeting(store, link, rank, deadline_s).agree(make_shards)
         self.digest, self._buckets = agreed.digest, agreed.buckets
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         starts, sizes = lay_out(self._buckets, [self._peer(b) for b in self._buckets])

@@ -7,6 +7,7 @@ from typing import Any
 import aiohttp
 from torch import Tensor
 
+from mcore_rl.slices.layouts.sglang import SGLangSizes
 from mcore_rl.stream.wire import COMMAND_NAME
 
 LOADER = "mcore_rl.stream.receiver.load"
@@ -28,13 +29,13 @@ class EngineControl:
         self._http = http
         self.url = url
 
-    async def parallel_sizes(self) -> tuple[int, int]:
-        """(tensor, pipeline) parallel size."""
+    async def parallel_sizes(self) -> SGLangSizes:
+        """Of this one engine."""
         info = await self._call("GET", "/server_info", None)
         loaders = info.get("custom_weight_loader") or []
         if LOADER not in loaders:
             raise EngineError(f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}")
-        return int(info["tp_size"]), int(info["pp_size"])
+        return SGLangSizes(1, info["tp_size"], info["ep_size"], info["pp_size"], info["attn_dp_size"])
 
     async def pause(self) -> None:
         """Stop generating; requests in flight are kept without their KV cache, which old weights produced."""

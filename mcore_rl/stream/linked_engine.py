@@ -21,6 +21,8 @@ class LinkedEngine:
     link: Link
     store: LinkStore
     tp_size: int
+    digest: str = ""
+    """Of the layouts that its ranks and the trainer's agreed on."""
     serves: int | None = None
     """The version it was last committed to."""
     num_orders: int = 0

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.engine_trace import trace_load_weights
-from mcore_rl.stream.agreement import Layouts
+from mcore_rl.stream.agreement import HfTensors
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.wire import COMMAND_NAME, Action, Command, Link, Report, decode_command, hf_shapes
+from mcore_rl.stream.wire import COMMAND_NAME, Action, Command, Link, Report, decode_command
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ class WeightReceiver:
         self._store, self._link, self._staging = None, None, None
         self._store = LinkStore.open(link)
 
-        def trace(sources: Layouts) -> Sequence[Shard]:
-            shapes = hf_shapes(sources)
-            return trace_load_weights(load_weights, shapes, tensors)
+        def trace(hf_tensors: HfTensors) -> Sequence[Shard]:
+            typed = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()}
+            return trace_load_weights(load_weights, typed, tensors)
 
         self._connection = Connection(self._store, link, rank, trace, self._make_transport)
         self._link = link

@@ -11,13 +11,15 @@ tries. If its parameters may be a mixture of versions, it also stays paused.
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import aiohttp
 
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
+from mcore_rl.slices.layouts.sglang import SGLangSizes
 from mcore_rl.stream.engine_control import EngineControl, EngineError
 from mcore_rl.stream.linked_engine import LinkedEngine
 from mcore_rl.stream.refit_report import EngineRefit, RefitReport, agreement, summary
@@ -54,6 +56,7 @@ class TrainerRanks(Protocol):
         ...
 
 
+Record = Callable[[SGLangSizes], RecordedLayouts]
 Sent = Sequence[Mapping[str, Report]] | BaseException
 
 
@@ -67,17 +70,19 @@ class Refitter:
         bucket_mib: float = 4.0,
         timeout_s: float = 120.0,
         staged: bool = True,
+        record: Record | None = None,
     ) -> None:
         """`host`: this process's address as all ranks reach it; `timeout_s` bounds each connect and sync.
 
         `staged`: engines receive beside the decoding, into memory of the size of their weights, and pause to
         swap only; else they pause for the whole transfer and need a few buckets per trainer rank.
+        `record`: an engine's sizes -> the layouts of both sides, which spares the ranks listing their shards.
         """
         self._trainers = trainers
         self._host = host
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._timeout_s = timeout_s
-        self._staged = staged
+        self._staged, self._record = staged, record
         self._engines: dict[str, LinkedEngine] = {}
         self._lost: dict[str, str] = {}
         self._mixed: set[str] = set()
@@ -93,6 +98,10 @@ class Refitter:
         """Urls of the engines that serve the newest version that any engine serves."""
         newest = max((e.serves for e in self._engines.values() if e.serves is not None), default=None)
         return tuple(url for url, e in self._engines.items() if newest is not None and e.serves == newest)
+
+    def agreed_layouts(self, url: str) -> str:
+        """How the ranks of a link came to their layouts, "recorded" or "listed", and the digest of those."""
+        return self._engines[url].digest
 
     def served_version(self, url: str) -> int | None:
         """What the linked engine at `url` was last committed to."""
@@ -148,9 +157,9 @@ class Refitter:
 
     async def _connect(self, control: EngineControl) -> LinkedEngine:
         try:
-            tp_size, pp_size = await control.parallel_sizes()
-            if pp_size > 1 and not self._staged:
-                raise RefitError(f"engine {control.url} has pp_size={pp_size}, which needs a staged sync")
+            sizes = await control.parallel_sizes()
+            if sizes.pp > 1 and not self._staged:
+                raise RefitError(f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync")
             deadline_s = time.monotonic() + self._timeout_s
             store = LinkStore.serve(self._host, self._timeout_s)
             link = Link(
@@ -158,12 +167,13 @@ class Refitter:
                 store_host=self._host,
                 store_port=store.port,
                 num_senders=self._trainers.world_size,
-                num_receivers=tp_size * pp_size,
+                num_receivers=sizes.engine_ranks,
                 bucket_bytes=self._bucket_bytes,
                 timeout_s=self._timeout_s,
                 staged=self._staged,
+                layouts="" if self._record is None else self._record(sizes).encode(),
             )
-            engine = LinkedEngine(link, store, tp_size)
+            engine = LinkedEngine(link, store, sizes.tp)
             await control.pause()
             await control.begin_update()
             loading = engine.command(control, "connect")
@@ -184,6 +194,8 @@ class Refitter:
         error = agreement([*sent, *reports], loaded)
         if error is not None:
             raise RefitError(f"engine {control.url} cannot be linked: {error}")
+        engine.digest = sent[0].digest
+        _log.info("engine %s is linked, layouts %s", control.url, engine.digest)
         return engine
 
     async def _sync_staged(self, version: int, controls: Sequence[EngineControl]) -> list[EngineRefit]:

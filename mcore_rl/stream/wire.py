@@ -2,7 +2,7 @@
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -28,6 +28,8 @@ class Link:
     timeout_s: float
     staged: bool = False
     """Slices land beside the parameters, to be swapped in together; else in the parameters."""
+    layouts: str = ""
+    """RecordedLayouts of both sides, encoded; without, the ranks list their shards for one another."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -99,13 +101,3 @@ def decode_shards(data: bytes) -> tuple[Shard, ...]:
         Shard(Box(name, tuple(start), tuple(stop)), tensor, offset, tuple(strides), dtype)
         for name, start, stop, tensor, offset, strides, dtype in zip(*columns, strict=True)
     )
-
-
-def hf_shapes(sources: Iterable[Iterable[Shard]]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every HF tensor that the source shards make up."""
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for shard in (shard for shards in sources for shard in shards):
-        name, stop, dtype = shard.box.name, shard.box.stop, getattr(torch, shard.dtype)
-        known = shapes.get(name, (stop, dtype))[0]
-        shapes[name] = (tuple(map(max, known, stop)), dtype)
-    return shapes

@@ -1,7 +1,6 @@
 """What travels as bytes comes back as it was."""
 
 import pytest
-import torch
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.stream.wire import (
@@ -14,7 +13,6 @@ from mcore_rl.stream.wire import (
     encode_command,
     encode_report,
     encode_shards,
-    hf_shapes,
 )
 
 LINK = Link("http://10.0.0.1:30000", "10.0.0.2", 4321, 2, 4, 1 << 20, 60.0)
@@ -37,11 +35,6 @@ def test_commands(command: Command) -> None:
 def test_reports() -> None:
     report = Report("trainer rank 1", "abc", 5, 1, 0.5, error="no", peer_lost=True)
     assert decode_report(encode_report(report)) == report
-
-
-def test_shapes_are_those_that_the_source_boxes_reach() -> None:
-    other = Shard(Box("a", (0, 0), (2, 4)), "fused", 0, (4, 1), "bfloat16")
-    assert hf_shapes([SHARDS, [other]]) == {"a": ((2, 8), torch.bfloat16), "b": ((7,), torch.float32)}
 
 
 def test_a_link_without_ranks_is_refused() -> None:

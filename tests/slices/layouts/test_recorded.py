@@ -1,0 +1,28 @@
+"""What ranks are told of all the others comes back as it was; shapes are those of the whole tensors."""
+
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.layouts.listed import ListedLayout
+from mcore_rl.slices.layouts.megatron import MegatronSizes
+from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
+from mcore_rl.slices.layouts.sglang import SGLangSizes
+from tests.slices.megatron_layout import model_config
+
+
+def test_layouts_in_a_few_numbers() -> None:
+    config = model_config(num_hidden_layers=4, mlp_only_layers=[1])
+    engines = SGLangSizes(engines=1, tp=2, ep=2)
+    recorded = RecordedLayouts(config, "bfloat16", MegatronSizes(128, tp=2, pp=2, ep=2), engines)
+    again = RecordedLayouts.decode(recorded.encode())
+    assert again == recorded
+    assert again.encode() == recorded.encode()
+    shapes = {name: (shape, "bfloat16") for name, shape in family_of(config).shapes(config).items()}
+    assert hf_tensors(again.source()) == shapes == hf_tensors(again.target())
+
+
+def test_shapes_are_those_that_the_boxes_reach() -> None:
+    left = Shard(Box("a", (0, 0), (2, 4)), "fused", 0, (4, 1), "bfloat16")
+    right = Shard(Box("a", (0, 4), (2, 8)), "fused", 12, (4, 1), "bfloat16")
+    norm = Shard(Box("b", (0,), (7,)), "norm", 0, (1,), "float32")
+    layout = ListedLayout([[left, norm], [right, norm]])
+    assert hf_tensors(layout) == {"a": ((2, 8), "bfloat16"), "b": ((7,), "float32")}
