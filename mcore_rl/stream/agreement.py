@@ -48,6 +48,16 @@ class Agreement:
     shards: Mapping[str, Sequence[Shard]]
 
 
+@dataclass(frozen=True)
+class _Found:
+    """This rank's shards, the layouts of both sides and their digest."""
+
+    shards: Sequence[Shard]
+    source: Layout
+    target: Layout
+    digest: str
+
+
 class Meeting:
     """One rank among all ranks of a link that come to agree."""
 
@@ -59,32 +69,45 @@ class Meeting:
     def agree(self, make_shards: MakeShards) -> Agreement:
         """TransferError names the ranks that did not come, failed or disagree."""
         found = self._find_recorded(make_shards) or self._find_listed(make_shards)
-        shards, source, target, digest = found
         own: dict[str, list[Shard]] = defaultdict(list)
-        for shard in shards:
+        for shard in found.shards:
             own[shard.box.name].append(shard)
-        buckets = plan_buckets(self._plan(source, target), self._link.num_receivers, self._link.bucket_bytes)
-        return Agreement(digest, buckets, own)
+        flows = self._plan(found.source, found.target)
+        return Agreement(
+            found.digest, plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes), own
+        )
 
-    def _find_recorded(self, make_shards: MakeShards) -> "tuple[Sequence[Shard], Layout, Layout, str] | None":
-        """This rank's shards, both layouts and their digest; None if they are wrong for any rank."""
+    def _find_recorded(self, make_shards: MakeShards) -> _Found | None:
+        """None if the recorded layouts are wrong for any rank, or cannot be made of its model and sizes."""
         if not self._link.layouts:
             return None
         with self._store.errors_published("layout", self._rank):
-            recorded = RecordedLayouts.decode(self._link.layouts)
-            source, target = recorded.source(), recorded.target()
-            shards = make_shards({} if self._is_sender else hf_tensors(source))
-            problem = _problem(source if self._is_sender else target, self._side_rank, shards)
-            self._store.publish("layout", self._rank, problem.encode())
+            found = self._check_recorded(make_shards)
+            self._store.publish("layout", self._rank, found.encode() if isinstance(found, str) else b"")
         problems = [data.decode() for data in self._collect("layout", range(len(self._link.names)))]
         wrong = [f"{n}: {p}" for n, p in zip(self._link.names, problems, strict=True) if p]
         if wrong:
             logger.warning("shards are listed, as recorded layouts are wrong for %s", "; ".join(wrong))
             return None
-        digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
-        return shards, source, target, f"recorded {digest}"
+        assert not isinstance(found, str)
+        return found
 
-    def _find_listed(self, make_shards: MakeShards) -> tuple[Sequence[Shard], Layout, Layout, str]:
+    def _check_recorded(self, make_shards: MakeShards) -> _Found | str:
+        """What is recorded, or what is wrong with it for this rank."""
+        recorded = RecordedLayouts.decode(self._link.layouts)
+        try:
+            source, target = recorded.source(), recorded.target()
+        except ValueError as error:
+            return str(error)
+        shards = make_shards({} if self._is_sender else hf_tensors(source))
+        try:
+            check_rank(source if self._is_sender else target, self._side_rank, shards)
+        except ValueError as error:
+            return str(error)
+        digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
+        return _Found(shards, source, target, f"recorded {digest}")
+
+    def _find_listed(self, make_shards: MakeShards) -> _Found:
         num_senders = self._link.num_senders
         with self._store.errors_published("list", self._rank):
             sources = [] if self._is_sender else self._collect("list", range(num_senders))
@@ -95,7 +118,7 @@ class Meeting:
         digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in encoded)).hexdigest()
         lists = [decode_shards(data) for data in encoded]
         source, target = ListedLayout(lists[:num_senders]), ListedLayout(lists[num_senders:])
-        return shards, source, target, f"listed {digest}"
+        return _Found(shards, source, target, f"listed {digest}")
 
     def _plan(self, source: Layout, target: Layout) -> dict[tuple[int, int], Iterator[Slice]]:
         """(source rank, target rank) -> slices, of the pairs that this rank is part of."""
@@ -126,12 +149,3 @@ class Meeting:
     def _collect(self, what: str, ranks: Sequence[int]) -> list[bytes]:
         names = self._link.names
         return self._store.collect(what, ranks, names, names[self._rank], self._deadline_s)
-
-
-def _problem(layout: Layout, rank: int, shards: Sequence[Shard]) -> str:
-    """What is wrong with a recorded layout for `rank`, which has `shards`; empty if it is right."""
-    try:
-        check_rank(layout, rank, shards)
-    except ValueError as error:
-        return str(error)
-    return ""

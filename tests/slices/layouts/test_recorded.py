@@ -10,7 +10,7 @@ from tests.slices.megatron_layout import model_config
 
 
 def test_layouts_in_a_few_numbers() -> None:
-    config = model_config(num_hidden_layers=4, mlp_only_layers=[1])
+    config = model_config(num_hidden_layers=4, mlp_only_layers=[])
     engines = SGLangSizes(engines=1, tp=2, ep=2)
     recorded = RecordedLayouts(config, "bfloat16", MegatronSizes(128, tp=2, pp=2, ep=2), engines)
     again = RecordedLayouts.decode(recorded.encode())
