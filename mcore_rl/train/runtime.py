@@ -1,6 +1,7 @@
 """Process groups of the training ranks: rank numbers and a ParallelConfig in, this rank's coordinate out."""
 
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -47,6 +48,7 @@ def init_distributed(
 
 
 def _make_groups(parallel: ParallelConfig, timeout_s: float) -> None:
+    _drop_groups()
     ps.destroy_model_parallel()
     ps.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -74,3 +76,11 @@ def rank_coordinate() -> RankCoordinate:
 def on_last_stage() -> bool:
     """Whether this rank holds the output layer, in whichever of its model chunks."""
     return ps.is_pipeline_last_stage(ignore_virtual=True)
+
+
+def _drop_groups() -> None:
+    """Close the groups of an earlier layout: megatron-core only forgets them, and each has threads."""
+    known: Any = dist.distributed_c10d._world
+    for group in tuple(known.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -138,7 +138,9 @@ def test_engines_hold_what_megatron_holds(ranks: MegatronRanks, tmp_path: Path, 
                 found = checksums(engine.url)
                 assert found == checksums_after_loading(engine.url, gathered), (layout, engine.spec)
         before = [checksums(engine.url) for engine in engines]
-        assert link_and_sync(ranks, engines, hf_dirs[-1], {"tp": 4}, len(layouts) + 1) == ["listed"] * len(engines)
+        assert link_and_sync(ranks, engines, hf_dirs[-1], {"tp": 4}, len(layouts) + 1) == ["listed"] * len(
+            engines
+        )
         assert [checksums(engine.url) for engine in engines] == before
     finally:
         for engine in engines:
