@@ -21,6 +21,8 @@ GRACE_S = 2.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 PARENT_POLL_S = 0.5
+_PF_EXITING = 0x4
+"""Of the flags in /proc/<pid>/stat (linux/sched.h)."""
 
 
 def session_pids(session: str, but: int) -> list[int]:
@@ -65,6 +67,7 @@ def wait_for_parent(parent: int) -> str:
     """Return when `parent` is gone, with what to tell about it.
 
     Where its raylet is gone, Ray ends a process that calls it, without a word: so who went first is noted.
+    A killed process with many threads takes a while to end, and its children may be gone before it.
     """
     killed = f"the controller (process {parent}) was killed, and all that it started is ended. {AGAIN}"
     lost = ""
@@ -83,12 +86,24 @@ def wait_for_parent(parent: int) -> str:
                     poller.register(watched[name], select.POLLIN)
         ended = [descriptor for descriptor, _ in poller.poll(PARENT_POLL_S * 1000)]
         gone = [name for name in RAY_PROCESSES if watched.get(name) in ended]
+        if gone and not lost:
+            ending = watched[""] in ended or is_ending(parent)
+            lost = died_together(parent, gone) if ending else ray_lost(gone[0])
         if watched[""] in ended:
-            return ray_lost(lost) if lost else died_together(parent, gone) if gone else killed
+            break
         for name in gone:
             poller.unregister(watched[name])
-            lost = lost or name
-    return ray_lost(lost) if lost else killed
+    return lost or killed
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is on its way out, or gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return True
+    state, flags = fields[0], int(fields[6])
+    return state in "ZX" or bool(flags & _PF_EXITING)
 
 
 def died_together(parent: int, names: list[str]) -> str:
