@@ -81,10 +81,10 @@ class Meeting:
         """None if the recorded layouts are wrong for any rank, or cannot be made of its model and sizes."""
         if not self._link.layouts:
             return None
-        with self._store.errors_published("layout", self._rank):
+        with self._store.errors_published("layout check", self._rank):
             found = self._check_recorded(make_shards)
-            self._store.publish("layout", self._rank, found.encode() if isinstance(found, str) else b"")
-        problems = [data.decode() for data in self._collect("layout", range(len(self._link.names)))]
+            self._store.publish("layout check", self._rank, found.encode() if isinstance(found, str) else b"")
+        problems = [data.decode() for data in self._collect("layout check", range(len(self._link.names)))]
         wrong = [f"{n}: {p}" for n, p in zip(self._link.names, problems, strict=True) if p]
         if wrong:
             logger.warning("shards are listed, as recorded layouts are wrong for %s", "; ".join(wrong))
@@ -109,12 +109,12 @@ class Meeting:
 
     def _find_listed(self, make_shards: MakeShards) -> _Found:
         num_senders = self._link.num_senders
-        with self._store.errors_published("list", self._rank):
-            sources = [] if self._is_sender else self._collect("list", range(num_senders))
+        with self._store.errors_published("layout", self._rank):
+            sources = [] if self._is_sender else self._collect("layout", range(num_senders))
             held = ListedLayout([decode_shards(data) for data in sources])
             shards = make_shards(hf_tensors(held))
-            self._store.publish("list", self._rank, encode_shards(shards))
-        encoded = self._collect("list", range(len(self._link.names)))
+            self._store.publish("layout", self._rank, encode_shards(shards))
+        encoded = self._collect("layout", range(len(self._link.names)))
         digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in encoded)).hexdigest()
         lists = [decode_shards(data) for data in encoded]
         source, target = ListedLayout(lists[:num_senders]), ListedLayout(lists[num_senders:])
