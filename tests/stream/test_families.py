@@ -119,7 +119,12 @@ SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32, which is not recor
 """
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("deepseek_v2", "qwen2", "llama", "qwen3_moe_cut_otherwise")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES]
+)
 def test_engines_hold_what_megatron_holds(ranks: MegatronRanks, tmp_path: Path, case: str) -> None:
     kind, layouts, sizes, agreed = CASES[case]
     hf_dirs = [write_model(kind, tmp_path / str(seed), seed) for seed in range(len(layouts))]
