@@ -24,7 +24,6 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(start: Start, tmp_path:
     deaths = [
         ("scheduler", "rollout"),
         ("rank", "train"),
-        ("raylet", "logprobs"),
         ("gcs", "refit"),
         ("controller", "save"),
         ("interrupted", "train"),
