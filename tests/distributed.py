@@ -8,20 +8,15 @@ little.
 import multiprocessing as mp
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mcore_rl.rollout.ports import find_free_port
+
 PRELOAD = ["torch", "mcore_rl.train.actor"]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -32,7 +27,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    port = free_port()
+    port = find_free_port("127.0.0.1")
     ranks = []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)

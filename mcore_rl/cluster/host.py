@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 import mcore_rl
+from mcore_rl.rollout.ports import find_free_port
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -58,9 +59,7 @@ class Host:
 
     def meeting_point(self) -> tuple[str, int]:
         """(address of this machine, TCP port that was free a moment ago)."""
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return node_address(), listener.getsockname()[1]
+        return node_address(), find_free_port("")
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
         self._worker = worker_cls(*args, **kwargs)

@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,11 +18,11 @@ from types import TracebackType
 
 import psutil
 
+from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.temp_dir import TempDir
 
 _HEALTH_POLL_S = 0.1
 _KILL_TIMEOUT_S = 10.0
-_FIRST_PORT = 20000
 
 
 @dataclass(frozen=True)
@@ -251,16 +249,3 @@ def _group_members(group_id: int) -> Iterator[int]:
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(process.pid) == group_id and process.info["status"] != psutil.STATUS_ZOMBIE:
                 yield process.pid
-
-
-def find_free_port(host: str) -> int:
-    """A port nobody listens on, below the range from which the kernel serves outgoing connections.
-
-    The server binds it only seconds later; a port from bind(0) could be taken by then.
-    """
-    ephemeral_start = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.SystemRandom().sample(range(_FIRST_PORT, max(ephemeral_start, _FIRST_PORT + 1)), 64):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
-    raise RuntimeError(f"no free port between {_FIRST_PORT} and {ephemeral_start} on {host}")

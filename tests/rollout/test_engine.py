@@ -1,7 +1,9 @@
 """Starting, failing and ending one engine: what the user reads and which processes are left."""
 
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec, find_free_port
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.server import rank_cpus
 from tests.rollout.engines import live_processes, save_tiny_moe, wait_until_gone
 
@@ -79,9 +82,17 @@ def test_arguments_hold_every_choice():
         assert part in line
 
 
-def test_free_ports_are_no_ephemeral_ones():
+def test_free_ports_and_those_derived_from_them_are_no_ephemeral_ones():
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(20000 <= find_free_port("127.0.0.1") < low for _ in range(20))
+    assert all(20000 <= find_free_port("127.0.0.1") < low - 246 for _ in range(20))
+
+
+def test_no_port_is_given_from_which_a_taken_one_is_derived(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, k: [port - 233, port - 500])
+        assert find_free_port("127.0.0.1") == port - 500
 
 
 @pytest.mark.e2e

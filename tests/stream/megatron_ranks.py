@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from mcore_rl.train.actor import Actor
-from tests.distributed import PRELOAD, free_port
+from tests.distributed import PRELOAD
 from tests.stream.ranks import ProcessRanks
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss
 
@@ -28,7 +29,7 @@ class MegatronRanks(ProcessRanks):
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self.world_size, port = world_size, free_port()
+        self.world_size, port = world_size, find_free_port("127.0.0.1")
         self._pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
