@@ -1,8 +1,10 @@
 """The mcore-rl command: recipe name and overrides in, a run folder out."""
 
+import _thread
 import argparse
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ RECIPE_COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
     args = make_parser().parse_args(argv)
+    keep_interrupts()
     _tell_counts()
     try:
         args.run(args)
@@ -29,6 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
+
+
+def keep_interrupts() -> None:
+    """A Ctrl-C that falls into a callback whose exceptions Python drops, as around a fork, comes again."""
+
+    def tell(dropped: "sys.UnraisableHookArgs") -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(0.05, _thread.interrupt_main).start()  # not here: this hook drops it as well
+        else:
+            sys.__unraisablehook__(dropped)
+
+    sys.unraisablehook = tell
 
 
 def _tell_counts() -> None:

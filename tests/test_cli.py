@@ -47,3 +47,27 @@ def test_a_model_directory_without_weights_is_refused(tmp_path, capsys) -> None:
     assert main(["train", "recipe=tiny_moe_grpo", f"run.dir={tmp_path / 'run'}", *settings]) == 2
     assert "no *.safetensors there; model.init=random starts without" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+DROPPED_INTERRUPT = """
+import time
+from mcore_rl.cli import keep_interrupts
+
+class Dropping:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+keep_interrupts()
+try:
+    Dropping()
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_that_python_drops_comes_again():
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED_INTERRUPT], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")

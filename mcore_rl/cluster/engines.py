@@ -32,7 +32,10 @@ class EngineWorker:
         self._engine = EngineProcess(replace(spec, host=node_address()))
         self._engine.start()
         if spec.node_rank == 0:
-            self._engine.wait_healthy(startup_timeout_s)
+            try:
+                self._engine.wait_healthy(startup_timeout_s)
+            except (RuntimeError, TimeoutError) as error:
+                raise ProcessLost(str(error)) from error
 
     def address(self) -> EngineAddress:
         return EngineAddress(self._engine.url, self._engine.spec.log_path)

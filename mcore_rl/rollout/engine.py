@@ -218,10 +218,11 @@ class EngineProcess:
         return self._process.returncode
 
     def tail(self, num_lines: int = 30) -> str:
-        """The last lines of the log, as they are."""
+        """The last lines of the log, each marked as one."""
         with contextlib.suppress(FileNotFoundError):
-            return "\n".join(Path(self.spec.log_path).read_text(errors="replace").splitlines()[-num_lines:])
-        return "(no log)"
+            lines = Path(self.spec.log_path).read_text(errors="replace").splitlines()[-num_lines:]
+            return "\n".join(f"  | {line}" for line in lines)
+        return "  | (no log)"
 
     def stop(self) -> None:
         """Kill the server and all its processes and wait until they are gone; harmless when already stopped.

@@ -24,7 +24,9 @@ class Victim:
     signal_number: int = signal.SIGKILL
 
 
-ENGINE_DIED = r"engine http://\S+ \(log \S+sglang_0\.log\) (died \(status -9\)|exited with status -9)"
+ENGINE_DIED = (
+    r"engine http://\S+ \(log \S+sglang_0\.log\) (died \(status -9\)|exited with status \S+ while starting)"
+)
 VICTIMS = {
     "rank": Victim(
         ("trainer_rank1",), r"trainer rank 1.* died \(killed.*\) during .*; log \S+trainer_rank1\.log"
@@ -77,7 +79,7 @@ def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
     said = [line for line in run.tail(100_000).splitlines() if line.startswith("mcore-rl: ")]
     at = run.log().strip().splitlines()[-1].partition("mcore_rl.")[2]
     print(f"{phase:10s} exit {status} after {seconds:4.1f} s at {at!r}: {said}")
-    assert "Traceback" not in run.tail(), run.tail()
+    assert not re.search(r"^Traceback", run.tail(), re.MULTILINE), run.tail()
     if phase == "export" and status == 0:
         assert not said, run.tail()
         return
