@@ -144,6 +144,8 @@ class RolloutConfig:
     pp: int = 1
     attention_dp: int = 1
     """Groups of an engine's tensor-parallel ranks that each hold all attention weights (DP attention)."""
+    quantization: str = "none"
+    """fp8: engines serve projections in 128 x 128 blocks of FP8, which trainer ranks compute as they send."""
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     max_response_len: int = 512
@@ -168,6 +170,7 @@ class RolloutConfig:
         for name in (*sizes, "prompts_per_step", "samples_per_prompt", "max_response_len"):
             _positive(f"rollout.{name}", getattr(self, name))
         _positive("rollout.temperature", self.temperature)
+        _one_of("rollout.quantization", self.quantization, ("none", "fp8"))
         for name in ("ep", "attention_dp"):
             if self.tp % getattr(self, name):
                 raise ValueError(f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}")
@@ -318,6 +321,10 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
 
     def __post_init__(self) -> None:
+        if self.rollout.quantization == "fp8" and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.quantization=fp8 with model.dtype={self.model.dtype}: needs model.dtype=bfloat16"
+            )
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples % self.train.mini_batches:
             raise ValueError(

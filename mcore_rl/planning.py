@@ -19,9 +19,10 @@ from mcore_rl.slices.cost import (
     predict_gather_broadcast,
 )
 from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
+from mcore_rl.slices.layouts.sglang import SGLangSizes
 from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.shares import RegularHosts
 
@@ -33,7 +34,7 @@ class Deployment:
     """Both sides of a recipe's weight sync; `stage_ranks` trainer ranks make a pipeline stage."""
 
     source: MegatronLayout
-    target: SGLangLayout
+    target: Layout
     hosts: RegularHosts
     stage_ranks: int
 
@@ -94,7 +95,8 @@ def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
     """The layouts that Megatron and the given engines have in this recipe."""
     hf_config = read_hf_config(config.model.path)
     trainer = MegatronSizes.of(config.parallel, hf_config)
-    return RecordedLayouts(hf_config, config.model.dtype, trainer, engines)
+    fp8 = config.rollout.quantization == "fp8"
+    return RecordedLayouts(hf_config, config.model.dtype, trainer, engines, fp8)
 
 
 def make_deployment(config: Config) -> Deployment:

@@ -1,5 +1,6 @@
 """The processes of a run: a checked Config in; training ranks and engines out, watched, gone at the end."""
 
+import json
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from mcore_rl.config import Config, OptimizerConfig
 from mcore_rl.players import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.slices.families import family_of
+from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.stream.engine_control import LOADER
 
@@ -94,7 +96,10 @@ def run_processes(
 
 def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
     rollout = config.rollout
-    dummy = ("--load-format", "dummy") if config.model.init == "random" else ()
+    fp8 = rollout.quantization == "fp8"
+    dummy = ("--load-format", "dummy") if fp8 or config.model.init == "random" else ()
+    quantised = json.dumps({"quantization_config": QUANTIZATION_CONFIG})
+    override = ("--json-model-override-args", quantised) if fp8 else ()
     return EngineSpec(
         model_path=config.model.path,
         log_path=str(log_path),
@@ -109,7 +114,7 @@ def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
         routed_experts=experts_shape(config) is not None,
         custom_weight_loaders=(LOADER,),
         seed=config.run.seed,
-        extra_args=("--weight-version", "0", *dummy),
+        extra_args=("--weight-version", "0", *dummy, *override),
     )
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.coverage import Span, check_coverage, runs
+from mcore_rl.slices.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
 from mcore_rl.slices.strided import shards_of_view
 
 aten = torch.ops.aten
@@ -37,7 +38,8 @@ def trace_load_weights(
 ) -> list[Shard]:
     """Which box of which HF tensor `load_weights` puts where in `local_tensors`, in the order it does.
 
-    hf_tensors      HF name -> shape and dtype of every tensor of the checkpoint
+    hf_tensors      HF name -> shape and dtype of every tensor of the checkpoint. A matrix that goes into a
+                    float8_e4m3fn parameter also has block scales (`slices/fp8.py`), which come last
     local_tensors   name -> contiguous parameter of this rank; elements that the loader sets to a constant
                     (`fill_`, `zero_`) are padding: set so once, when all else is well, and never sent
 
@@ -149,15 +151,21 @@ class _Recorder(TorchDispatchMode):
         self.shards: list[Shard] = []
         self.padding: list[Span] = []
         self._fills: list[Callable[[], object]] = []
+        self._quantised: dict[str, tuple[int, ...]] = {}
         self.current = "(nothing yet)"
 
     def tracers(
         self, hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> Iterator[tuple[str, Tensor]]:
         for name, (shape, dtype) in hf_tensors.items():
-            self.current = name
-            meta = torch.empty(shape, dtype=torch.uint8, device="meta")
-            yield name, _Tracer.make(meta, name, tuple(shape), dtype, self)
+            yield name, self._tracer(name, tuple(shape), dtype)
+        for name, shape in list(self._quantised.items()):
+            scales = scale_name(name)
+            yield scales, self._tracer(scales, tuple(map(num_blocks, shape)), getattr(torch, SCALE_DTYPE))
+
+    def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Tracer:
+        self.current = name
+        return _Tracer.make(torch.empty(shape, dtype=torch.uint8, device="meta"), name, shape, dtype, self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -224,6 +232,8 @@ class _Recorder(TorchDispatchMode):
             )
         name, offset = found
         dtype = str(target.dtype).removeprefix("torch.")
+        if dtype == FP8:
+            self._quantised[tracer.hf_name] = tracer.hf_shape
         self.shards += shards_of_view(
             tracer.hf_name, tracer.hf_shape, tracer.meta, name, offset, target.stride(), dtype
         )

@@ -13,6 +13,14 @@ from functools import cached_property
 
 from mcore_rl.slices.box import Box
 from mcore_rl.slices.layouts.layout import Layout, Placement
+from mcore_rl.slices.layouts.quantised import (
+    check_blocks,
+    check_scales,
+    is_quantised,
+    join_rows,
+    shape_of,
+    travels_with_matrix,
+)
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.pool import Cell, Grain, Pool, Slice
 from mcore_rl.slices.shares import Move, Shares, Topology
@@ -102,16 +110,23 @@ def pools(
     source_rank: int | None = None,
     target_rank: int | None = None,
 ) -> list[Pool]:
-    """The pools of tensors `names` (only those that a given rank is part of), ordered alike on all ranks."""
+    """The pools of tensors `names` (only those that a given rank is part of), ordered alike on all ranks.
+
+    Matrices that the target wants in FP8 are cut into whole blocks, whose scales go with them.
+    """
     found: dict[tuple[Ranks, Ranks, str], list[Cell]] = defaultdict(list)
     known: dict[tuple[Placement, Placement], list[tuple[Box, list[Cell]]]] = {}
     for name in names:
+        if travels_with_matrix(name, target):
+            continue
         key = source.placement(name), target.placement(name)
         if key not in known:
             known[key] = [
                 (box, found[holders, wanters, dtype])
                 for box, holders, wanters, dtype in _cells(name, *key, source_rank, target_rank)
             ]
+            if is_quantised(key[1]):
+                check_scales(name, target)
         for box, cells in known[key]:
             cells.append((name, box.start, box.stop))
     return sorted(
@@ -125,8 +140,11 @@ def _cells(
     """(box, holders, wanters, dtype) of each piece that is wanted, cut where the holders change; only those
     that `source_rank` holds and `target_rank` wants, if given.
     """
+    shape = shape_of(source, target) if is_quantised(target) else None
+    if shape is not None:
+        source, target = join_rows(source), join_rows(target)
     held = [
-        (Box(name, piece.start, piece.stop), piece.ranks)
+        (Box(name, piece.start, piece.stop), piece)
         for piece in source.pieces
         if source_rank is None or source_rank in piece.ranks
     ]
@@ -135,11 +153,13 @@ def _cells(
             continue
         wanted = Box(name, piece.start, piece.stop)
         missing = wanted.numel
-        for box, holders in held:
+        for box, holding in held:
             common = wanted.intersect(box)
             if common is not None:
+                if shape is not None:
+                    check_blocks(common, shape, holding, piece)
                 missing -= common.numel
-                yield common, holders, piece.ranks, piece.dtype
+                yield common, holding.ranks, piece.ranks, piece.dtype
         if missing and source_rank is None:
             raise ValueError(
                 f"target rank {piece.ranks[0]} needs {wanted}, but no source rank holds {missing} elements"

@@ -4,9 +4,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
+from math import lcm, prod
 
 from mcore_rl.slices.box import Box, itemsize
+from mcore_rl.slices.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
 from mcore_rl.slices.layouts.ranks import Ranks
 
 Cell = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -21,7 +22,7 @@ class Grain:
     """How finely boxes are cut to even out the load.
 
     min_bytes   no box of fewer bytes is cut
-    rows        cuts lie at multiples of so many rows of the HF tensor (128 keeps FP8 blocks whole)
+    rows        cuts lie at multiples of so many rows of the HF tensor; FP8 blocks stay whole in any case
     """
 
     min_bytes: int = 1 << 16
@@ -30,14 +31,22 @@ class Grain:
 
 @dataclass(frozen=True)
 class Slice:
-    """A box that travels in `dtype`, its elements in row-major order."""
+    """A box that travels in `dtype`, its elements in row-major order; FP8 values with the scales of their
+    blocks.
+    """
 
     box: Box
     dtype: str
 
     @property
+    def scales(self) -> "Slice | None":
+        return Slice(scale_box(self.box), SCALE_DTYPE) if self.dtype == FP8 else None
+
+    @property
     def num_bytes(self) -> int:
-        return self.box.numel * itemsize(self.dtype)
+        """Those of its scales included."""
+        scales = self.scales
+        return self.box.numel * itemsize(self.dtype) + (0 if scales is None else scales.num_bytes)
 
 
 class Pool:
@@ -48,16 +57,15 @@ class Pool:
     ) -> None:
         self.holders, self.wanters, self.dtype = holders, wanters, dtype
         self._cells, self._grain = sorted(cells), grain
+        self._multiple = lcm(grain.rows, BLOCK) if dtype == FP8 else grain.rows
         size = itemsize(dtype)
-        self._row_bytes = [
-            size * prod(b - a for a, b in zip(start[1:], stop[1:], strict=True)) if start else size
-            for _, start, stop in self._cells
+        columns = [
+            tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True)) for _, start, stop in self._cells
         ]
-        numels = (
-            row * (stop[0] - start[0] if start else 1)
-            for row, (_, start, stop) in zip(self._row_bytes, self._cells, strict=True)
-        )
-        self._ends = list(accumulate(numels, initial=0))
+        self._row_bytes = [size * prod(shape) for shape in columns]
+        self._scale_bytes = [SCALE_BYTES * num_blocks(*shape) if dtype == FP8 else 0 for shape in columns]
+        self._num_rows = [stop[0] - start[0] if start else 1 for _, start, stop in self._cells]
+        self._ends = list(accumulate(map(self._num_bytes, range(len(columns)), self._num_rows), initial=0))
 
     @property
     def sort_key(self) -> tuple[Cell, str]:
@@ -76,12 +84,17 @@ class Pool:
         if self._ends[cell + 1] - self._ends[cell] < self._grain.min_bytes or not self._cells[cell][1]:
             return cell, 0
         first = self._cells[cell][1][0]
-        row = first + (position - self._ends[cell]) // self._row_bytes[cell]
-        return cell, max(0, row - row % self._grain.rows - first)
+        cell_bytes = self._ends[cell + 1] - self._ends[cell]
+        row = first + (position - self._ends[cell]) * self._num_rows[cell] // cell_bytes
+        return cell, max(0, row - row % self._multiple - first)
 
     def bytes_before(self, cut: Cut) -> int:
         cell, row = cut
-        return self._ends[cell] + (row * self._row_bytes[cell] if row else 0)
+        return self._ends[cell] + (self._num_bytes(cell, row) if row else 0)
+
+    def _num_bytes(self, cell: int, rows: int) -> int:
+        """Of the first `rows` rows of a cell."""
+        return rows * self._row_bytes[cell] + num_blocks(rows) * self._scale_bytes[cell]
 
     def slices(self, begin: Cut, end: Cut) -> tuple[Slice, ...]:
         """The boxes between two cuts."""

@@ -3,11 +3,13 @@
 source rank's shards        bucket (one message)                        target rank's shards
 q_proj rows 0-3   --->  | version index sums | q_proj | k_proj | ... |  --->  qkv_proj rows 0-3
 
-A slice is cast to the target's dtype while it is packed. Slices of one length lie side by side in a bucket,
-so that a bucket takes three calls, however many slices it has. Each end knows where a slice lies in its own
+A slice is cast to the target's dtype while it is packed; FP8 values are computed then, with the scales of
+their blocks, which lie in the same bucket. Slices of one length lie side by side in a bucket, so that casts,
+sums and placing take one call each, however many slices it has. Each end knows where a slice lies in its own
 memory only; it may lie there in several pieces.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
+from mcore_rl.slices.fp8 import BLOCK, FP8, quantise_into, scale_box
 from mcore_rl.slices.pool import Slice
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
@@ -71,18 +74,21 @@ class Bucket:
         return f"bucket {self.index} ({first}" + (f" to {last})" if last != first else ")")
 
 
-def split_box(box: Box, max_numel: int) -> list[Box]:
-    """`box` cut along its leading axes into boxes of at most `max_numel` elements each, in order."""
-    if box.numel <= max_numel:
+def split_box(box: Box, max_numel: int, multiple: int = 1) -> list[Box]:
+    """`box` cut along its leading axes into boxes of at most `max_numel` elements each, in order.
+
+    Boxes are cut at multiples of `multiple` from where `box` begins, and are no smaller.
+    """
+    axis = next((i for i, size in enumerate(box.shape) if size > multiple), None)
+    if box.numel <= max_numel or axis is None:
         return [box]
-    axis = next(i for i, size in enumerate(box.shape) if size > 1)
     per_row = box.numel // box.shape[axis]
-    step = max(1, max_numel // per_row)
+    step = max(1, max_numel // per_row // multiple) * multiple
     parts = []
     for at in range(box.start[axis], box.stop[axis], step):
         start = (*box.start[:axis], at, *box.start[axis + 1 :])
         stop = (*box.stop[:axis], min(at + step, box.stop[axis]), *box.stop[axis + 1 :])
-        parts += split_box(Box(box.name, start, stop), max_numel)
+        parts += split_box(Box(box.name, start, stop), max_numel, multiple)
     return parts
 
 
@@ -90,7 +96,7 @@ def plan_buckets(
     flows: Mapping[tuple[int, int], Iterable[Slice]], num_targets: int, bucket_bytes: int
 ) -> list[Bucket]:
     """The messages of `flows`, from (source, target) rank, each with at most `bucket_bytes` of weights or a
-    single row of them.
+    single row or FP8 block of them.
 
     Every rank that works through its own buckets in the order given here makes progress: the order is
     the same on both ends of each pair, and the first unfinished message of all is first in line on both.
@@ -104,24 +110,27 @@ def plan_buckets(
 def _pair_buckets(pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int) -> list[Bucket]:
     groups: list[list[Slice]] = [[]]
     filled_bytes = 0
-    for part in _bounded(slices, bucket_bytes):
-        num_bytes = _num_rows(part) * _ROW_BYTES
+    for parts in _bounded(slices, bucket_bytes):
+        num_bytes = sum(map(_num_rows, parts)) * _ROW_BYTES
         if groups[-1] and filled_bytes + num_bytes > bucket_bytes:
             groups.append([])
             filled_bytes = 0
-        groups[-1].append(part)
+        groups[-1] += parts
         filled_bytes += num_bytes
     return [Bucket(index, *pair, _layout(group)) for index, group in enumerate(groups) if group]
 
 
-def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[Slice]:
+def _bounded(slices: Iterable[Slice], bucket_bytes: int) -> Iterable[list[Slice]]:
+    """What goes into one bucket together: a slice, or FP8 values and their scales."""
     for whole in slices:
-        for box in split_box(whole.box, max(1, bucket_bytes // itemsize(whole.dtype))):
-            yield Slice(box, whole.dtype)
+        multiple = BLOCK if whole.dtype == FP8 else 1
+        for box in split_box(whole.box, max(1, bucket_bytes // itemsize(whole.dtype)), multiple):
+            part = Slice(box, whole.dtype)
+            yield [part] if part.scales is None else [part, part.scales]
 
 
 def _num_rows(part: Slice) -> int:
-    return -(-part.num_bytes // _ROW_BYTES)
+    return -(-part.box.numel * itemsize(part.dtype) // _ROW_BYTES)
 
 
 def _layout(slices: Sequence[Slice]) -> tuple[Piece, ...]:
@@ -144,11 +153,18 @@ class Holding:
 
 
 def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Holding]:
-    """Where all of the bucket lies in a rank's `shards` (by HF name), in as many pieces as that takes."""
+    """Where all of the bucket lies in a rank's `shards` (by HF name), in as many pieces as that takes.
+
+    Scales that the rank is to compute lie nowhere yet.
+    """
     found = []
+    computed = {scale_box(piece.box) for piece in bucket.pieces if piece.dtype == FP8}
     for i, piece in enumerate(bucket.pieces):
         box, num_held = piece.box, 0
-        for shard in shards[box.name]:
+        own = shards.get(box.name, ())
+        if not own and box in computed:
+            continue
+        for shard in own:
             common = box.intersect(shard.box)
             if common is not None:
                 steps = zip(common.start, common.stop, box.start, strict=True)
@@ -157,6 +173,24 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
                 num_held += common.numel
         assert num_held >= box.numel, f"{box} is planned, but only {num_held} elements of it are here"
     return found
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix to be quantised: where it lies, by the part of it that lies there, and where its blocks go."""
+
+    parts_NK: Sequence[tuple[tuple[slice, ...], Tensor]]
+    values_NK: Tensor
+    scales_nk: Tensor
+
+    def quantise(self) -> None:
+        """A matrix that lies in several parts is put together first, as blocks may span them."""
+        weights_NK = self.parts_NK[0][1]
+        if len(self.parts_NK) > 1:
+            weights_NK = torch.empty_like(self.values_NK, dtype=weights_NK.dtype)
+            for within, part in self.parts_NK:
+                weights_NK[within] = part
+        quantise_into(weights_NK, self.values_NK, self.scales_nk)
 
 
 class PlacedBucket:
@@ -168,8 +202,23 @@ class PlacedBucket:
         """`words_W`: int64 [bucket.num_words]; `held`: all of the bucket, in `tensors`."""
         self.bucket, self._words_W, self._held = bucket, words_W, held
         values = [piece.values(words_W) for piece in bucket.pieces]
-        self._values = [values[part.piece][part.within] for part in held]
-        self._own = [part.shard.view(tensors) for part in held]
+        index = {piece.box: i for i, piece in enumerate(bucket.pieces)}
+        matrices: dict[int, list[Holding]] = defaultdict(list)
+        self._values, self._own = [], []
+        for part in held:
+            if bucket.pieces[part.piece].dtype == FP8 != part.shard.dtype:
+                matrices[part.piece].append(part)
+            else:
+                self._values.append(values[part.piece][part.within])
+                self._own.append(part.shard.view(tensors))
+        self._matrices = [
+            _Matrix(
+                [(part.within, part.shard.view(tensors)) for part in parts],
+                values[i],
+                values[index[scale_box(bucket.pieces[i].box)]],
+            )
+            for i, parts in matrices.items()
+        ]
         self._sums_at = slice(_HEADER_WORDS, _HEADER_WORDS + len(bucket.pieces))
         first_word = bucket.pieces[0].first_word
         self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces])
@@ -180,7 +229,10 @@ class PlacedBucket:
 
     def pack(self, version: int) -> None:
         """Fill the bucket from this rank's slices; the sums are taken while the bytes are in cache."""
-        _copy_all(self._values, self._own)
+        if self._own:
+            _copy_all(self._values, self._own)
+        for matrix in self._matrices:
+            matrix.quantise()
         self._words_W[self._sums_at] = self._checksums(self._words_W)
         self._words_W[0], self._words_W[1] = version, self.bucket.index
 

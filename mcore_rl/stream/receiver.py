@@ -157,7 +157,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     command = decode_command(commands[0])
     parallel = get_parallel()
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
-    tensors = dict(model.named_parameters())
+    tensors = _loaded_parameters(model)
     load_weights = _in_this_thread(model.load_weights)  # type: ignore[arg-type]
     if command.action == "connect" and parallel.pp_size > 1:
         _connect_beside(command, receiver_rank, load_weights, tensors)
@@ -165,6 +165,12 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and report.error is None:
         post_load_weights(model)
+
+
+def _loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Those that a checkpoint fills; SGLang marks the others, such as the scales of its KV cache."""
+    parameters = model.named_parameters()
+    return {name: tensor for name, tensor in parameters if not getattr(tensor, "_skip_weight_check", False)}
 
 
 def _connect_beside(

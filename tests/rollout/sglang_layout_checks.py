@@ -8,6 +8,8 @@ Arguments: JSON list of cases {"hf_dir": ..., "sizes": {"tp": 2, ...}}. Output, 
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import check_rank
 from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
-from mcore_rl.stream.receiver import _in_this_thread
+from mcore_rl.stream.receiver import _in_this_thread, _loaded_parameters
 
 DTYPE = "float32"
 
@@ -61,13 +63,24 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 def trace_rank(hf_dir: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:
     """What the loader of this engine rank puts into its parameters."""
+    with engine_model(hf_dir, DTYPE, sizes, rank) as model:
+        dtypes = family_of(hf_config).dtypes(hf_config, DTYPE)
+        shapes = {
+            name: (shape, getattr(torch, dtypes[name])) for name, shape in hf_tensor_shapes(hf_config).items()
+        }
+        return trace_load_weights(_in_this_thread(model.load_weights), shapes, _loaded_parameters(model))
+
+
+@contextmanager
+def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iterator[Any]:
+    """SGLang's model of this engine rank, quantised as config.json says, with nothing loaded yet."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_loader.loader import _initialize_model
+    from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.runtime_context import SpawnRanks, get_flags, get_parallel, publish, reset_context
     from sglang.srt.server_args import prepare_server_args
 
-    options = {"--model-path": hf_dir, "--dtype": DTYPE, "--tp-size": sizes.tp, "--ep-size": sizes.ep}
+    options = {"--model-path": hf_dir, "--dtype": dtype, "--tp-size": sizes.tp, "--ep-size": sizes.ep}
     options |= {"--pp-size": sizes.pp, "--attn-dp-size": sizes.dp}
     arguments = [str(part) for item in options.items() for part in item]
     server_args = prepare_server_args([*use_cpu(arguments), "--skip-tokenizer-init"])
@@ -80,12 +93,9 @@ def trace_rank(hf_dir: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> An
         for name in names
     }
     with parallel.override(**groups), get_flags().dp.override(enabled=sizes.dp > 1):
-        model = _initialize_model(ModelConfig.from_server_args(server_args), LoadConfig())
-        dtypes = family_of(hf_config).dtypes(hf_config, DTYPE)
-        shapes = {
-            name: (shape, getattr(torch, dtypes[name])) for name, shape in hf_tensor_shapes(hf_config).items()
-        }
-        return trace_load_weights(_in_this_thread(model.load_weights), shapes, dict(model.named_parameters()))
+        model_config, load_config = ModelConfig.from_server_args(server_args), LoadConfig()
+        quantization = _get_quantization_config(model_config, load_config)
+        yield _initialize_model(model_config, load_config, quantization)
 
 
 if __name__ == "__main__":
