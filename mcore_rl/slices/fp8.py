@@ -64,8 +64,8 @@ def is_converted(name: str) -> bool:
 def quantise_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> None:
     """Fill float8_e4m3fn `values_NK` and float32 `scales_nk` from `weights_NK`, which begins with a block.
 
-    The scale of a block is max(largest magnitude, 1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN and
-    infinities are not hidden: NaN comes of them. Peak memory: two rows of blocks in float32.
+    The scale of a block is max(largest magnitude, 1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN
+    and infinities are not hidden: NaN comes of them. Peak memory: two rows of blocks in float32.
     """
     num_columns = weights_NK.shape[1]
     for first, scales_k in zip(range(0, len(weights_NK), BLOCK), scales_nk, strict=True):
