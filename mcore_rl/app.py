@@ -105,6 +105,11 @@ def run_sft(config: Config) -> None:
 
 def run_eval(config: Config) -> None:
     """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
+    if config.rollout.quantization != "none":
+        raise ValueError(
+            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantise, and an evaluation"
+            " has none; use rollout.quantization=none"
+        )
     tokenizer = _open(config, "eval.data", "reward.path")
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     reward = _make_reward(config)

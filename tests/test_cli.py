@@ -25,6 +25,10 @@ def test_help_lists_the_recipes(capsys) -> None:
             ["train", "recipe=tiny_moe_grpo", "model.path=/nowhere"],
             "model.path=/nowhere: /nowhere/config.json does not exist",
         ),
+        (
+            ["eval", "recipe=tiny_moe_grpo", "rollout.quantization=fp8", "model.dtype=bfloat16"],
+            "rollout.quantization=fp8: trainer ranks quantise, and an evaluation has none",
+        ),
         (["report", "/nowhere"], "no metrics.jsonl"),
     ],
 )

@@ -36,6 +36,22 @@ def test_a_shipped_example(recipe: str, capsys: pytest.CaptureFixture[str]) -> N
     assert plan["gather_broadcast_in_per_rank"] == plan["model_bytes"]
 
 
+def test_fp8_engines_are_sent_half_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3 on engines of 16 ranks: all but embeddings, output layer, router and norms in FP8."""
+    plans = []
+    for quantization in ("none", "fp8"):
+        settings = ["rollout.engines=16", "rollout.tp=16", "rollout.ep=16"]
+        settings.append(f"rollout.quantization={quantization}")
+        assert main(["plan", "recipe=plan_deepseek_v3", *settings, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    plain, fp8 = plans
+    kept = 2 * 129280 * 7168 + 58 * 256 * 7168
+    projections = 671.0e9 - kept
+    assert fp8["model_bytes"] == pytest.approx(2 * kept + projections * (1 + 4 / 128**2), rel=1e-3)
+    assert fp8["seconds"] == pytest.approx(plain["seconds"] / 2, rel=0.06)
+    assert fp8["lower_bound_bytes"] <= fp8["busiest_link_bytes"] <= 1.02 * fp8["lower_bound_bytes"]
+
+
 def test_the_tables_name_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe=plan_qwen3_30b", "parallel.pp=2", "parallel.dp=4"]) == 0
     out = capsys.readouterr().out
@@ -65,6 +81,11 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         ("parallel.tp=3 parallel.dp=16", "tp = 3 does not divide attention heads = 64"),
         ("model.path=/nowhere", "/nowhere/config.json does not exist"),
         ("plan.link_gbps=0", "plan.link_gbps=0.0: must be greater than 0"),
+        ("rollout.quantization=fp8 model.dtype=float32", "needs model.dtype=bfloat16"),
+        (
+            "rollout.quantization=fp8 rollout.ep=2",
+            "target rank 0 holds 'model.layers.0.mlp.experts.0.gate_proj.weight' (0, 0) to (96, 4096)",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(

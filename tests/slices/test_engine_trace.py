@@ -1,6 +1,6 @@
 """The traced layout against the same loader run on real weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -136,3 +136,30 @@ def test_padding_that_the_loader_zeroes_is_zeroed_and_needs_no_weights():
     assert shard.box.shape == (3, 4)
     assert param[:3].eq(1).all()
     assert param[3:].eq(0).all()
+
+
+def test_matrices_of_fp8_parameters_are_traced_with_the_scales_of_their_blocks() -> None:
+    params = {
+        "fused.weight": torch.zeros(512, 200, dtype=torch.float8_e4m3fn),
+        "fused.weight_scale_inv": torch.zeros(4, 2),
+        "norm": torch.zeros(200, dtype=torch.bfloat16),
+    }
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, loaded in weights:
+            module, _, kind = name.partition(".")
+            param = params["norm" if module == "norm" else f"fused.{kind}"]
+            rows = len(param) // 2
+            (param if module == "norm" else param[:rows] if module == "gate" else param[rows:]).copy_(loaded)
+
+    matrix, vector = ((256, 200), torch.bfloat16), ((200,), torch.bfloat16)
+    named = {"gate.weight": matrix, "up.weight": matrix, "norm.weight": vector}
+    shards = trace_load_weights(load_weights, named, params)
+    assert [(s.box.name, s.box.shape, s.tensor, s.offset) for s in shards[2:]] == [
+        ("norm.weight", (200,), "norm", 0),
+        ("gate.weight_scale_inv", (2, 2), "fused.weight_scale_inv", 0),
+        ("up.weight_scale_inv", (2, 2), "fused.weight_scale_inv", 4),
+    ]
+    params["fused.weight_scale"] = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"'fused.weight_scale' is not covered"):
+        trace_load_weights(load_weights, named, params)

@@ -1,6 +1,7 @@
 """Block FP8: values and scales by the published formula, whatever the layouts; cut blocks are refused."""
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -187,9 +188,11 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
         assert tensors["norm"].tolist() == [1.0] * 7
 
 
-def plan(source_boxes: list[Box], target_boxes: list[Box], scales: bool = True) -> None:
+def plan(source_boxes: list[Box], target_boxes: list[Box], scale_dtype: str | None = "float32") -> None:
     held = [[Shard(box, "w", 0, (box.shape[1], 1), "bfloat16")] for box in source_boxes]
-    wanted = [[s for s in engine_rank(box)[0][:2] if scales or s.box.name == NAME] for box in target_boxes]
+    wanted = []
+    for values, scales, _ in (engine_rank(box)[0] for box in target_boxes):
+        wanted.append([values, *([replace(scales, dtype=scale_dtype)] if scale_dtype else [])])
     plan_sends(0, ListedLayout(held), ListedLayout(wanted), RegularHosts(1, 1, 1), relay=False)
 
 
@@ -206,6 +209,7 @@ def test_a_cut_through_blocks_is_refused_by_name() -> None:
         plan(WHOLE, HALVES)
 
 
-def test_fp8_without_the_scales_of_blocks_is_refused_by_name() -> None:
+@pytest.mark.parametrize("scale_dtype", [None, "int32"])
+def test_fp8_without_plain_scales_of_blocks_is_refused_by_name(scale_dtype: str | None) -> None:
     with pytest.raises(ValueError, match=r"not a float32 scale for each of its 128 x 128 blocks"):
-        plan(WHOLE, WHOLE, scales=False)
+        plan(WHOLE, WHOLE, scale_dtype)

@@ -49,11 +49,13 @@ class _MegatronRank:
         self._actor: Actor | None = None
         self._sender: WeightSender | None = None
 
-    def build(self, hf_dir: Path, layout: Mapping[str, int]) -> Any:
+    def build(self, hf_dir: Path, layout: Mapping[str, int], dtype: str = "float32") -> Any:
         """A new actor, one training step away from `hf_dir`; log-probs on its owning rank."""
         optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
         parallel = ParallelConfig(**layout)
-        self._actor = make_actor(*self._address, ModelConfig(path=str(hf_dir)), parallel, optimizer)
+        self._actor = make_actor(
+            *self._address, ModelConfig(path=str(hf_dir), dtype=dtype), parallel, optimizer
+        )
         self._actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
         self._sender = WeightSender(*self._actor.weight_layout(), self._address[0])
         scores = self._actor.compute_logprobs(my_batches())

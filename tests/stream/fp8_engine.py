@@ -1,0 +1,70 @@
+"""One rank of an SGLang engine with FP8 weights, linked as in a run, but not serving.
+
+SGLang 0.5.23 serves FP8 on the CPU only with AMX. What loads weights is its own: model, parameters, loaders.
+Arguments: JSON {"hf_dir", "sizes", "rank"}. Then a line of JSON in, a line of JSON out:
+{"link"}: connect; {"link", "version"}: receive; {"expected": safetensors file}: which parameters differ from
+those that SGLang itself loads from it.
+"""
+
+# pyright: reportMissingImports=false
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_rl.rollout.server import use_cpu
+from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.stream.receiver import WeightReceiver, _in_this_thread, _loaded_parameters
+from mcore_rl.stream.wire import Command, Link
+from tests.rollout.sglang_layout_checks import engine_model
+
+
+def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr
+    use_cpu([])
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.bfloat16)
+    with engine_model(hf_dir, "bfloat16", SGLangSizes(**sizes), rank) as model:
+        receiver, tensors = WeightReceiver(), _loaded_parameters(model)
+        spoil(tensors)
+        load_weights = _in_this_thread(model.load_weights)
+        print("{}", file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "expected" in request:
+                found = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+                answer: Any = compare(model, found, load_file(request["expected"]))
+            else:
+                version = request.get("version")
+                command = Command(Link(**request["link"]), "receive" if version else "connect", version)
+                answer = asdict(receiver.handle(command, rank, load_weights, tensors))
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def compare(model: Any, found: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
+    """How many parameters are FP8, and which differ in any bit from what SGLang loads from `weights`."""
+    wanted = _loaded_parameters(model)
+    spoil(wanted)
+    model.load_weights(iter(weights.items()))
+    assert not any((_bytes(tensor) == 0xFF).all() for tensor in wanted.values())
+    differ = [name for name in wanted if not torch.equal(_bytes(wanted[name]), _bytes(found[name]))]
+    return {"num_fp8": sum(t.dtype == torch.float8_e4m3fn for t in wanted.values()), "differ": differ}
+
+
+def spoil(tensors: Mapping[str, Tensor]) -> None:
+    for tensor in tensors.values():
+        _bytes(tensor).fill_(0xFF)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
