@@ -32,7 +32,7 @@ _HEADER_WORDS = 2
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice in a bucket: `num_rows` rows of ROW_WORDS words from `first_word` on, padded at the end."""
+    """One slice in a bucket: `num_rows` rows of ROW_WORDS words from `first_word` on, zeros at the end."""
 
     box: Box
     dtype: str
@@ -221,19 +221,30 @@ class PlacedBucket:
         ]
         self._sums_at = slice(_HEADER_WORDS, _HEADER_WORDS + len(bucket.pieces))
         first_word = bucket.pieces[0].first_word
+        ends = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
+        self._last_rows_P = torch.tensor(ends)
         self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces])
 
     @property
     def message_u8(self) -> Tensor:
         return self._words_W.view(torch.uint8)
 
-    def pack(self, version: int) -> None:
-        """Fill the bucket from this rank's slices; the sums are taken while the bytes are in cache."""
+    @property
+    def sums_P(self) -> Tensor:
+        """int64 [pieces], a copy: the checksums that its sender took."""
+        return self._words_W[self._sums_at].clone()
+
+    def pack(self, version: int, sums_P: Tensor | None = None) -> None:
+        """Fill the bucket from this rank's slices; the sums are taken while the bytes are in cache.
+
+        `sums_P`: those that the slices came with, if they are only passed on.
+        """
+        self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
         if self._own:
             _copy_all(self._values, self._own)
         for matrix in self._matrices:
             matrix.quantise()
-        self._words_W[self._sums_at] = self._checksums(self._words_W)
+        self._words_W[self._sums_at] = self._checksums(self._words_W) if sums_P is None else sums_P
         self._words_W[0], self._words_W[1] = version, self.bucket.index
 
     def verify(self, version: int) -> None:

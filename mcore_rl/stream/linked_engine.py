@@ -3,15 +3,24 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.stream.engine_control import EngineControl
 from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.wire import Action, Command, Link, Report, encode_command
+from mcore_rl.stream.wire import Action, Command, Link, Order, Report, encode_command
 
 _LAST_WORDS_S = 3.0
 """How long an engine's ranks may take to tell their side once it is known that the transfer failed."""
 _POLL_S = 0.001
+
+
+@dataclass(frozen=True)
+class Relay:
+    """How the ranks of an engine pass slices on to `engine`; the store lives as long as the link."""
+
+    engine: "LinkedEngine"
+    link: Link
+    store: LinkStore
 
 
 @dataclass
@@ -26,6 +35,7 @@ class LinkedEngine:
     serves: int | None = None
     """The version it was last committed to."""
     num_orders: int = 0
+    relay: Relay | None = None
 
     async def command(self, control: EngineControl, action: Action, version: int | None = None) -> None:
         """Have SGLang call the receiver in every rank; returns when all are done."""
@@ -43,17 +53,33 @@ class LinkedEngine:
         """
         return await self._collect(action, lambda: False, deadline_s)
 
-    async def order(self, version: int, has_failed: Callable[[], bool], deadline_s: float) -> list[Report]:
+    async def order(self, order: Order, has_failed: Callable[[], bool], deadline_s: float) -> list[Report]:
         """Have the ranks receive beside the decoding; their reports, once all are there.
 
         Ranks that are silent when time.monotonic() passes `deadline_s`, or some time after the transfer
         `has_failed` elsewhere, count as failed.
         """
-        self.store.put_order(self.num_orders, version)
+        self.store.put_order(self.num_orders, order)
         reports = await self._collect("receive", has_failed, deadline_s)
         self.store.drop_order(self.num_orders)
         self.num_orders += 1
         return reports
+
+    def relay_to(self, engine: "LinkedEngine", host: str) -> Relay:
+        """The way on to an engine with equal layouts: the last sync's, or a new one by a store on `host`."""
+        own, other = self.link, engine.link
+        if self.relay is None or self.relay.engine is not engine:
+            store = LinkStore.serve(host, own.timeout_s)
+            link = replace(
+                other,
+                store_host=host,
+                store_port=store.port,
+                num_senders=own.num_receivers,
+                layouts="",
+                upstream=own.engine,
+            )
+            self.relay = Relay(engine, link, store)
+        return self.relay
 
     async def _collect(
         self, action: Action, has_failed: Callable[[], bool], deadline_s: float
@@ -76,4 +102,4 @@ class LinkedEngine:
 
     def _silent(self, rank: int) -> Report:
         error = "did not report (see the engine's log)"
-        return Report(self.link.names[rank], error=error, peer_lost=True)
+        return Report(self.link.names[rank], error=error, peer_lost=True, silent=True)

@@ -7,10 +7,7 @@ the store, never by an exception: that would be the end of SGLang's scheduler.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count
 from threading import Event, Thread
 from typing import Any
 
@@ -21,11 +18,12 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.engine_trace import trace_load_weights
 from mcore_rl.stream.agreement import HfTensors
 from mcore_rl.stream.connection import Connection
+from mcore_rl.stream.orders import attempt, follow_orders, publish
 from mcore_rl.stream.routes import MakeTransport, make_routes
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.wire import COMMAND_NAME, Action, Command, Link, Report, decode_command
+from mcore_rl.stream.wire import COMMAND_NAME, Command, Link, Report, decode_command
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +64,10 @@ class WeightReceiver:
             assert not link.staged, "what is received over a staged link is ordered through its store"
             return self._connection.receive(version, tensors, link.timeout_s)
 
-        report = _attempt(link.names[rank], work)
+        report = attempt(link.names[rank], work)
         if report.error is not None:
             self.close()
-        if self._store is not None and not _publish(self._store, action, rank, report):
+        if self._store is not None and not publish(self._store, action, rank, report):
             self.close()
         return report
 
@@ -94,50 +92,8 @@ class WeightReceiver:
         self._link = link
         if link.staged:
             self._staging = Staging(tensors)
-            orders = LinkStore.open(link, waits_for_orders=True)
-            arguments = (orders, self._connection, link, rank, self._staging)
-            Thread(target=_obey, args=arguments, name="weights", daemon=True).start()
+            follow_orders(self._connection, link, rank, self._staging)
         return Report(link.names[rank], self._connection.digest, self._connection.num_bytes)
-
-
-def _obey(store: LinkStore, connection: Connection, link: Link, rank: int, staging: Staging) -> None:
-    """Stage what is ordered through `store`, until an order fails or the controller drops the link."""
-    for number in count():
-        try:
-            version = store.wait_order(number)
-        except RuntimeError:
-            return
-        staging.version = None
-        receive = partial(connection.receive, version, staging.tensors, link.timeout_s)
-        report = _attempt(link.names[rank], receive)
-        if report.error is None:
-            staging.version = version
-        else:
-            connection.close()
-        if not _publish(store, "receive", rank, report) or report.error is not None:
-            return
-
-
-@torch.no_grad()
-def _attempt(name: str, work: Callable[[], Report]) -> Report:
-    began_s = time.monotonic()
-    try:
-        return work()
-    except Exception as error:
-        logger.exception("weight update failed")
-        message = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
-        lost = isinstance(error, TransferError) and error.peer_lost
-        return Report(name, seconds=time.monotonic() - began_s, error=message, peer_lost=lost)
-
-
-def _publish(store: LinkStore, action: Action, rank: int, report: Report) -> bool:
-    """Whether the controller's store was still there."""
-    try:
-        store.put_report(action, rank, report)
-    except RuntimeError:
-        logger.exception("the controller's store is gone; this report is lost: %s", report)
-        return False
-    return True
 
 
 _RECEIVER = WeightReceiver()

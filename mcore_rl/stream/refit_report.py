@@ -1,7 +1,7 @@
 """What a weight sync came to: reports of ranks in, one verdict per engine and the metrics of the sync out."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mcore_rl.stream.wire import Report
 
@@ -11,6 +11,8 @@ class EngineRefit:
     """What one engine's sync took; `error` is None if it serves the new version.
 
     pause_seconds   from before the engine was told to stop generating to after it was told to go on
+    upstream        the engine that passed the slices on; None if trainer ranks sent them
+    silent          a rank of it said nothing
     """
 
     url: str
@@ -19,6 +21,8 @@ class EngineRefit:
     transfer_seconds: float = 0.0
     pause_seconds: float = 0.0
     error: str | None = None
+    upstream: str | None = None
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,11 @@ class RefitReport:
     version: int
     seconds: float
     engines: tuple[EngineRefit, ...]
-    lost: Mapping[str, str] = field(default_factory=dict)
-    """Url -> why an engine that failed before could not be linked anew this time."""
 
     @property
     def failed(self) -> dict[str, str]:
         """Engine url -> why this sync failed on it."""
         return {engine.url: engine.error for engine in self.engines if engine.error is not None}
-
-    @property
-    def out_of_rotation(self) -> dict[str, str]:
-        """Engine url -> why it does not serve this version."""
-        return {**self.lost, **self.failed}
 
     @property
     def serving(self) -> tuple[str, ...]:
@@ -51,7 +48,8 @@ class RefitReport:
             "refit/transfer_seconds": max(engine.transfer_seconds for engine in self.engines),
             "refit/pause_s": max(engine.pause_seconds for engine in self.engines),
             "refit/mib": sum(engine.num_bytes for engine in self.engines) / 2**20,
-            "refit/engines_failed": float(len(self.out_of_rotation)),
+            "refit/trainer_mib": sum(e.num_bytes for e in self.engines if e.upstream is None) / 2**20,
+            "refit/engines_failed": float(len(self.failed)),
         }
 
 
@@ -75,4 +73,5 @@ def summary(url: str, received: Sequence[Report], error: str | None) -> EngineRe
         sum(report.num_buckets for report in received),
         max(report.seconds for report in received),
         error=error,
+        silent=any(report.silent for report in received),
     )

@@ -12,8 +12,17 @@ from typing import Any
 
 from torch import distributed
 
-from mcore_rl.stream.transport import TransferError
-from mcore_rl.stream.wire import Action, Link, Report, decode_report, encode_report
+from mcore_rl.stream.transport import ASK_S, TransferError
+from mcore_rl.stream.wire import (
+    Action,
+    Link,
+    Order,
+    Report,
+    decode_order,
+    decode_report,
+    encode_order,
+    encode_report,
+)
 
 TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -70,26 +79,36 @@ class LinkStore:
     def collect(
         self, what: str, ranks: Sequence[int], names: Sequence[str], waiting: str, deadline_s: float
     ) -> list[bytes]:
-        """What each of `ranks` published, waiting for it until time.monotonic() passes `deadline_s`.
+        """What each of `ranks` published, waiting for it until time.monotonic() passes `deadline_s`, or until
+        a rank of the link fails.
 
         TransferError names the ranks (by `names`) that `waiting` waited for in vain, or the one that failed.
         """
         keys = [f"{what}/{rank}" for rank in ranks]
         began_s = time.monotonic()
-        try:
-            self.tcp_store.wait(keys, timedelta(seconds=max(0.001, deadline_s - began_s)))
-        except distributed.DistStoreError as error:
+        while not self._wait(keys, min(ASK_S, deadline_s - time.monotonic())):
+            failure = self.failure()
+            if failure is None and time.monotonic() < deadline_s:
+                continue
             missing = [
                 names[r] for r, key in zip(ranks, keys, strict=True) if not self.tcp_store.check([key])
             ]
             waited_s = time.monotonic() - began_s
             message = f"{waiting} waited {waited_s:.1f} s for the {what} of {', '.join(missing)}"
-            raise TransferError(message, peer_lost=True) from error
+            raise TransferError(message + (f"; {failure}" if failure else ""), peer_lost=True)
         values = self.tcp_store.multi_get(keys)
         for rank, value in zip(ranks, values, strict=True):
             if value[:1] == _ERROR:
                 raise TransferError(f"{names[rank]} failed: {value[1:].decode()}", peer_lost=True)
         return [value[1:] for value in values]
+
+    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all `keys` are there, within `seconds`."""
+        try:
+            self.tcp_store.wait(keys, timedelta(seconds=max(0.001, seconds)))
+        except distributed.DistStoreError:
+            return False
+        return True
 
     def fail(self, message: str) -> str:
         """Tell all ranks of the link that it failed; returns what the first of them told, also if we did."""
@@ -105,16 +124,16 @@ class LinkStore:
         except RuntimeError as error:
             return f"the controller's store is gone ({error})"
 
-    def put_order(self, number: int, version: int) -> None:
-        """Tell the engine's ranks to receive `version`; orders count from 0."""
-        self.tcp_store.set(_order_key(number), str(version))
+    def put_order(self, number: int, order: Order) -> None:
+        """Tell the engine's ranks what to stage; orders count from 0."""
+        self.tcp_store.set(_order_key(number), encode_order(order))
 
-    def wait_order(self, number: int) -> int:
-        """The version of order `number`, however long it takes; RuntimeError once the store is gone.
+    def wait_order(self, number: int) -> Order:
+        """Order `number`, however long it takes; RuntimeError once the store is gone.
 
         Blocks every other use of this object.
         """
-        return int(self.tcp_store.get(_order_key(number)))
+        return decode_order(self.tcp_store.get(_order_key(number)))
 
     def drop_order(self, number: int) -> None:
         self.tcp_store.delete_key(_order_key(number))

@@ -1,4 +1,4 @@
-"""What ranks and controller tell each other, as bytes: layouts, commands to engine ranks, reports."""
+"""What ranks and controller tell each other, as bytes: layouts, commands, orders, reports."""
 
 import json
 import zlib
@@ -17,7 +17,7 @@ COMMAND_NAME = "mcore_rl"
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks around an engine meet: `num_senders` trainer ranks, then `num_receivers` engine ranks."""
+    """How the ranks around an engine meet: `num_senders` ranks that send, then its `num_receivers` own."""
 
     engine: str
     store_host: str
@@ -30,6 +30,8 @@ class Link:
     """Slices land beside the parameters, to be swapped in together; else in the parameters."""
     layouts: str = ""
     """RecordedLayouts of both sides, encoded; without, the ranks list their shards for one another."""
+    upstream: str = ""
+    """The engine whose ranks pass on what they got, each to the same rank; without, trainer ranks send."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -41,8 +43,12 @@ class Link:
     @property
     def names(self) -> tuple[str, ...]:
         """A readable name per rank."""
-        trainers = [f"trainer rank {rank}" for rank in range(self.num_senders)]
-        return (*trainers, *(f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)))
+        senders = range(self.num_senders)
+        if self.upstream:
+            sending = [f"rank {rank} of engine {self.upstream}" for rank in senders]
+        else:
+            sending = [f"trainer rank {rank}" for rank in senders]
+        return (*sending, *(f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)))
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Report:
     error: str | None = None
     peer_lost: bool = False
     """The error is that a peer went away or kept us waiting, so its own report says more."""
+    silent: bool = False
+    """The rank itself said nothing."""
 
 
 Action = Literal["connect", "receive", "swap"]
@@ -69,6 +77,28 @@ class Command:
     link: Link
     action: Action
     version: int | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks of an engine are to stage; from trainer ranks unless there is an engine `upstream`.
+
+    What they have got they pass on `downstream`.
+    """
+
+    version: int
+    upstream: Link | None = None
+    downstream: Link | None = None
+
+
+def encode_order(order: Order) -> bytes:
+    return json.dumps(asdict(order)).encode()
+
+
+def decode_order(data: bytes) -> Order:
+    fields = json.loads(data)
+    links = (fields[end] and Link(**fields[end]) for end in ("upstream", "downstream"))
+    return Order(fields["version"], *links)
 
 
 def encode_command(command: Command) -> Tensor:

@@ -84,7 +84,17 @@ class Run:
     def find_one(self, *words: str, timeout_s: float = 150.0) -> psutil.Process:
         """The oldest of the run's processes whose command line holds all `words`, once there is one."""
         found: list[psutil.Process] = []
-        self.wait_until(lambda: found.extend(self.find(*words)) or found, f"process {words}", timeout_s)
+        others: list[str] = []
+
+        def is_there() -> bool:
+            others[:] = [_title(p)[:80] for p in self.processes()] or others
+            found[:] = self.find(*words)
+            return bool(found)
+
+        try:
+            self.wait_until(is_there, f"process {words}", timeout_s)
+        except AssertionError as error:
+            raise AssertionError(f"no process {words} among {others}: {error}") from error
         return min(found, key=psutil.Process.create_time)
 
     def cpu_shares(self, seconds: float) -> dict[str, float]:

@@ -19,7 +19,7 @@ from mcore_rl.stream.routes import MakeTransport, make_gloo, make_routes
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import Transport
-from mcore_rl.stream.wire import Action, Command, Link, Report
+from mcore_rl.stream.wire import Action, Command, Link, Order, Report
 from tests.stream.layouts import FusedEngine, make_tensors
 
 ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
@@ -204,7 +204,7 @@ def _stage(link: Link, rank: int, version: int) -> Report:
     give_up_s = time.monotonic() + 2 * link.timeout_s
     while store.tcp_store.add("swapped", 0) < version * link.num_receivers and time.monotonic() < give_up_s:
         time.sleep(0.005)
-    store.put_order(version, version)
+    store.put_order(version, Order(version))
     while time.monotonic() < give_up_s:
         report = store.take_report("receive", rank)
         if report is not None:
