@@ -7,6 +7,7 @@ the sync ended by its deadline; what survived syncs on; the victim, restarted or
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -74,6 +75,9 @@ class Stage:
         self.ranks.call("flip_sign")
         self.version += 1
         began_s = time.monotonic()
+        lost = [engine.url for engine in self.engines if engine.url not in self.refitter.linked]
+        with contextlib.suppress(RefitError):  # then it is tried again before the next sync
+            asyncio.run(self.refitter.connect(lost))
         asyncio.run(self.refitter.sync(self.version))
         return time.monotonic() - began_s
 

@@ -67,6 +67,7 @@ def run_train(config: Config) -> None:
             bucket_mib=config.sync.bucket_mib,
             timeout_s=config.run.call_timeout_s,
             staged=config.rollout.stage_weights,
+            relay=config.sync.relay,
             record=partial(record_layouts, config),
         )
         packed, watched = _pack(config, trainer, folder), processes.watched

@@ -269,7 +269,9 @@ class ClusterConfig:
 @dataclass
 class SyncConfig:
     bucket_mib: float = 4.0
-    """Size of the buffers that weights travel in; each end of a link has two of them."""
+    """Size of the buffers that weights travel in; each end of a link has four of them."""
+    relay: bool = True
+    """Engines with equal layouts pass weights on to one another; else trainer ranks send to each of them."""
 
     def __post_init__(self) -> None:
         _positive("sync.bucket_mib", self.bucket_mib)
