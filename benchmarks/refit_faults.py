@@ -1,8 +1,9 @@
 """Weight syncs during which a process is killed or stopped at a random moment; last line JSON with outcomes.
 
-Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of one engine (receiver),
-all processes of one engine. After each fault: no engine in rotation has weights other than its version's;
-the sync ended by its deadline; what survived syncs on; the victim, restarted or continued, is readmitted.
+Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of the engine that passes
+slices on (relay), that of the other one (receiver), all processes of the other one. After each fault: no
+engine in rotation has weights other than its version's; the sync ended by its deadline; what survived syncs
+on; the victim, restarted or continued, is readmitted.
 """
 
 import argparse
@@ -28,11 +29,11 @@ from refit import post
 from refit_model import Case, write_config
 from refit_trainer import BenchRanks
 
-VICTIMS = ("sender", "receiver", "engine")
+VICTIMS = ("sender", "relay", "receiver", "engine")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 TIMEOUT_S = 8.0
-DEADLINE_S = TIMEOUT_S + 10 + 5
-"""The Refitter's own deadline for a sync, with the least time for a swap."""
+DEADLINE_S = 2 * (TIMEOUT_S + 10) + 5
+"""The Refitter's own deadline for a sync with engines left behind, with the least time for a swap."""
 SLACK_S = 5.0
 MAX_SYNCS = 3
 
@@ -126,19 +127,21 @@ def weights_of(url: str) -> str:
     )
 
 
-def pids_of(stage: Stage, victim: str) -> list[int]:
+def pids_of(stage: Stage, victim: str, engine: EngineProcess) -> list[int]:
     if victim == "sender":
         return [random.choice(stage.ranks.pids)]
-    group = psutil.Process(stage.engines[1].pid)
+    group = psutil.Process(engine.pid)
     everyone = [group, *group.children(recursive=True)]
-    if victim == "receiver":
+    if victim != "engine":
         return [p.pid for p in everyone if "scheduler" in " ".join(p.cmdline())][:1]
     return [process.pid for process in everyone]
 
 
 def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
     """One fault during one sync, and the recovery from it; what came of the sync."""
-    pids = pids_of(stage, victim)
+    url = stage.refitter.linked[0 if victim == "relay" else -1]
+    index = [engine.url for engine in stage.engines].index(url)
+    pids = pids_of(stage, victim, stage.engines[index])
     delay_s = random.uniform(0, 0.8 * typical_s)
     outcome, began_s = "all engines took it", time.monotonic()
 
@@ -170,13 +173,13 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
         stage.ranks.stop()
         stage.start_trainer()
     else:
-        survivor = stage.engines[0].url
+        survivor = stage.engines[1 - index].url
         assert survivor in stage.refitter.in_rotation, "the fault took another engine with it"
         if kind == "stop":
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
         else:
-            stage.restart_engine(1)
+            stage.restart_engine(index)
             outcome += ", restarted"
     num_syncs = stage.sync_until_all_serve()
     stage.check_rotation()

@@ -11,9 +11,9 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   ratio/mean token_max kl/old_new           policy against the old policy that sampled
   kl/ref                                    policy against the reference, by algorithm.kl.estimator
   logprob_diff/mean token_max clipped_share |trainer - engine| in nats, same weights; share outside the clip
-  time/<phase> time/step                    wall seconds; time/refit is the weight sync
+  time/<phase> time/step                    wall seconds; time/refit is the weight sync and its canary
   logprob_diff/stale router arithmetic      parts that add up to the mean; stale_share, router_flip_share
-  refit/seconds transfer_seconds mib engines_failed   the weight sync as it measured itself
+  refit/seconds transfer_seconds mib trainer_mib engines_failed   the weight sync as it measured itself
   refit/pause_s                             the part in which an engine does not generate, worst engine
   refit/canary_diff                         |trainer - engine| in nats right after the sync, worst engine
   router_aux_loss                           load balance of the experts, 1 is perfect (coefficient not 0)
@@ -89,7 +89,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
     last_step = max(step for step, _ in _series(rows, "reward/mean"))
     accuracies = dict(_series(rows, "eval/greedy_accuracy"))
     steps = _series(rows, "time/step")
-    refits = _series(rows, "time/refit")
+    refits = _series(rows, "refit/seconds")
     num_samples = sum(value for _, value in _series(rows, "rollout/samples"))
     train_seconds = sum(value for _, value in steps)
     return {

@@ -23,7 +23,7 @@ def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
                     "reward/mean": step / 4,
                     "rollout/samples": 32.0,
                     "logprob_diff/mean": step * 1e-5,
-                    "time/refit": (0.9, 0.2, 0.3)[step - 1],
+                    "refit/seconds": (0.9, 0.2, 0.3)[step - 1],
                     "time/step": 2.0,
                 },
             )
