@@ -84,17 +84,18 @@ class Run:
     def find_one(self, *words: str, timeout_s: float = 150.0) -> psutil.Process:
         """The oldest of the run's processes whose command line holds all `words`, once there is one."""
         found: list[psutil.Process] = []
-        others: list[str] = []
+        seen: set[str] = set()
 
         def is_there() -> bool:
-            others[:] = [_title(p)[:80] for p in self.processes()] or others
-            found[:] = self.find(*words)
+            processes = [(p, _title(p)) for p in self.processes()]
+            seen.update(title[:120] for _, title in processes)
+            found[:] = [p for p, title in processes if all(word in title for word in words)]
             return bool(found)
 
         try:
             self.wait_until(is_there, f"process {words}", timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"no process {words} among {others}: {error}") from error
+            raise AssertionError(f"no process {words} among {sorted(seen)}: {error}") from error
         return min(found, key=psutil.Process.create_time)
 
     def cpu_shares(self, seconds: float) -> dict[str, float]:
