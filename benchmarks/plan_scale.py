@@ -84,11 +84,7 @@ def _deployment(settings: list[str]) -> Deployment:
 
 def _plan(deployment: Deployment, rank: int, is_trainer: bool) -> int:
     sides = deployment.source, deployment.target, deployment.hosts
-    if is_trainer:
-        flows = plan_sends(rank, *sides)
-    else:
-        plan = plan_recvs(rank, *sides)
-        flows = (*plan.recvs, *plan.relay_sends, *plan.relay_recvs, *plan.spread_sends, *plan.spread_recvs)
+    flows = plan_sends(rank, *sides) if is_trainer else plan_recvs(rank, *sides)
     return len({id(piece) for flow in flows for piece in flow.slices})
 
 

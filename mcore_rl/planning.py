@@ -25,25 +25,33 @@ from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang import SGLangSizes
 from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.stream.passage import NUM_SLOTS
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Both sides of a recipe's weight sync; `stage_ranks` trainer ranks make a pipeline stage."""
+    """Both sides of a recipe's weight sync.
+
+    stage_ranks     trainer ranks that make a pipeline stage
+    engine_ranks    of one engine
+    relays          engines pass on what they get
+    """
 
     source: MegatronLayout
     target: Layout
     hosts: RegularHosts
     stage_ranks: int
+    engine_ranks: int
+    relays: bool
 
 
 @dataclass(frozen=True)
 class PlanSummary:
     """Bytes are those of one sync, per rank where the name says so; seconds are at `link_gbps` per rank.
 
-    `direct`: without relays, every engine rank sent all it wants by trainer ranks.
+    `direct`: as with sync.relay=false, every engine rank sent all it wants by trainer ranks.
     """
 
     trainer_ranks: int
@@ -80,7 +88,8 @@ def print_plan(config: Config, as_json: bool = False) -> None:
     require(config, "model.path")
     deployment = make_deployment(config)
     sides = deployment.source, deployment.target, deployment.hosts
-    traffic, direct = predict(*sides), predict(*sides, relay=False)
+    direct = predict(*sides)
+    traffic = predict(*sides, engine_ranks=deployment.engine_ranks) if deployment.relays else direct
     rival = predict_gather_broadcast(*sides, deployment.stage_ranks)
     summary = summarise(config, deployment, traffic, direct, rival)
     if as_json:
@@ -107,7 +116,10 @@ def make_deployment(config: Config) -> Deployment:
     source, target = recorded.source(), recorded.target()
     first_host = 0 if config.plan.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
-    return Deployment(source, target, hosts, recorded.trainer.stage_ranks)
+    # Engines on the trainer's hosts have near holders of their own, so there is nothing to pass on.
+    relays = config.sync.relay and rollout.stage_weights and not config.plan.colocated
+    engine_ranks = target.num_ranks // rollout.engines
+    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
 
 
 def summarise(
@@ -147,20 +159,22 @@ def summarise(
 
 
 def _buffer_bytes(deployment: Deployment, bucket_bytes: int) -> tuple[list[int], list[int]]:
-    """Buffers of a few ranks of each side: two buckets for each rank that they send to or receive from."""
+    """Buffers of a few ranks of each side: NUM_SLOTS buckets per link. A trainer rank has a link to each
+    engine, an engine rank up to three: to the trainer and to the engines before and behind it.
+    """
     source, target, hosts = deployment.source, deployment.target, deployment.hosts
+    num_engines = target.num_ranks // deployment.engine_ranks
 
     def buffers(flows: Iterable[Flow]) -> int:
-        return sum(min(flow.num_bytes, 2 * bucket_bytes) for flow in flows)
+        return min(sum(flow.num_bytes for flow in flows), NUM_SLOTS * bucket_bytes)
 
     trainers = [
-        buffers(plan_sends(rank, source, target, hosts))
+        num_engines * buffers(plan_sends(rank, source, target, hosts))
         for rank in range(0, source.num_ranks, deployment.stage_ranks)
     ]
-    plans = [plan_recvs(rank, source, target, hosts) for rank in {0, target.num_ranks - 1}]
-    incoming = [buffers((*p.recvs, *p.relay_recvs, *p.spread_recvs)) for p in plans]
-    outgoing = [buffers((*p.relay_sends, *p.spread_sends)) for p in plans]
-    return trainers, [a + b for a, b in zip(incoming, outgoing, strict=True)]
+    num_links = min(3, num_engines + 1) if deployment.relays else 1
+    ends = {0, target.num_ranks - 1}
+    return trainers, [num_links * buffers(plan_recvs(rank, source, target, hosts)) for rank in ends]
 
 
 def _into_engines(traffic: Traffic) -> list[int]:
@@ -190,8 +204,8 @@ def _flows_table(config: Config, deployment: Deployment, traffic: Traffic, summa
             (traffic.trainer.local_out, f"{engines}, same host"),
         ):
             _add_row(table, f"trainer ranks {first}-{first + stage_ranks - 1}", what, to, counts[ranks])
-    _add_row(table, "engine ranks", "their stripes", "other engine hosts", traffic.engines.network_out)
-    _add_row(table, "engine ranks", "what they have", "ranks of their host", traffic.engines.local_out)
+    _add_row(table, "engine ranks", "what they get", "the next engine", traffic.engines.network_out)
+    _add_row(table, "engine ranks", "what they get", "the next engine, same host", traffic.engines.local_out)
     return table
 
 
@@ -210,7 +224,7 @@ def _comparison_table(summary: PlanSummary) -> Table:
         f" {gib['gather_broadcast_buffer_bytes']}",
     )
     table.add_column("")
-    for column in ("slices, relayed", "slices, direct", "lower bound", "gather and broadcast"):
+    for column in ("slices, as set", "slices, direct", "lower bound", "gather and broadcast"):
         table.add_column(column, justify="right")
     table.add_row(
         "out of a trainer rank",

@@ -30,7 +30,10 @@ def test_a_shipped_example(recipe: str, capsys: pytest.CaptureFixture[str]) -> N
     trainer_ranks, engine_ranks, parameters = SHIPPED[recipe]
     assert (plan["trainer_ranks"], plan["engine_ranks"]) == (trainer_ranks, engine_ranks)
     assert plan["model_bytes"] == pytest.approx(2 * parameters, rel=2e-3)
-    assert plan["lower_bound_bytes"] <= plan["busiest_link_bytes"] <= 1.02 * plan["lower_bound_bytes"]
+    assert plan["lower_bound_bytes"] <= plan["busiest_link_bytes"] <= 1.05 * plan["lower_bound_bytes"]
+    engines = plan["direct_trainer_out_per_rank"][1] / plan["trainer_out_per_rank"][1]
+    assert plan["relay_out_per_rank"][1] <= plan["engine_in_per_rank"][1]
+    assert engines > 1.9
     assert plan["seconds"] == pytest.approx(plan["busiest_link_bytes"] * 8 / 400e9)
     assert plan["gather_broadcast_seconds"] > 5 * plan["seconds"]
     assert plan["gather_broadcast_in_per_rank"] == plan["model_bytes"]
@@ -49,7 +52,7 @@ def test_fp8_engines_are_sent_half_the_bytes(capsys: pytest.CaptureFixture[str])
     projections = 671.0e9 - kept
     assert fp8["model_bytes"] == pytest.approx(2 * kept + projections * (1 + 4 / 128**2), rel=1e-3)
     assert fp8["seconds"] == pytest.approx(plain["seconds"] / 2, rel=0.06)
-    assert fp8["lower_bound_bytes"] <= fp8["busiest_link_bytes"] <= 1.02 * fp8["lower_bound_bytes"]
+    assert fp8["lower_bound_bytes"] <= fp8["busiest_link_bytes"] <= 1.08 * fp8["lower_bound_bytes"]
 
 
 def test_the_tables_name_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +118,7 @@ def test_the_table_in_the_document_is_what_the_command_prints(capsys: pytest.Cap
         plan = json.loads(capsys.readouterr().out)
         gib = [
             plan["trainer_out_per_rank"][1],
+            plan["direct_trainer_out_per_rank"][1],
             plan["engine_in_per_rank"][1],
             plan["busiest_link_bytes"],
             plan["lower_bound_bytes"],

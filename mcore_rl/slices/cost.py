@@ -5,9 +5,8 @@ ranks of one host do not count as network. Work grows with the model and the set
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil, prod
 
 from mcore_rl.slices.box import itemsize
@@ -82,80 +81,59 @@ class GatherBroadcast:
 
 
 def predict(
-    source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, relay: bool = True
+    source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, engine_ranks: int | None = None
 ) -> Traffic:
-    """The traffic of one sync. ValueError names a box that no trainer rank holds."""
+    """The traffic of one sync. ValueError names a box that no trainer rank holds.
+
+    `engine_ranks`: the first so many engine ranks are an engine that passes on what it gets, rank by rank, to
+    the next one of as many ranks, and so on; None: trainer ranks send to all.
+    """
     trainer, engines = Load.zero(source.num_ranks), Load.zero(target.num_ranks)
-    host_unique: Counter[int] = Counter()
-    only_here: Counter[Ranks] = Counter()
-    once = 0
-    for pool in pools(target.all_names(), source, target, grain):
-        shares = Shares(pool.holders, pool.wanters, topology, relay)
-        if not relay:
-            _count_sends(pool, shares, topology, trainer, engines)
-            continue
-        _count_near(pool, shares, trainer, engines)
-        _count_far(pool, shares, trainer, engines)
-        for members in shares.far:
-            host_unique[topology.target_host(members[0])] += pool.num_bytes
-        if shares.far:
-            once += pool.num_bytes
-            only_here[pool.holders] += pool.num_bytes
     per_host = Counter(topology.target_host(rank) for rank in range(target.num_ranks))
-    bounds = [ceil(count / per_host[host]) for host, count in host_unique.items()]
-    bounds += [ceil(count / len(holders)) for holders, count in only_here.items()]
-    bound = max((*bounds, ceil(once / source.num_ranks)))
-    return Traffic(trainer, engines, bound)
+    bounds = _Bounds(source.num_ranks, per_host)
+    for pool in pools(target.all_names(), source, target, grain):
+        served = [rank for rank in pool.wanters if engine_ranks is None or rank < engine_ranks]
+        _count_sends(pool, Shares(pool.holders, served, topology), topology, trainer, engines)
+        for rank in pool.wanters[len(served) :]:
+            before = rank - (engine_ranks or 0)
+            near = topology.target_host(before) == topology.target_host(rank)
+            (engines.local_out if near else engines.network_out)[before] += pool.num_bytes
+            (engines.local_in if near else engines.network_in)[rank] += pool.num_bytes
+        bounds.add(pool, topology)
+    return Traffic(trainer, engines, bounds.lowest)
 
 
-def _count_near(pool: Pool, shares: Shares, trainer: Load, engines: Load) -> None:
-    for holders, members in shares.near.values():
-        _add_parts(pool, holders, trainer.local_out)
-        brought = _add_parts(pool, members, engines.local_in)
-        _count_spread(pool, members, brought, engines)
+class _Bounds:
+    """What no plan can take the busiest link below."""
 
+    def __init__(self, num_sources: int, target_ranks: Mapping[int, int]) -> None:
+        """`target_ranks`: host -> engine ranks on it."""
+        self._num_sources, self._target_ranks = num_sources, target_ranks
+        self._host_unique: Counter[int] = Counter()
+        self._only_here: Counter[Ranks] = Counter()
 
-def _count_far(pool: Pool, shares: Shares, trainer: Load, engines: Load) -> None:
-    num_hosts = len(shares.far)
-    if not num_hosts:
-        return
-    _add_parts(pool, pool.holders, trainer.network_out)
-    before = [pool.bytes_before(pool.cut(j, shares.num_stripes)) for j in range(shares.num_stripes + 1)]
-    for host, members in enumerate(shares.far):
-        brought = []
-        for member, rank in enumerate(members):
-            columns = shares.columns(len(members), member)
-            first, past = columns.start * num_hosts, columns.stop * num_hosts
-            own = sum(before[j + 1] - before[j] for j in range(first + host, past, num_hosts))
-            engines.network_in[rank] += before[past] - before[first]
-            engines.network_out[rank] += own * (num_hosts - 1)
-            brought.append(before[past] - before[first])
-        _count_spread(pool, members, brought, engines)
+    def add(self, pool: Pool, topology: Topology) -> None:
+        holders = {topology.source_host(rank) for rank in pool.holders}
+        far = {topology.target_host(rank) for rank in pool.wanters} - holders
+        for host in far:
+            self._host_unique[host] += pool.num_bytes
+        if far:
+            self._only_here[pool.holders] += pool.num_bytes
 
-
-def _count_spread(pool: Pool, members: Sequence[int], brought: Sequence[int], engines: Load) -> None:
-    for rank, count in zip(members, brought, strict=True):
-        engines.local_in[rank] += pool.num_bytes - count
-        engines.local_out[rank] += count * (len(members) - 1)
+    @property
+    def lowest(self) -> int:
+        bounds = [ceil(count / self._target_ranks[host]) for host, count in self._host_unique.items()]
+        bounds += [ceil(count / len(holders)) for holders, count in self._only_here.items()]
+        return max((*bounds, ceil(self._only_here.total() / self._num_sources)))
 
 
 def _count_sends(pool: Pool, shares: Shares, topology: Topology, trainer: Load, engines: Load) -> None:
-    """Without relays: from each holder to each wanter."""
     for rank in pool.holders:
         for peer, (first, last, count) in shares.sends(rank):
             num_bytes = pool.bytes_before(pool.cut(last, count)) - pool.bytes_before(pool.cut(first, count))
             near = topology.source_host(rank) == topology.target_host(peer)
             (trainer.local_out if near else trainer.network_out)[rank] += num_bytes
             (engines.local_in if near else engines.network_in)[peer] += num_bytes
-
-
-def _add_parts(pool: Pool, ranks: Sequence[int], counts: list[int]) -> list[int]:
-    """Add to each rank its equal part of the pool; the parts."""
-    before = [pool.bytes_before(pool.cut(i, len(ranks))) for i in range(len(ranks) + 1)]
-    parts = [b - a for a, b in pairwise(before)]
-    for rank, part in zip(ranks, parts, strict=True):
-        counts[rank] += part
-    return parts
 
 
 def predict_gather_broadcast(

@@ -53,52 +53,26 @@ class Flow:
         return lines.hexdigest()
 
 
-@dataclass(frozen=True)
-class RecvPlan:
-    """What an engine rank gets and passes on, in three steps, each complete before the next needs it.
-
-    recvs    from trainer ranks
-    relay    with engine ranks on other hosts, of what came from the trainer
-    spread   with engine ranks on this host, of what this rank has by then
-    """
-
-    recvs: tuple[Flow, ...]
-    relay_sends: tuple[Flow, ...]
-    relay_recvs: tuple[Flow, ...]
-    spread_sends: tuple[Flow, ...]
-    spread_recvs: tuple[Flow, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that come in, each element of each box once."""
-        return sum(flow.num_bytes for flow in (*self.recvs, *self.relay_recvs, *self.spread_recvs))
-
-
 def plan_sends(
-    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, relay: bool = True
+    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN
 ) -> tuple[Flow, ...]:
     """What trainer rank `rank` sends to whom, in the order of the engine ranks."""
-    shared = [
-        (pool, Shares(pool.holders, pool.wanters, topology, relay))
+    return _flows(
+        (pool, Shares(pool.holders, pool.wanters, topology).sends(rank))
         for pool in pools(source.names(rank), source, target, grain, source_rank=rank)
-    ]
-    return _flows((pool, shares.sends(rank)) for pool, shares in shared)
+    )
 
 
 def plan_recvs(
-    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, relay: bool = True
-) -> RecvPlan:
-    """What engine rank `rank` gets and passes on. ValueError names a box that no trainer rank holds."""
-    shared = [
-        (pool, Shares(pool.holders, pool.wanters, topology, relay))
+    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN
+) -> tuple[Flow, ...]:
+    """What engine rank `rank` gets, in the order of the trainer ranks.
+
+    ValueError names a box that no trainer rank holds.
+    """
+    return _flows(
+        (pool, Shares(pool.holders, pool.wanters, topology).recvs(rank))
         for pool in pools(target.names(rank), source, target, grain, target_rank=rank)
-    ]
-    return RecvPlan(
-        recvs=_flows((pool, shares.recvs(rank)) for pool, shares in shared),
-        relay_sends=_flows((pool, shares.relay_sends(rank)) for pool, shares in shared),
-        relay_recvs=_flows((pool, shares.relay_recvs(rank)) for pool, shares in shared),
-        spread_sends=_flows((pool, shares.spread_sends(rank)) for pool, shares in shared),
-        spread_recvs=_flows((pool, shares.spread_recvs(rank)) for pool, shares in shared),
     )
 
 

@@ -68,7 +68,7 @@ def make_plan(sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Sha
     transfers = []
     for rank, shards in enumerate(targets):
         wanted = _by_name(shards)
-        for flow in plan_recvs(rank, source, target, hosts, relay=False).recvs:
+        for flow in plan_recvs(rank, source, target, hosts):
             for piece in flow.slices:
                 parts = _parts(piece.box, held[flow.peer][piece.box.name])
                 transfers += [

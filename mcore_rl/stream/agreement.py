@@ -21,8 +21,9 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
 from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Slice
-from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.slices.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
+from mcore_rl.stream.shared_memory import machine_id
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Link, decode_shards, encode_shards
@@ -39,7 +40,8 @@ MakeShards = Callable[[HfTensors], Sequence[Shard]]
 class Agreement:
     """What one rank needs to know.
 
-    digest    "recorded" or "listed", and the sha256 of both layouts: equal on all ranks
+    digest    "recorded" or "listed", and a sha256 of layouts and hosts: equal on all ranks, and on the ranks
+              of two engines exactly if they get the same buckets
     shards    this rank's own, by HF name
     """
 
@@ -50,11 +52,12 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Found:
-    """This rank's shards, the layouts of both sides and their digest."""
+    """This rank's shards, the layouts of both sides, how they were found and their digest."""
 
     shards: Sequence[Shard]
     source: Layout
     target: Layout
+    kind: str
     digest: str
 
 
@@ -72,10 +75,11 @@ class Meeting:
         own: dict[str, list[Shard]] = defaultdict(list)
         for shard in found.shards:
             own[shard.box.name].append(shard)
-        flows = self._plan(found.source, found.target)
-        return Agreement(
-            found.digest, plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes), own
-        )
+        hosts = self._find_hosts()
+        flows = self._plan(found.source, found.target, hosts)
+        buckets = plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes)
+        layouts = hashlib.sha256(f"{found.digest} {hosts.sources} {_shared(hosts)}".encode())
+        return Agreement(f"{found.kind} {layouts.hexdigest()}", buckets, own)
 
     def _find_recorded(self, make_shards: MakeShards) -> _Found | None:
         """None if the recorded layouts are wrong for any rank, or cannot be made of its model and sizes."""
@@ -105,7 +109,7 @@ class Meeting:
         except ValueError as error:
             return str(error)
         digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
-        return _Found(shards, source, target, f"recorded {digest}")
+        return _Found(shards, source, target, "recorded", digest)
 
     def _find_listed(self, make_shards: MakeShards) -> _Found:
         num_senders = self._link.num_senders
@@ -118,24 +122,33 @@ class Meeting:
         digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in encoded)).hexdigest()
         lists = [decode_shards(data) for data in encoded]
         source, target = ListedLayout(lists[:num_senders]), ListedLayout(lists[num_senders:])
-        return _Found(shards, source, target, f"listed {digest}")
+        return _Found(shards, source, target, "listed", digest)
 
-    def _plan(self, source: Layout, target: Layout) -> dict[tuple[int, int], Iterator[Slice]]:
+    def _plan(
+        self, source: Layout, target: Layout, hosts: ListedHosts
+    ) -> dict[tuple[int, int], Iterator[Slice]]:
         """(source rank, target rank) -> slices, of the pairs that this rank is part of."""
         num_senders = self._link.num_senders
         with self._store.errors_published("plan", self._rank):
-            hosts = RegularHosts(num_senders, self._link.num_receivers, 1)
             if self._is_sender:
-                planned = plan_sends(self._rank, source, target, hosts, relay=False)
+                planned = plan_sends(self._rank, source, target, hosts)
                 flows = {num_senders + flow.peer: flow for flow in planned}
             else:
-                planned = plan_recvs(self._side_rank, source, target, hosts, relay=False).recvs
+                planned = plan_recvs(self._side_rank, source, target, hosts)
                 flows = {flow.peer: flow for flow in planned}
             digests = {peer: flow.digest for peer, flow in flows.items()}
             self._store.publish("plan", self._rank, json.dumps(digests).encode())
         self._compare(digests)
         pairs = {tuple(sorted((self._rank, peer))): flow for peer, flow in flows.items()}
         return {(sender, receiver - num_senders): f.slices for (sender, receiver), f in pairs.items()}
+
+    def _find_hosts(self) -> ListedHosts:
+        """Ranks on one machine prefer one another."""
+        self._store.publish("machine", self._rank, machine_id().encode())
+        machines = self._collect("machine", range(len(self._link.names)))
+        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+        hosts = tuple(numbers[machine] for machine in machines)
+        return ListedHosts(hosts[: self._link.num_senders], hosts[self._link.num_senders :])
 
     def _compare(self, digests: Mapping[int, str]) -> None:
         peers, names = sorted(digests), self._link.names
@@ -149,3 +162,8 @@ class Meeting:
     def _collect(self, what: str, ranks: Sequence[int]) -> list[bytes]:
         names = self._link.names
         return self._store.collect(what, ranks, names, names[self._rank], self._deadline_s)
+
+
+def _shared(hosts: ListedHosts) -> list[int | None]:
+    """By engine rank: its host, if a trainer rank runs on it."""
+    return [host if host in hosts.sources else None for host in hosts.targets]

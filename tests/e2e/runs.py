@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -84,7 +85,8 @@ class Run:
     def find_one(self, *words: str, timeout_s: float = 150.0) -> psutil.Process:
         """The oldest of the run's processes whose command line holds all `words`, once there is one."""
         found: list[psutil.Process] = []
-        seen: set[str] = set()
+        seen: Counter[str] = Counter()
+        began_s = time.monotonic()
 
         def is_there() -> bool:
             processes = [(p, _title(p)) for p in self.processes()]
@@ -95,7 +97,8 @@ class Run:
         try:
             self.wait_until(is_there, f"process {words}", timeout_s)
         except AssertionError as error:
-            raise AssertionError(f"no process {words} among {sorted(seen)}: {error}") from error
+            took_s = time.monotonic() - began_s
+            raise AssertionError(f"no process {words} in {took_s:.1f} s, only {seen}: {error}") from error
         return min(found, key=psutil.Process.create_time)
 
     def cpu_shares(self, seconds: float) -> dict[str, float]:

@@ -53,7 +53,6 @@ def execute(
     weights: Weights,
     topology: Topology,
     grain: Grain,
-    relay: bool = True,
     held: Layout | None = None,
 ) -> list[Memory]:
     """What each target rank has in the end. AssertionError where two ends of a flow differ, or a rank sends
@@ -61,11 +60,9 @@ def execute(
     """
     trainers = [_filled(held or source, rank, weights) for rank in range(source.num_ranks)]
     engines = [Memory(weights) for _ in range(target.num_ranks)]
-    sends = [plan_sends(rank, source, target, topology, grain, relay) for rank in range(source.num_ranks)]
-    plans = [plan_recvs(rank, source, target, topology, grain, relay) for rank in range(target.num_ranks)]
-    _move(trainers, engines, sends, [plan.recvs for plan in plans])
-    _move(engines, engines, [p.relay_sends for p in plans], [p.relay_recvs for p in plans])
-    _move(engines, engines, [p.spread_sends for p in plans], [p.spread_recvs for p in plans])
+    sends = [plan_sends(rank, source, target, topology, grain) for rank in range(source.num_ranks)]
+    recvs = [plan_recvs(rank, source, target, topology, grain) for rank in range(target.num_ranks)]
+    _move(trainers, engines, sends, recvs)
     return engines
 
 

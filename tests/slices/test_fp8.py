@@ -155,17 +155,17 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
     )
     bucket_bytes = data.draw(st.sampled_from([1000, 40_000, 1 << 20]))
 
-    sends = [plan_sends(rank, source, target, hosts, grain, relay=False) for rank in range(len(sources))]
+    sends = [plan_sends(rank, source, target, hosts, grain) for rank in range(len(sources))]
     flows = {(rank, flow.peer): flow for rank, planned in enumerate(sends) for flow in planned}
     recvs = {
         (flow.peer, rank): flow
         for rank in range(len(targets))
-        for flow in plan_recvs(rank, source, target, hosts, grain, relay=False).recvs
+        for flow in plan_recvs(rank, source, target, hosts, grain)
     }
     assert {pair: flow.digest for pair, flow in flows.items()} == {p: f.digest for p, f in recvs.items()}
     wanted_bytes = sum(t.numel() * t.element_size() for _, tensors in targets for t in tensors.values())
     assert sum(flow.num_bytes for flow in flows.values()) == wanted_bytes
-    traffic = predict(source, target, hosts, grain, relay=False)
+    traffic = predict(source, target, hosts, grain)
     assert traffic.trainer.network_out == [sum(flow.num_bytes for flow in planned) for planned in sends]
 
     buckets = plan_buckets({pair: f.slices for pair, f in flows.items()}, len(targets), bucket_bytes)
@@ -193,7 +193,7 @@ def plan(source_boxes: list[Box], target_boxes: list[Box], scale_dtype: str | No
     wanted = []
     for values, scales, _ in (engine_rank(box)[0] for box in target_boxes):
         wanted.append([values, *([replace(scales, dtype=scale_dtype)] if scale_dtype else [])])
-    plan_sends(0, ListedLayout(held), ListedLayout(wanted), RegularHosts(1, 1, 1), relay=False)
+    plan_sends(0, ListedLayout(held), ListedLayout(wanted), RegularHosts(1, 1, 1))
 
 
 WHOLE = [Box(NAME, (0, 0), (384, 256))]

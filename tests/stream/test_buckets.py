@@ -44,12 +44,12 @@ def layouts_of(num_sources: int, num_targets: int) -> tuple[ListedLayout, Listed
 
 
 def sends_of(rank: int, source: ListedLayout, target: ListedLayout) -> Flows:
-    flows = plan_sends(rank, source, target, HOSTS, relay=False)
+    flows = plan_sends(rank, source, target, HOSTS)
     return {(rank, flow.peer): tuple(flow.slices) for flow in flows}
 
 
 def recvs_of(rank: int, source: ListedLayout, target: ListedLayout) -> Flows:
-    flows = plan_recvs(rank, source, target, HOSTS, relay=False).recvs
+    flows = plan_recvs(rank, source, target, HOSTS)
     return {(flow.peer, rank): tuple(flow.slices) for flow in flows}
 
 
