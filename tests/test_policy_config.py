@@ -1,4 +1,4 @@
-"""Every option has a reader: an attribute access outside config.py on an object known to be of its class."""
+"""Every option has a reader: an attribute access outside config/ on an object known to be of its class."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -46,10 +46,9 @@ def test_the_search_tells_a_reader_from_an_option_of_the_same_name() -> None:
 
 def unread(options: set[Field]) -> list[str]:
     files = {path: parse(path) for path in python_files("mcore_rl")}
-    tree = files.pop(Path("mcore_rl/config.py"))
-    return sorted(
-        ".".join(option) for option in options - fields_read(files.values()) - read_by_properties(tree)
-    )
+    own = [files.pop(path) for path in list(files) if path.parent == Path("mcore_rl/config")]
+    by_properties = set().union(*map(read_by_properties, own))
+    return sorted(".".join(option) for option in options - fields_read(files.values()) - by_properties)
 
 
 def read_by_properties(tree: ast.Module) -> set[Field]:

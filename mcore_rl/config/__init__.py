@@ -1,0 +1,88 @@
+"""The typed tree behind every recipe; a YAML key or value that does not fit it is refused by name.
+
+Every leaf has a reader in the package. Units are in the names: _s seconds, _len tokens, _mib 2**20 bytes.
+"""
+
+from dataclasses import dataclass, field
+
+from mcore_rl.config.rollout import (
+    CanaryConfig,
+    DriftConfig,
+    PlanConfig,
+    RolloutConfig,
+    SyncConfig,
+)
+from mcore_rl.config.run import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    RewardConfig,
+    RunConfig,
+)
+from mcore_rl.config.training import (
+    AlgorithmConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    SftConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CanaryConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "DriftConfig",
+    "EvalConfig",
+    "KLConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PlanConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SftConfig",
+    "SyncConfig",
+    "TrainConfig",
+]
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    drift: DriftConfig = field(default_factory=DriftConfig)
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+
+    def __post_init__(self) -> None:
+        if self.rollout.quantization == "fp8" and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"rollout.quantization=fp8 with model.dtype={self.model.dtype}: needs model.dtype=bfloat16"
+            )
+        num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if num_samples % self.train.mini_batches:
+            raise ValueError(
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible by"
+                f" train.mini_batches={self.train.mini_batches}"
+            )

@@ -1,0 +1,98 @@
+"""Options of the engines: what they sample, how weights reach them, how they are checked."""
+
+from dataclasses import dataclass
+
+from mcore_rl.config.checks import one_of, positive
+
+
+@dataclass
+class RolloutConfig:
+    engines: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    attention_dp: int = 1
+    """Groups of an engine's tensor-parallel ranks that each hold all attention weights (DP attention)."""
+    quantization: str = "none"
+    """fp8: engines serve projections in 128 x 128 blocks of FP8, which trainer ranks compute as they send."""
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    max_response_len: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_concurrency: int = 256
+    """Requests in flight per engine."""
+    kv_cache_len: int = 65536
+    """Tokens of KV cache per engine."""
+    request_timeout_s: float = 300.0
+    retries: int = 3
+    stage_weights: bool = True
+    """Receive weights beside the decoding, pause only to swap them in; takes memory for the weights twice."""
+    restarts: int = 1
+    """How often the server of each engine is started again in a run; 0: a dead one ends the run."""
+    deterministic: bool = False
+    """Sampling seeded per request: the same run samples the same tokens again."""
+
+    def __post_init__(self) -> None:
+        sizes = ("engines", "tp", "ep", "pp", "attention_dp")
+        for name in (*sizes, "prompts_per_step", "samples_per_prompt", "max_response_len"):
+            positive(f"rollout.{name}", getattr(self, name))
+        positive("rollout.temperature", self.temperature)
+        one_of("rollout.quantization", self.quantization, ("none", "fp8"))
+        for name in ("ep", "attention_dp"):
+            if self.tp % getattr(self, name):
+                raise ValueError(f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}")
+
+    @property
+    def engine_ranks(self) -> int:
+        """GPUs of one engine."""
+        return self.tp * self.pp
+
+
+@dataclass
+class SyncConfig:
+    bucket_mib: float = 4.0
+    """Size of the buffers that weights travel in; each end of a link has four of them."""
+    relay: bool = True
+    """Engines with equal layouts pass weights on to one another; else trainer ranks send to each of them."""
+
+    def __post_init__(self) -> None:
+        positive("sync.bucket_mib", self.bucket_mib)
+
+
+@dataclass
+class DriftConfig:
+    """How far the trainer's log-probs of sampled tokens may be from the engine's, and why they are."""
+
+    routed_experts: bool = True
+    """Ask engines which experts each token went to; count the tokens that the trainer routes otherwise."""
+    warn_above: float = 0.0
+    """Mean |difference| in nats beyond which a step warns; 0 never does."""
+    stop_above: float = 0.0
+    """Mean |difference| in nats beyond which the run stops, after the step is logged; 0 never does."""
+
+
+@dataclass
+class CanaryConfig:
+    """After each weight sync, engines and trainer score the same few sequences."""
+
+    sequences: int = 2
+    """How many, out of the step's own samples; 0 checks nothing."""
+    tolerance: float | None = None
+    """Mean |difference| in nats beyond which an engine is taken out of rotation; None goes by model.dtype."""
+
+
+@dataclass
+class PlanConfig:
+    """What `mcore-rl plan` assumes of the cluster."""
+
+    link_gbps: float = 400.0
+    """Speed of each rank's network link, 10**9 bits per second, in each direction."""
+    ranks_per_host: int = 8
+    colocated: bool = False
+    """Engines run on the trainer's hosts, rank by rank; else on hosts of their own."""
+
+    def __post_init__(self) -> None:
+        positive("plan.link_gbps", self.link_gbps)
+        positive("plan.ranks_per_host", self.ranks_per_host)

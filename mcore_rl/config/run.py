@@ -1,0 +1,78 @@
+"""Options of the run itself: folder, data, reward, evaluation, checkpoints, logs, cluster."""
+
+from dataclasses import dataclass, field
+
+from mcore_rl.config.checks import one_of, positive
+
+
+@dataclass
+class RunConfig:
+    dir: str = ""
+    """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
+    seed: int = 0
+    steps: int = 100
+    resume: bool = True
+    """Continue from the newest complete checkpoint in `dir`, if there is one."""
+    call_timeout_s: float = 600.0
+    """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
+    startup_timeout_s: float = 240.0
+
+    def __post_init__(self) -> None:
+        positive("run.steps", self.steps)
+        positive("run.call_timeout_s", self.call_timeout_s)
+        positive("run.startup_timeout_s", self.startup_timeout_s)
+
+
+@dataclass
+class DataConfig:
+    train: list[str] = field(default_factory=list)
+    """Prompt files, parquet (verl columns) or jsonl with the same keys."""
+    max_prompt_len: int = 512
+    overlong: str = "filter"
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        one_of("data.overlong", self.overlong, ("filter", "error"))
+
+
+@dataclass
+class RewardConfig:
+    path: str = ""
+    """Python file; a relative path is looked up from the working directory, then beside the recipes."""
+    name: str = "reward"
+
+
+@dataclass
+class EvalConfig:
+    data: list[str] = field(default_factory=list)
+    every_steps: int = 0
+    """0 evaluates only before the first and after the last step."""
+    max_prompts: int = 256
+    pass_k: int = 1
+    """Besides greedy accuracy, report pass@k from k samples at the rollout temperature; 1 leaves it out."""
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = 0
+    """0 saves only after the last step."""
+    keep: int = 2
+    asynchronous: bool = True
+    export_hf: bool = True
+    """Write the final policy to <run.dir>/hf."""
+
+
+@dataclass
+class LogConfig:
+    console: bool = True
+    tensorboard: bool = True
+    wandb_project: str | None = None
+    mlflow_uri: str | None = None
+
+
+@dataclass
+class ClusterConfig:
+    address: str | None = None
+    """Ray address to join; None starts Ray on this machine for the length of the run."""
+    cpus_per_rank: float = 1.0
+    object_store_mib: int = 512

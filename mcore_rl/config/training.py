@@ -1,0 +1,125 @@
+"""Options of what Megatron trains: the model, its layout, the optimizer, the algorithm."""
+
+from dataclasses import dataclass, field
+
+from mcore_rl.config.checks import one_of, positive
+
+
+@dataclass
+class ModelConfig:
+    path: str = ""
+    """HuggingFace directory: config.json, tokenizer, and safetensors unless init=random."""
+    init: str = "hf"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        one_of("model.init", self.init, ("hf", "random"))
+        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, where they are not as many as in those between."""
+    last_stage_layers: int | None = None
+    """Likewise of the last."""
+    dp: int | None = None
+    """Data-parallel size; None takes the smallest that fits the experts: ep * etp divides tp * cp * dp."""
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "cp", "ep", "etp"):
+            positive(f"parallel.{name}", getattr(self, name))
+        for name in ("first_stage_layers", "last_stage_layers"):
+            if (layers := getattr(self, name)) is not None and (self.pp == 1 or layers < 1):
+                raise ValueError(
+                    f"parallel.{name}={layers} with parallel.pp={self.pp}: needs pp > 1 and layers"
+                )
+        if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
+            raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2")
+        if self.tp * self.cp * self.dp_size % (self.ep * self.etp):
+            raise ValueError(
+                f"parallel.ep * parallel.etp = {self.ep * self.etp} does not divide"
+                f" tp * cp * dp = {self.tp * self.cp * self.dp_size}; change parallel.ep or parallel.dp"
+            )
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel size of the dense layers."""
+        if self.dp is not None:
+            return self.dp
+        dense, expert = self.tp * self.cp, self.ep * self.etp
+        return next(n for n in range(1, expert + 1) if dense * n % expert == 0)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp_size
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
+        positive("optimizer.lr", self.lr)
+
+
+@dataclass
+class TrainConfig:
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_tokens_per_microbatch: int = 4096
+    mini_batches: int = 1
+    """Optimizer steps per pass over a rollout."""
+    epochs: int = 1
+    """Passes over a rollout."""
+    recompute: str = "none"
+    router_aux_loss_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        one_of("train.recompute", self.recompute, ("none", "selective", "full"))
+        for name in ("max_tokens_per_microbatch", "mini_batches", "epochs"):
+            positive(f"train.{name}", getattr(self, name))
+
+
+@dataclass
+class KLConfig:
+    coef: float = 0.0
+    estimator: str = "k3"
+
+    def __post_init__(self) -> None:
+        one_of("algorithm.kl.estimator", self.estimator, ("k1", "k2", "k3"))
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "grpo"
+    loss: str = "ppo_clip"
+    aggregation: str = "token_mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    entropy_coef: float = 0.0
+    kl: KLConfig = field(default_factory=KLConfig)
+
+
+@dataclass
+class SftConfig:
+    data: list[str] = field(default_factory=list)
+    """Parquet or jsonl with a `messages` list that ends in the assistant's answer."""
+    steps: int = 100
+    batch_size: int = 64
+    max_len: int = 1024
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
