@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import distributed
 
-from mcore_rl.stream.transport import ASK_S, TransferError
+from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import (
     Action,
     Link,
@@ -28,6 +28,8 @@ TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage
 
 _DATA, _ERROR = b"D", b"E"
 _FAILURE = "failure"
+_LOOK_S = 5.0
+"""How often a wait for keys looks whether the link has failed; torch warns each time."""
 _FOREVER = timedelta(days=3650)
 """For an engine that waits for orders: training steps take as long as they take."""
 
@@ -86,7 +88,7 @@ class LinkStore:
         """
         keys = [f"{what}/{rank}" for rank in ranks]
         began_s = time.monotonic()
-        while not self._wait(keys, min(ASK_S, deadline_s - time.monotonic())):
+        while not self._wait(keys, min(_LOOK_S, deadline_s - time.monotonic())):
             failure = self.failure()
             if failure is None and time.monotonic() < deadline_s:
                 continue

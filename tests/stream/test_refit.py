@@ -1,133 +1,36 @@
 """Trainer ranks to real SGLang engines: parameters bit for bit, versions, faults, requests in flight."""
 
 import asyncio
-import json
 import math
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.stream.engine_control import LOADER
-from mcore_rl.stream.refit import RefitError, Refitter
-from tests.rollout.engines import save_tiny_moe
-from tests.slices.megatron_layout import TrainLayout
+from mcore_rl.stream.refit import RefitError
 from tests.stream.processes import Fault
-from tests.stream.ranks import ProcessRanks
+from tests.stream.stage import Stage, call, checksums, checksums_after_loading, open_stage, served_version
 
 pytestmark = pytest.mark.e2e
 
 PROMPT = list(range(10, 22))
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Two engines, one of one rank and one of two, linked to two trainer ranks; two unlike checkpoints."""
-
-    checkpoints: Sequence[Path]
-    engines: Sequence[EngineProcess]
-    ranks: ProcessRanks
-    refitter: Refitter
-
-    @property
-    def urls(self) -> list[str]:
-        return [engine.url for engine in self.engines]
-
-    def sync(self, version: int, urls: Sequence[str] | None = None) -> Any:
-        """The trainer moves on to checkpoint `version` % 2 and the engines follow."""
-        self.ranks.load(self.checkpoints[version % 2])
-        return asyncio.run(self.refitter.sync(version, urls))
-
-
-def save_checkpoints(folder: Path) -> list[Path]:
-    """The same model twice, with other weights throughout, norms included."""
-    first = Path(save_tiny_moe(folder / "0"))
-    second = Path(save_tiny_moe(folder / "1"))
-    generator = torch.Generator().manual_seed(1)
-    weights = load_file(first / "model.safetensors")
-    noisy = {
-        n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) + 0.01 for n, t in weights.items()
-    }
-    save_file(noisy, second / "model.safetensors", metadata={"format": "pt"})
-    return [first, second]
-
-
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("refit")
-    checkpoints = save_checkpoints(folder)
-    engines = [
-        EngineProcess(
-            EngineSpec(
-                str(checkpoints[0]),
-                str(folder / f"engine{tp}.log"),
-                tp=tp,
-                ep=tp,
-                kv_cache_len=4096,
-                max_running=8,
-                custom_weight_loaders=(LOADER,),
-            )
-        )
-        for tp in (1, 2)
-    ]
-    ranks = ProcessRanks(TrainLayout(tp=2, ep=2))
-    try:
-        for engine in engines:
-            engine.start()
-        ranks.load(checkpoints[0])
-        for engine in engines:
-            engine.wait_healthy()
-        refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=30)
-        asyncio.run(refitter.connect([engine.url for engine in engines]))
-        yield Stage(checkpoints, engines, ranks, refitter)
-    finally:
-        ranks.stop()
-        for engine in engines:
-            engine.stop()
-
-
-def call(url: str, path: str, **body: Any) -> Any:
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as response:
-            return json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return json.loads(error.read())
+    """An engine of one rank and one of two."""
+    with open_stage(tmp_path_factory.mktemp("refit"), (1, 2), timeout_s=30) as stage:
+        yield stage
 
 
 def generate(url: str, max_new_tokens: int = 8) -> Any:
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return call(url, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
-
-
-def served_version(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/model_info", timeout=60) as response:
-        return json.loads(response.read())["weight_version"]
-
-
-def checksums(url: str) -> list[dict[str, str]]:
-    """SGLang's own hash of every parameter and buffer, by name, for each rank."""
-    answer = call(url, "/weights_checker", action="checksum")
-    assert answer["success"], answer
-    return [rank["checksums"] for rank in answer["ranks"]]
-
-
-def checksums_after_loading(url: str, checkpoint: Path) -> list[dict[str, str]]:
-    loaded = call(url, "/update_weights_from_disk", model_path=str(checkpoint))
-    assert loaded["success"], loaded
-    return checksums(url)
 
 
 def logprob_error(checkpoint: Path, answer: Any) -> float:

@@ -1,10 +1,13 @@
 """Slices that one engine passes on to the next: values, checksums, and who fails with whom."""
 
+import gc
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +93,8 @@ class Chain:
         for sender in self._senders:
             for link in self.links:
                 sender.disconnect(link.engine)
+        self.stores.clear()
+        self.relay_stores.clear()
 
     def _handle(self, i: int, action: Action, version: int | None = None) -> list[Report]:
         def handle(rank: int) -> Report:
@@ -224,3 +229,34 @@ def test_padding_travels_as_zeros_so_that_sums_stay_true_when_passed_on() -> Non
         received, _ = chain.move(1, in_a_row(1, relay))
         assert errors(received[0] + received[1]) == [None] * 2 * NUM_RANKS
         chain.swap(1, 1)
+
+
+def test_links_that_are_gone_leave_neither_memory_nor_descriptors() -> None:
+    def move_once() -> None:
+        with chain_of(2) as chain:
+            relay = chain.relay(0)
+            assert errors(chain.move(1, in_a_row(1, relay))[0][1]) == [None, None]
+            assert num_segments() > 0
+
+    def left(at_most: tuple[int, int] | None = None) -> tuple[int, int]:
+        until = time.monotonic() + 10
+        while True:
+            gc.collect()
+            found = num_segments(), len(os.listdir("/proc/self/fd"))
+            if time.monotonic() > until or (at_most is None and found[0] == 0) or found == at_most:
+                return found
+            time.sleep(0.1)
+
+    move_once()
+    before = left()
+    assert before[0] == 0
+    for _ in range(2):
+        move_once()
+    after = left(before)
+    assert after[0] == 0
+    assert after[1] <= before[1]
+
+
+def num_segments() -> int:
+    """Mappings of memory that ranks share."""
+    return Path("/proc/self/maps").read_text().count("mcore_rl_weights")

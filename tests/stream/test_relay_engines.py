@@ -10,18 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.stream.engine_control import LOADER
-from mcore_rl.stream.refit import Refitter
-from tests.slices.megatron_layout import TrainLayout
-from tests.stream.ranks import ProcessRanks
-from tests.stream.test_refit import (
-    Stage,
-    checksums,
-    checksums_after_loading,
-    save_checkpoints,
-    served_version,
-)
+from mcore_rl.rollout.engine import EngineProcess
+from tests.stream.stage import Stage, checksums, checksums_after_loading, open_stage, served_version
 
 pytestmark = pytest.mark.e2e
 
@@ -30,34 +20,8 @@ TIMEOUT_S = 8.0
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("relay")
-    checkpoints = save_checkpoints(folder)
-    engines = [
-        EngineProcess(
-            EngineSpec(
-                str(checkpoints[0]),
-                str(folder / f"engine{i}.log"),
-                kv_cache_len=4096,
-                max_running=8,
-                custom_weight_loaders=(LOADER,),
-            )
-        )
-        for i in range(2)
-    ]
-    ranks = ProcessRanks(TrainLayout(tp=2, ep=2))
-    try:
-        for engine in engines:
-            engine.start()
-        ranks.load(checkpoints[0])
-        for engine in engines:
-            engine.wait_healthy()
-        refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S)
-        asyncio.run(refitter.connect([engine.url for engine in engines]))
-        yield Stage(checkpoints, engines, ranks, refitter)
-    finally:
-        ranks.stop()
-        for engine in engines:
-            engine.stop()
+    with open_stage(tmp_path_factory.mktemp("relay"), (1, 1), TIMEOUT_S) as stage:
+        yield stage
 
 
 def scheduler_of(engine: EngineProcess) -> int:

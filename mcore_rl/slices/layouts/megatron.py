@@ -5,15 +5,15 @@ rank = tp + TP * (cp + CP * (dp + DP * pp))            dense: cut over tp, repli
 model chunk v * PP + pp holds a run of layers          (parallel_state.RankGenerator, order tp-cp-ep-dp-pp)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
 from mcore_rl.slices.hf_config import padded_vocab_size
-from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
+from mcore_rl.slices.layouts.layout import Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
+from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 ROWS, COLUMNS = 0, -1
@@ -79,54 +79,34 @@ class MegatronSizes:
         return self.tp * self.cp * self.dp
 
 
-class MegatronLayout:
+class MegatronLayout(StagedLayout):
     """ValueError names the two numbers where the sizes do not divide the model."""
 
     def __init__(self, family: Family, hf_config: HfConfig, sizes: MegatronSizes, dtype: str) -> None:
-        self._tensors = Tensors(family, hf_config, dtype)
+        tensors = Tensors(family, hf_config, dtype)
+        divide(tensors.num_heads, sizes.tp, "attention heads", "tp")
         self._sizes = sizes
-        divide(self._tensors.num_heads, sizes.tp, "attention heads", "tp")
         self._layers = layers_of_chunks(
-            self._tensors.num_layers, sizes.pp, sizes.vpp, sizes.first_layers, sizes.last_layers
+            tensors.num_layers, sizes.pp, sizes.vpp, sizes.first_layers, sizes.last_layers
         )
-        self._stage_of = {
-            layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers
-        }
+        stage_of = {layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers}
         self._edp = divide(sizes.stage_ranks, sizes.ep * sizes.etp, "tp * cp * dp", "ep * etp")
-        num_experts = self._tensors.num_experts
-        self._experts_per_rank = divide(num_experts, sizes.ep, "experts", "ep") if num_experts else 0
-        self._place = cache(self._make_placement)
+        num_experts = tensors.num_experts
+        experts_per_rank = divide(num_experts, sizes.ep, "experts", "ep") if num_experts else 0
+        super().__init__(tensors, stage_of, experts_per_rank)
 
     @property
     def num_ranks(self) -> int:
         return self._sizes.stage_ranks * self._sizes.pp
 
-    def placement(self, name: str) -> Placement:
-        found = self._tensors.find(name)
-        if found is None:
-            return NOWHERE
-        if found.layer is None:
-            return self._place(found.entry, None, None)
-        ep = None if found.expert is None else found.expert // self._experts_per_rank
-        return self._place(found.entry, self._stage_of[found.layer], ep)
-
-    def names(self, rank: int) -> Iterator[str]:
-        stage, in_stage = divmod(rank, self._sizes.stage_ranks)
-        ep = in_stage // self._sizes.etp % self._sizes.ep
-        experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
-        for entry in self._tensors.model_entries:
-            if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
-                yield entry.tensor.name
-        for chunk in range(stage, len(self._layers), self._sizes.pp):
-            for layer in self._layers[chunk]:
-                yield from self._tensors.layer_names(layer, experts)
-
     def stage_layers(self, stage: int) -> list[range]:
         """The layers of a pipeline stage, one run for each of its model chunks."""
         return self._layers[stage :: self._sizes.pp]
 
-    def all_names(self) -> Iterator[str]:
-        return self._tensors.all_names()
+    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+        stage, in_stage = divmod(rank, self._sizes.stage_ranks)
+        layers = (layer for chunk in self._layers[stage :: self._sizes.pp] for layer in chunk)
+        return layers, in_stage // self._sizes.etp % self._sizes.ep
 
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
         stages = self._model_stages(entry.rule) if stage is None else [stage]

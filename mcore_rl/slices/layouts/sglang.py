@@ -6,14 +6,14 @@
 Recorded of SGLang 0.5.23 (runtime_context.derive_spawn_ranks, layers/linear.py, layers/moe, get_pp_indices).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
-from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
+from mcore_rl.slices.layouts.layout import Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
+from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 VOCAB_MULTIPLE = 64
@@ -88,47 +88,28 @@ class SGLangSizes:
         return self.tp * self.pp
 
 
-class SGLangLayout:
+class SGLangLayout(StagedLayout):
     """ValueError names the two numbers where the sizes do not divide the model."""
 
     def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
-        self._tensors = Tensors(family, hf_config, dtype)
+        tensors = Tensors(family, hf_config, dtype)
         self._sizes = sizes
-        _refuse_unsupported(self._tensors, sizes)
+        _refuse_unsupported(tensors, sizes)
         self._moe_tp = divide(sizes.tp, sizes.ep, "engine's tp", "ep")
         self._attn_tp = divide(sizes.tp, sizes.dp, "engine's tp", "attention dp")
-        divide(self._tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
-        self._experts_per_rank = divide(self._tensors.num_experts, sizes.ep, "experts", "engine's ep")
-        self._stages = [_stage_layers(self._tensors.num_layers, pp, sizes.pp) for pp in range(sizes.pp)]
-        self._stage_of = {layer: pp for pp, layers in enumerate(self._stages) for layer in layers}
-        self._place = cache(self._make_placement)
+        divide(tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
+        experts_per_rank = divide(tensors.num_experts, sizes.ep, "experts", "engine's ep")
+        self._stages = [_stage_layers(tensors.num_layers, pp, sizes.pp) for pp in range(sizes.pp)]
+        stage_of = {layer: pp for pp, layers in enumerate(self._stages) for layer in layers}
+        super().__init__(tensors, stage_of, experts_per_rank)
 
     @property
     def num_ranks(self) -> int:
         return self._sizes.engines * self._sizes.engine_ranks
 
-    def placement(self, name: str) -> Placement:
-        found = self._tensors.find(name)
-        if found is None:
-            return NOWHERE
-        if found.layer is None:
-            return self._place(found.entry, None, None)
-        ep = None if found.expert is None else found.expert // self._experts_per_rank
-        return self._place(found.entry, self._stage_of[found.layer], ep)
-
-    def names(self, rank: int) -> Iterator[str]:
-        sizes = self._sizes
-        stage, tp = divmod(rank % sizes.engine_ranks, sizes.tp)
-        ep = tp // self._moe_tp
-        experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
-        for entry in self._tensors.model_entries:
-            if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
-                yield entry.tensor.name
-        for layer in self._stages[stage]:
-            yield from self._tensors.layer_names(layer, experts)
-
-    def all_names(self) -> Iterator[str]:
-        return self._tensors.all_names()
+    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+        stage, tp = divmod(rank % self._sizes.engine_ranks, self._sizes.tp)
+        return self._stages[stage], tp // self._moe_tp
 
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
         stages = self._model_stages(entry) if stage is None else [stage]

@@ -1,0 +1,46 @@
+"""What the layouts of both sides share: layers dealt out to stages, routed experts to groups of ranks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+
+from mcore_rl.slices.layouts.layout import NOWHERE, Placement
+from mcore_rl.slices.layouts.tensors import Entry, Tensors
+
+
+class StagedLayout(ABC):
+    """A layout in which the placement of a tensor follows from its entry, its stage and its expert group."""
+
+    def __init__(self, tensors: Tensors, stage_of: Mapping[int, int], experts_per_rank: int) -> None:
+        """`stage_of`: layer -> pipeline stage; `experts_per_rank`: routed experts of an expert group."""
+        self._tensors, self._stage_of, self._experts_per_rank = tensors, stage_of, experts_per_rank
+        self._place = cache(self._make_placement)
+
+    def placement(self, name: str) -> Placement:
+        found = self._tensors.find(name)
+        if found is None:
+            return NOWHERE
+        if found.layer is None:
+            return self._place(found.entry, None, None)
+        ep = None if found.expert is None else found.expert // self._experts_per_rank
+        return self._place(found.entry, self._stage_of[found.layer], ep)
+
+    def names(self, rank: int) -> Iterator[str]:
+        layers, ep = self._seat(rank)
+        experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
+        for entry in self._tensors.model_entries:
+            if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
+                yield entry.tensor.name
+        for layer in layers:
+            yield from self._tensors.layer_names(layer, experts)
+
+    def all_names(self) -> Iterator[str]:
+        return self._tensors.all_names()
+
+    @abstractmethod
+    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+        """The layers and the expert group of a rank."""
+
+    @abstractmethod
+    def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
+        """`stage`: None for tensors outside the layers; `ep`: None for all but routed experts."""
