@@ -23,7 +23,7 @@ from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Slice
 from mcore_rl.slices.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
-from mcore_rl.stream.shared_memory import machine_id
+from mcore_rl.stream.channel import machine_id
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Link, decode_shards, encode_shards

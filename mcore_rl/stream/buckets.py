@@ -197,10 +197,18 @@ class PlacedBucket:
     """A bucket, the memory it travels in, and the parts of this rank's own tensors that belong to it."""
 
     def __init__(
-        self, bucket: Bucket, words_W: Tensor, held: Sequence[Holding], tensors: Mapping[str, Tensor]
+        self,
+        bucket: Bucket,
+        words_W: Tensor,
+        held: Sequence[Holding],
+        tensors: Mapping[str, Tensor],
+        message_W: Tensor | None = None,
     ) -> None:
-        """`words_W`: int64 [bucket.num_words]; `held`: all of the bucket, in `tensors`."""
+        """`words_W`: int64 [bucket.num_words] on the device of `tensors`; `held`: all of the bucket, in
+        `tensors`; `message_W`: where the bucket travels, if elsewhere, to which it takes one copy.
+        """
         self.bucket, self._words_W, self._held = bucket, words_W, held
+        self._message_W = words_W if message_W is None else message_W
         values = [piece.values(words_W) for piece in bucket.pieces]
         index = {piece.box: i for i, piece in enumerate(bucket.pieces)}
         matrices: dict[int, list[Holding]] = defaultdict(list)
@@ -222,12 +230,12 @@ class PlacedBucket:
         self._sums_at = slice(_HEADER_WORDS, _HEADER_WORDS + len(bucket.pieces))
         first_word = bucket.pieces[0].first_word
         ends = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
-        self._last_rows_P = torch.tensor(ends)
-        self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces])
+        self._last_rows_P = torch.tensor(ends, device=words_W.device)
+        self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces], words_W.device)
 
     @property
     def message_u8(self) -> Tensor:
-        return self._words_W.view(torch.uint8)
+        return self._message_W.view(torch.uint8)
 
     @property
     def sums_P(self) -> Tensor:
@@ -246,17 +254,25 @@ class PlacedBucket:
             matrix.quantise()
         self._words_W[self._sums_at] = self._checksums(self._words_W) if sums_P is None else sums_P
         self._words_W[0], self._words_W[1] = version, self.bucket.index
+        if self._message_W is not self._words_W:
+            self._message_W.copy_(self._words_W)
 
     def verify(self, version: int) -> None:
-        """Compare the received bytes with the sender's sums; TransferError names the slice."""
+        """Compare the received bytes with the sender's sums; TransferError names the slice.
+
+        Waits for the device once.
+        """
         bucket = self.bucket
-        header = self._words_W[:_HEADER_WORDS].tolist()
+        if self._message_W is not self._words_W:
+            self._words_W.copy_(self._message_W)
+        told_W = torch.cat((self._words_W[: self._sums_at.stop], self._checksums(self._words_W))).cpu()
+        header = told_W[:_HEADER_WORDS].tolist()
         if header != [version, bucket.index]:
             raise TransferError(
                 f"trainer rank {bucket.source_rank} sent version {header[0]} bucket {header[1]}"
                 f" where engine rank {bucket.target_rank} expected version {version} bucket {bucket.index}"
             )
-        expected, found = self._words_W[self._sums_at], self._checksums(self._words_W)
+        expected, found = told_W[self._sums_at], told_W[self._sums_at.stop :]
         if not torch.equal(expected, found):
             first = int((expected != found).nonzero()[0])
             box = bucket.pieces[first].box

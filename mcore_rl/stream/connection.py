@@ -3,12 +3,13 @@
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from mcore_rl.stream.agreement import MakeShards, Meeting
 from mcore_rl.stream.buckets import holdings
 from mcore_rl.stream.passage import Arrivals, Passage
-from mcore_rl.stream.routes import MakeTransport, make_routes
+from mcore_rl.stream.routes import MakeTransport
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.wire import Link, Report
 
@@ -27,9 +28,14 @@ class Connection:
         link: Link,
         rank: int,
         make_shards: MakeShards,
-        make_transport: MakeTransport = make_routes,
+        make_transport: MakeTransport,
+        device: torch.device,
     ) -> None:
-        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of Meeting."""
+        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of Meeting.
+
+        `device`: where this rank's tensors are.
+        """
+        self._device = device
         self._link, self._rank, self._make_transport = link, rank, make_transport
         deadline_s = time.monotonic() + link.timeout_s
         agreed = Meeting(store, link, rank, deadline_s).agree(make_shards)
@@ -41,7 +47,7 @@ class Connection:
         else:
             peers = [bucket.source_rank for bucket in self._buckets]
         self._passage = Passage(
-            store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s
+            store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s, device
         )
 
     @property
@@ -78,7 +84,10 @@ class Connection:
         deadline_s = time.monotonic() + link.timeout_s
         peers = [peer] * len(self._buckets)
         store = LinkStore.open(link)
-        return Passage(store, link, rank, self._buckets, peers, self._held, self._make_transport, deadline_s)
+        make_transport, device = self._make_transport, self._device
+        return Passage(
+            store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s, device
+        )
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""

@@ -9,6 +9,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
+import torch
 from torch import Tensor, distributed
 
 from mcore_rl.stream.transport import ASK_S, TransferError
@@ -38,6 +39,9 @@ class GlooTransport:
 
     def memory(self, peer: int) -> None:
         return None
+
+    def device(self, peer: int) -> torch.device:
+        return torch.device("cpu")
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         self._start(self._group.send, tensor_u8, peer, f"{self._names[peer]} to take {what}")

@@ -6,7 +6,7 @@ Every end works through its buckets in an order that is the same on both ends of
 """
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
@@ -15,6 +15,7 @@ from threading import Condition
 import torch
 from torch import Tensor
 
+from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.stream.buckets import Bucket, Holding, PlacedBucket
 from mcore_rl.stream.routes import MakeTransport
 from mcore_rl.stream.store import LinkStore
@@ -60,7 +61,8 @@ class Arrivals:
 class Passage:
     """The buckets of one rank, the memory they lie in, and the transport of their bytes.
 
-    Memory: NUM_SLOTS buckets per pair of ranks on one machine, and as many per rank for other machines.
+    Memory: NUM_SLOTS buckets per pair of ranks that share memory, and as many per rank for all others. A
+    bucket whose messages cannot lie on `device` is packed and verified there all the same, and copied once.
     """
 
     def __init__(
@@ -73,13 +75,20 @@ class Passage:
         held: Sequence[Sequence[Holding]],
         make_transport: MakeTransport,
         deadline_s: float,
+        device: torch.device,
     ) -> None:
-        """By bucket: `peers`, the rank at its other end; `held`, where it lies in this rank's tensors."""
+        """By bucket: `peers`, the rank at its other end; `held`, where it lies in this rank's tensors, which
+        are on `device`.
+        """
         self.link, self._store, self._name = link, store, link.names[rank]
         self._buckets, self._peers, self._held = buckets, peers, held
         starts, sizes = lay_out(buckets, peers)
-        self._transport = make_transport(store, rank, link, sizes, deadline_s)
-        self._places = self._find_places(starts)
+        self._stream = DeviceStream(device)
+        with torch.inference_mode(False), self._stream.running():
+            self._transport = make_transport(store, rank, link, sizes, deadline_s, self._stream)
+            self._places = self._find_places(starts)
+            away = [len(place) for place in self._places if place.device != device]
+            self._desk_W = torch.zeros(max(away, default=0), dtype=torch.int64, device=device)
         self._tensor_names = list({part.shard.tensor: None for parts in held for part in parts})
         self._bound: list[tuple[list[int], list[PlacedBucket]]] = []
         """Of the last two sets of tensors, by where they are: an engine's sets change places."""
@@ -95,7 +104,7 @@ class Passage:
 
         With `arrivals`, each bucket goes on when it is there, with the sums it came with.
         """
-        with self._failing_together():
+        with self._failing_together(), self._stream.running():
             for i, (placed, peer) in enumerate(zip(self._bind(tensors), self._peers, strict=True)):
                 self._run(deadline_s, NUM_SLOTS - 1)
                 placed.pack(version, None if arrivals is None else arrivals.wait(i, deadline_s))
@@ -110,8 +119,8 @@ class Passage:
         arrivals: Arrivals | None = None,
     ) -> None:
         """Receive, verify and place the slices; places one bucket while others travel."""
-        buckets = self._bind(tensors)
-        with self._failing_together():
+        with self._failing_together(), self._stream.running():
+            buckets = self._bind(tensors)
             ahead = iter(zip(buckets, self._peers, strict=True))
             self._start_recvs(version, islice(ahead, NUM_SLOTS - 1))
             for i, placed in enumerate(buckets):
@@ -120,7 +129,9 @@ class Passage:
                 placed.verify(version)
                 placed.place()
                 if arrivals is not None:
-                    arrivals.add(placed.sums_P)
+                    sums_P = placed.sums_P
+                    self._stream.synchronize()
+                    arrivals.add(sums_P)
             self._run(deadline_s)
 
     def close(self) -> None:
@@ -151,13 +162,22 @@ class Passage:
     def _find_places(self, starts: Sequence[int]) -> list[Tensor]:
         """int64 memory for each bucket: shared with the peer, or our own if bytes travel."""
         shared = [self._transport.memory(peer) for peer in self._peers]
-        far = [
-            bucket.num_words for bucket, memory in zip(self._buckets, shared, strict=True) if memory is None
-        ]
-        slots = cycle([torch.zeros(max(far), dtype=torch.int64) for _ in far[:NUM_SLOTS]])
+        devices = [self._transport.device(peer) for peer in self._peers]
+        far: dict[torch.device, list[int]] = defaultdict(list)
+        for bucket, memory, device in zip(self._buckets, shared, devices, strict=True):
+            if memory is None:
+                far[device].append(bucket.num_words)
+        slots = {
+            device: cycle(
+                [torch.zeros(max(sizes), dtype=torch.int64, device=device) for _ in sizes[:NUM_SLOTS]]
+            )
+            for device, sizes in far.items()
+        }
         return [
-            next(slots)[: bucket.num_words] if memory is None else memory[start : start + bucket.num_words]
-            for bucket, memory, start in zip(self._buckets, shared, starts, strict=True)
+            next(slots[device])[: bucket.num_words]
+            if memory is None
+            else memory[start : start + bucket.num_words]
+            for bucket, memory, device, start in zip(self._buckets, shared, devices, starts, strict=True)
         ]
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
@@ -167,11 +187,15 @@ class Passage:
             if known == pointers:
                 return placed
         placed = [
-            PlacedBucket(bucket, place, held, tensors)
+            PlacedBucket(bucket, self._words(place), held, tensors, place)
             for bucket, place, held in zip(self._buckets, self._places, self._held, strict=True)
         ]
         self._bound = [*self._bound[-1:], (pointers, placed)]
         return placed
+
+    def _words(self, place: Tensor) -> Tensor:
+        """Where the bucket that travels in `place` is packed or verified: there, if it is on our device."""
+        return place if place.device == self._desk_W.device else self._desk_W[: len(place)]
 
 
 def lay_out(buckets: Sequence[Bucket], peers: Sequence[int]) -> tuple[list[int], dict[int, int]]:

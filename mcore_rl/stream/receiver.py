@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.engine_trace import trace_load_weights
 from mcore_rl.stream.agreement import HfTensors
@@ -88,7 +89,8 @@ class WeightReceiver:
             typed = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()}
             return trace_load_weights(load_weights, typed, tensors)
 
-        self._connection = Connection(self._store, link, rank, trace, self._make_transport)
+        device = common_device(tensors.values())
+        self._connection = Connection(self._store, link, rank, trace, self._make_transport, device)
         self._link = link
         if link.staged:
             self._staging = Staging(tensors)

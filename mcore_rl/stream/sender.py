@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.routes import MakeTransport, make_routes
@@ -34,7 +35,10 @@ class WeightSender:
         self.disconnect(link.engine)
         try:
             store = LinkStore.open(link)
-            connection = Connection(store, link, self._rank, lambda _: self._shards, self._make_transport)
+            device = common_device(self._tensors.values())
+            connection = Connection(
+                store, link, self._rank, lambda _: self._shards, self._make_transport, device
+            )
         except (RuntimeError, ValueError) as error:
             lost = isinstance(error, TransferError) and error.peer_lost
             return Report(link.names[self._rank], error=str(error), peer_lost=lost)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mcore_rl.device import synchronize
 from mcore_rl.stream.transport import TransferError
 
 
@@ -33,3 +34,4 @@ class Staging:
                 parameter.data = staged
             else:
                 parameter.data.copy_(staged)
+        synchronize()

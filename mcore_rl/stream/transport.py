@@ -4,9 +4,11 @@
 `recv` brought is valid until the next `run`.
 """
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 ASK_S = 0.5
@@ -24,9 +26,29 @@ class TransferError(RuntimeError):
         self.peer_lost = peer_lost
 
 
+def wait_until(
+    is_done: Callable[[float], bool], deadline_s: float, failure: Callable[[], str | None]
+) -> str | None:
+    """None once `is_done`, which may wait for a sign of it as many seconds as it is told; else why not.
+
+    `deadline_s` and `failure` as of Transport.run.
+    """
+    while True:
+        left_s = deadline_s - time.monotonic()
+        if is_done(min(left_s, ASK_S)):
+            return None
+        reason = "the time is up" if left_s <= 0 else failure()
+        if reason is not None:
+            return reason
+
+
 class Transport(Protocol):
     def memory(self, peer: int) -> Tensor | None:
         """int64 words that this rank and `peer` both see; messages between them lie there. None: none is."""
+        ...
+
+    def device(self, peer: int) -> torch.device:
+        """Where messages between this rank and `peer` must lie."""
         ...
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:

@@ -9,6 +9,7 @@ of memory, transport and bookkeeping, not against adversaries.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 import torch
@@ -18,12 +19,14 @@ WORD_BYTES = 8
 ROW_WORDS = 72
 """576 bytes: whole cache lines, but no divisor of a page, so that pages that trade places show."""
 
-_MULTIPLIERS_W = (
-    torch.randint(
-        -(2**63), 2**63 - 1, (ROW_WORDS,), generator=torch.Generator().manual_seed(0x5EED), dtype=torch.int64
-    )
-    | 1
-)
+_HOST = torch.device("cpu")
+
+
+@cache
+def _multipliers(device: torch.device) -> Tensor:
+    """int64 [ROW_WORDS], the same on every device."""
+    seeded = torch.Generator().manual_seed(0x5EED)
+    return (torch.randint(-(2**63), 2**63 - 1, (ROW_WORDS,), generator=seeded) | 1).to(device)
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class _Run:
 class Checksums:
     """Checksums of slices that lie end to end, each padded to whole rows."""
 
-    def __init__(self, first_word: int, num_rows: Sequence[int]) -> None:
-        """`num_rows`: of each slice, in order; runs of equal slices are summed in one pass."""
+    def __init__(self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST) -> None:
+        """`num_rows`: of each slice, in order; runs of equal slices are summed in one pass, on `device`."""
+        self._multipliers_W = _multipliers(device)
         self._runs = []
         for rows, same in groupby(num_rows):
             count = len(list(same))
@@ -50,8 +54,7 @@ class Checksums:
         """int64 [slices], of the slices in int64 `words_W`."""
         return torch.cat([self._sums(words_W, run) for run in self._runs])
 
-    @staticmethod
-    def _sums(words_W: Tensor, run: _Run) -> Tensor:
+    def _sums(self, words_W: Tensor, run: _Run) -> Tensor:
         num_words = run.count * run.num_rows * ROW_WORDS
         block = words_W[run.first_word : run.first_word + num_words].view(run.count, run.num_rows, ROW_WORDS)
-        return (block.sum(1) * _MULTIPLIERS_W).sum(1)
+        return (block.sum(1) * self._multipliers_W).sum(1)

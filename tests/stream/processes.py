@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.device import device, set_local_device
+from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.box import Shard
 from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes import MakeTransport, make_gloo, make_routes
+from mcore_rl.stream.routes import MakeTransport, make_gloo, make_gpu_pairs, make_routes
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.transport import Transport
@@ -44,6 +46,9 @@ class FaultyTransport:
 
     def memory(self, peer: int) -> Tensor | None:
         return self._transport.memory(peer)
+
+    def device(self, peer: int) -> torch.device:
+        return self._transport.device(peer)
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
         if self._started == self._fault.message:
@@ -81,10 +86,14 @@ class Scene:
     staged: bool = False
     is_far: bool = False
     """Bytes travel as between machines."""
+    on_gpu: tuple[bool, bool] = (False, False)
+    """Whether the senders' and the receivers' tensors lie on GPUs, of which ranks take one each in turns."""
 
     @property
     def make_transport(self) -> MakeTransport:
-        return make_gloo if self.is_far else make_routes
+        if not self.is_far:
+            return make_routes
+        return make_gpu_pairs if all(self.on_gpu) else make_gloo
 
 
 def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
@@ -148,6 +157,8 @@ def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> 
     torch.set_num_threads(1)
     started.wait(60)  # a process that starts late is not the lateness that scenes are about
     is_sender = rank < scene.num_senders
+    if any(scene.on_gpu):
+        set_local_device(rank)
     answer = _send(scene, link, rank) if is_sender else _receive(scene, link, rank - scene.num_senders)
     pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
     pipe.close()
@@ -158,13 +169,20 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
         return []
 
     def make_transport(
-        store: LinkStore, own_rank: int, link: Link, sizes: Mapping[int, int], deadline_s: float
+        store: LinkStore,
+        own_rank: int,
+        link: Link,
+        sizes: Mapping[int, int],
+        deadline_s: float,
+        stream: DeviceStream,
     ) -> Transport:
-        transport = scene.make_transport(store, own_rank, link, sizes, deadline_s)
+        transport = scene.make_transport(store, own_rank, link, sizes, deadline_s, stream)
         own_fault = scene.fault is not None and scene.fault.rank == rank
         return FaultyTransport(transport, scene.fault) if own_fault else transport  # type: ignore[arg-type]
 
     shards, tensors = scene.cut(make_tensors(seed=0), rank, scene.num_senders, "float32")
+    if scene.on_gpu[0]:
+        tensors = {name: tensor.to(device()) for name, tensor in tensors.items()}
     sender = WeightSender(shards, tensors, rank, make_transport)
     reports = [sender.connect(link)]
     for version in range(scene.num_syncs):
@@ -180,6 +198,8 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
 def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dict[str, Tensor]]:
     engine = FusedEngine(receiver, scene.num_receivers, getattr(torch, scene.dtype))
     engine.load_weights(make_tensors(seed=99).items())
+    if scene.on_gpu[1]:
+        engine.to(device())
     tensors = dict(engine.named_parameters())
     weights = WeightReceiver(scene.make_transport)
 
@@ -195,7 +215,7 @@ def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dic
         if reports[-1].error is None:
             reports[-1] = replace(reports[-1], error=handle("swap", version).error)
             LinkStore.open(link).tcp_store.add("swapped", 1)
-    return reports, {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return reports, {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 
 def _stage(link: Link, rank: int, version: int) -> Report:

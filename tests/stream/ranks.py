@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.training import training_shards
 from mcore_rl.stream.routes import make_routes
@@ -103,9 +104,15 @@ class _Rank:
         return self._sender.send(version, engines, timeout_s)
 
     def _make_transport(
-        self, store: LinkStore, rank: int, link: Link, sizes: Mapping[int, int], deadline_s: float
+        self,
+        store: LinkStore,
+        rank: int,
+        link: Link,
+        sizes: Mapping[int, int],
+        deadline_s: float,
+        stream: DeviceStream,
     ) -> Transport:
-        transport = make_routes(store, rank, link, sizes, deadline_s)
+        transport = make_routes(store, rank, link, sizes, deadline_s, stream)
         fault = self._faults.pop(link.engine, None)
         return FaultyTransport(transport, fault) if fault and fault.rank == self._rank else transport
 

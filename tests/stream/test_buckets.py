@@ -149,6 +149,25 @@ def test_a_slice_may_lie_in_several_pieces_and_land_in_several_places() -> None:
         placed_in(bucket, words_W, halves[:1], tensors)
 
 
+def test_a_bucket_may_travel_in_memory_other_than_it_is_packed_and_verified_in() -> None:
+    bucket, expected_W = one_bucket()
+    message_W, desk_W = torch.full_like(expected_W, 7), torch.full_like(expected_W, 7)
+    held = holdings(bucket, {"w": [SHARD]})
+    values, received = torch.arange(6, dtype=torch.float32), torch.zeros(6)
+    sent = PlacedBucket(bucket, desk_W, held, {"param": values}, message_W)
+    sent.pack(3)
+    assert sent.message_u8.data_ptr() == message_W.data_ptr()
+    assert torch.equal(message_W.view(-1, ROW_WORDS)[1], expected_W.view(-1, ROW_WORDS)[1])
+    desk_W.fill_(7)
+    placed = PlacedBucket(bucket, desk_W, held, {"param": received}, message_W)
+    placed.verify(3)
+    placed.place()
+    assert torch.equal(received, values)
+    message_W[-1] ^= 1
+    with pytest.raises(TransferError, match="has checksum"):
+        placed.verify(3)
+
+
 def test_a_changed_byte_is_refused_by_name() -> None:
     bucket, words_W = one_bucket()
     words_W.view(torch.uint8)[bucket.pieces[0].first_word * 8 + 5] ^= 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.routes import MakeTransport, make_gloo, make_routes
 from mcore_rl.stream.sender import WeightSender
@@ -120,9 +121,15 @@ class Chain:
         )
 
     def _make(
-        self, store: LinkStore, rank: int, link: Link, sizes: Mapping[int, int], deadline_s: float
+        self,
+        store: LinkStore,
+        rank: int,
+        link: Link,
+        sizes: Mapping[int, int],
+        deadline_s: float,
+        stream: DeviceStream,
     ) -> Transport:
-        transport = self._make_transport(store, rank, link, sizes, deadline_s)
+        transport = self._make_transport(store, rank, link, sizes, deadline_s, stream)
         fault = self._faults.get((link.upstream, link.engine))
         return FaultyTransport(transport, fault) if fault and fault.rank == rank else transport
 
@@ -215,9 +222,14 @@ def test_padding_travels_as_zeros_so_that_sums_stay_true_when_passed_on() -> Non
     stale = torch.full((10_000,), 7, dtype=torch.int64)
 
     def make_dirty(
-        store: LinkStore, rank: int, link: Link, sizes: Mapping[int, int], deadline_s: float
+        store: LinkStore,
+        rank: int,
+        link: Link,
+        sizes: Mapping[int, int],
+        deadline_s: float,
+        stream: DeviceStream,
     ) -> Transport:
-        transport = make_routes(store, rank, link, sizes, deadline_s)
+        transport = make_routes(store, rank, link, sizes, deadline_s, stream)
         for peer in sizes if rank < link.num_senders else ():
             memory = transport.memory(peer)
             assert memory is not None

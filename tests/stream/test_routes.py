@@ -1,0 +1,55 @@
+"""Which way bytes go between two ranks, and who makes a gloo group for that."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.stream.routes import Place, Way, choose_way, needs_gloo
+
+HOST_A, HOST_B = Place("a"), Place("b")
+GPU_A0 = Place("a", "gpu-a0", ("gpu-a0", "gpu-a1"))
+GPU_A1 = Place("a", "gpu-a1", ("gpu-a1", "gpu-a0"))
+ALONE_A2 = Place("a", "gpu-a2", ("gpu-a2",))
+GPU_B0 = Place("b", "gpu-b0", ("gpu-b0",))
+PLACES = (HOST_A, HOST_B, GPU_A0, GPU_A1, ALONE_A2, GPU_B0)
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "way"),
+    [
+        (HOST_A, HOST_A, "shared memory"),
+        (HOST_A, HOST_B, "gloo"),
+        (GPU_A0, GPU_A0, "shared GPU memory"),
+        (GPU_A0, GPU_A1, "shared GPU memory"),
+        (GPU_A0, ALONE_A2, "NCCL"),
+        (ALONE_A2, GPU_A0, "NCCL"),
+        (GPU_A0, GPU_B0, "NCCL"),
+        (GPU_A0, HOST_A, "shared memory"),
+        (HOST_A, GPU_A0, "shared memory"),
+        (GPU_A0, HOST_B, "gloo"),
+        (HOST_B, GPU_A0, "gloo"),
+    ],
+)
+def test_the_way_follows_from_what_both_ends_say_of_themselves(
+    sender: Place, receiver: Place, way: Way
+) -> None:
+    assert choose_way(sender, receiver) == way
+
+
+def test_only_the_receiver_needs_to_read_the_other_gpu() -> None:
+    sees_all = Place("a", "gpu-a3", ("gpu-a3", "gpu-a2"))
+    assert choose_way(ALONE_A2, sees_all) == "shared GPU memory"
+    assert choose_way(sees_all, ALONE_A2) == "NCCL"
+
+
+some_places = st.lists(st.sampled_from(PLACES), min_size=1, max_size=4)
+
+
+@given(senders=some_places, receivers=some_places)
+def test_ranks_make_a_gloo_group_exactly_if_a_pair_of_theirs_uses_it(
+    senders: list[Place], receivers: list[Place]
+) -> None:
+    ways = {choose_way(sender, receiver) for sender, receiver in product(senders, receivers)}
+    assert needs_gloo(senders, receivers) == ("gloo" in ways)
