@@ -12,7 +12,6 @@ memory only; it may lie there in several pieces.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from torch import Tensor
 from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.fp8 import BLOCK, FP8, quantise_into, scale_box
 from mcore_rl.slices.pool import Slice
+from mcore_rl.stream.copies import Copies
 from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums
 
-_copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 _UNSIGNED = 2**64 - 1
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
 _HEADER_WORDS = 2
@@ -212,13 +211,13 @@ class PlacedBucket:
         values = [piece.values(words_W) for piece in bucket.pieces]
         index = {piece.box: i for i, piece in enumerate(bucket.pieces)}
         matrices: dict[int, list[Holding]] = defaultdict(list)
-        self._values, self._own = [], []
+        pairs = []
         for part in held:
             if bucket.pieces[part.piece].dtype == FP8 != part.shard.dtype:
                 matrices[part.piece].append(part)
             else:
-                self._values.append(values[part.piece][part.within])
-                self._own.append(part.shard.view(tensors))
+                pairs.append((part.shard.view(tensors), values[part.piece][part.within]))
+        self._copies = Copies(pairs)
         self._matrices = [
             _Matrix(
                 [(part.within, part.shard.view(tensors)) for part in parts],
@@ -248,8 +247,7 @@ class PlacedBucket:
         `sums_P`: those that the slices came with, if they are only passed on.
         """
         self._words_W.view(-1, ROW_WORDS).index_fill_(0, self._last_rows_P, 0)
-        if self._own:
-            _copy_all(self._values, self._own)
+        self._copies.to_right()
         for matrix in self._matrices:
             matrix.quantise()
         self._words_W[self._sums_at] = self._checksums(self._words_W) if sums_P is None else sums_P
@@ -285,4 +283,4 @@ class PlacedBucket:
 
     def place(self) -> None:
         """Copy the received slices into this rank's own tensors."""
-        _copy_all(self._own, self._values)
+        self._copies.to_left()

@@ -115,7 +115,7 @@ class GpuPairTransport:
             meeting.set_result(_Message(work, token_u8, f"{self._names[peer]} to answer over NCCL"))
             if self._is_closed:  # nobody waited for the end of this
                 _abort([group], [])
-        except RuntimeError as error:
+        except Exception as error:
             meeting.set_exception(error)
 
     def _start(self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str) -> None:

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from mcore_rl.device import has_cuda
+from mcore_rl.device import device, has_cuda
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.pool import Slice
+from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
 from tests.stream.layouts import column_cut, expert_cut, row_cut
 from tests.stream.processes import Fault, Scene, expected_parameters, run_scene
 
@@ -67,3 +70,20 @@ def test_a_sender_that_is_gone_or_hangs_is_named_by_the_deadline(kind: str, is_f
     assert sender is None
     assert reports[1].error is not None and "from trainer rank 0" in reports[1].error
     assert reports[1].seconds < scene.timeout_s + 10
+
+
+def test_a_bucket_takes_few_kernels_however_many_slices_it_has() -> None:
+    shards = [Shard(Box(f"w{i}", (0,), (300,)), "flat", 300 * i, (1,), "float32") for i in range(1000)]
+    (bucket,) = plan_buckets({(0, 0): [Slice(shard.box, "bfloat16") for shard in shards]}, 1, 1 << 21)
+    held = holdings(bucket, {shard.box.name: [shard] for shard in shards})
+    words_W = torch.zeros(bucket.num_words, dtype=torch.int64, device=device())
+    placed = PlacedBucket(bucket, words_W, held, {"flat": torch.randn(300_000, device=device())})
+    placed.pack(1)
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    profile.start()
+    placed.pack(1)
+    placed.verify(1)
+    placed.place()
+    profile.stop()
+    kernels = [event.name for event in profile.events() or () if event.device_type.name == "CUDA"]
+    assert 0 < len(kernels) < 100, kernels
