@@ -16,6 +16,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape, run_processes
 from mcore_rl.cluster.trainer import TrainerGroup
+from mcore_rl.colocation import ColocatedTrainer, EngineMemory
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.sft import SftStream
@@ -54,9 +55,7 @@ def run_train(config: Config) -> None:
     _check_lens(config)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
     with _run(config, with_engines=True, with_trainer=True) as (folder, newest, processes):
-        trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
-        engines = processes.start_engines()
-        trainer.wait_built()
+        trainer, engines, memory = _start_both(config, processes, num_steps, loss)
         if config.algorithm.kl.coef:
             trainer.snapshot_reference()
         start_step = _resume(trainer, prompts, newest)
@@ -72,7 +71,7 @@ def run_train(config: Config) -> None:
         )
         packed, watched = _pack(config, trainer, folder), processes.watched
         canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, watched)
-        weights = EngineSync(refitter, canary, engines.rotation, engines.look, watched)
+        weights = EngineSync(refitter, canary, engines.rotation, engines.look, watched, memory)
         weights.sync(WeightVersion(start_step))
         with _make_log(config, folder, config.run.steps, start_step) as log:
             roles = Roles(
@@ -81,7 +80,7 @@ def run_train(config: Config) -> None:
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
                 reward=reward,
                 advantages=advantages,
-                trainer=packed,
+                trainer=ColocatedTrainer(packed, memory, watched) if config.cluster.colocated else packed,
                 weights=weights,
                 log=log,
             )
@@ -136,6 +135,23 @@ def _run(
         config, folder.logs, with_engines=with_engines, with_trainer=with_trainer
     ) as processes:
         yield folder, newest, processes
+
+
+def _start_both(
+    config: Config, processes: RunProcesses, num_steps: int, loss: Any
+) -> tuple[TrainerGroup, EngineGroup, EngineMemory]:
+    """Trainer ranks and engines at once or, if they share GPUs, one after the other."""
+    if not config.cluster.colocated:
+        trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
+        engines = processes.start_engines()
+        trainer.wait_built()
+        return trainer, engines, EngineMemory((), config.run.call_timeout_s)
+    engines = processes.start_engines()
+    memory = EngineMemory([engine.url for engine in engines.wait_built()], config.run.call_timeout_s)
+    processes.watched(memory.for_training())
+    trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
+    trainer.wait_built()
+    return trainer, engines, memory
 
 
 def _open(config: Config, *needed: str) -> PreTrainedTokenizerBase:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from mcore_rl.canary import Canary, CanaryReport
+from mcore_rl.colocation import EngineMemory
 from mcore_rl.players import Watched
 from mcore_rl.rollout.rotation import EngineLife, Rotation
 from mcore_rl.stream.refit import RefitError, Refitter
@@ -33,10 +34,11 @@ class EngineSync:
         rotation: Rotation,
         look: Callable[[], Awaitable[None]],
         watched: Watched[Any],
+        memory: EngineMemory,
     ) -> None:
         """`look` brings `rotation` up to date; it raises if an engine died for good."""
         self._refitter, self._canary, self._rotation = refitter, canary, rotation
-        self._look, self._watched = look, watched
+        self._look, self._watched, self._memory = look, watched, memory
         self._linked: dict[str, int] = {}
         """Engine url -> `restarts` of the process that was linked, also if it then failed."""
         self._version = WeightVersion(0)
@@ -66,6 +68,7 @@ class EngineSync:
     async def _bring(self, version: WeightVersion) -> tuple[RefitReport, dict[str, str]]:
         """What came of the sync, and by url why engines were left out or failed."""
         self._version = version
+        await self._memory.for_sync()
         while True:
             reasons = await self._link()
             try:
@@ -75,6 +78,7 @@ class EngineSync:
                     raise
                 _log.warning("%s; waiting for an engine that is starting again", error)
             else:
+                await self._memory.for_rollout()
                 return report, {**reasons, **report.failed}
 
     async def _link(self) -> dict[str, str]:

@@ -114,10 +114,10 @@ def make_deployment(config: Config) -> Deployment:
     engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
     recorded = record_layouts(config, engines)
     source, target = recorded.source(), recorded.target()
-    first_host = 0 if config.plan.colocated else -(-source.num_ranks // per_host)
+    first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
     # Engines on the trainer's hosts have near holders of their own, so there is nothing to pass on.
-    relays = config.sync.relay and rollout.stage_weights and not config.plan.colocated
+    relays = config.sync.relay and rollout.stage_weights and not config.cluster.colocated
     engine_ranks = target.num_ranks // rollout.engines
     return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
 

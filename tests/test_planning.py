@@ -68,7 +68,9 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         "rollout.tp=16",
         "rollout.ep=16",
         "plan.ranks_per_host=16",
-        "plan.colocated=true",
+        "cluster.colocated=true",
+        "rollout.stage_weights=false",
+        "rollout.restarts=0",
     ]
     assert main(["plan", "recipe=plan_qwen3_30b", *settings, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -110,7 +112,7 @@ def test_nothing_is_started_and_no_engine_is_imported() -> None:
 
 
 def test_the_table_in_the_document_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line in read(Path("docs/plan.md")).splitlines() if line.startswith("| `plan_")]
+    lines = [line for line in read(Path("docs/sync.md")).splitlines() if line.startswith("| `plan_")]
     assert len(lines) == len(SHIPPED)
     for line in lines:
         recipe, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))

@@ -37,6 +37,22 @@ def test_overrides_reach_the_tree() -> None:
             ["parallel.ep=4", "parallel.dp=1"],
             r"parallel.ep \* parallel.etp = 4 does not divide tp \* cp \* dp = 1",
         ),
+        (
+            ["rollout.tp=4", "rollout.nodes_per_engine=3"],
+            r"rollout.nodes_per_engine=3 does not divide rollout.tp \* rollout.pp = 4",
+        ),
+        (
+            ["cluster.colocated=true", "rollout.tp=4"],
+            r"rollout.engines \* rollout.tp \* rollout.pp = 4: there are parallel.world_size=2 trainer ranks",
+        ),
+        (
+            ["cluster.colocated=true"],
+            r"cluster.colocated=true with rollout.stage_weights=True: .* set rollout.stage_weights=false",
+        ),
+        (
+            ["cluster.colocated=true", "rollout.stage_weights=false"],
+            r"cluster.colocated=true with rollout.restarts=1: .* set rollout.restarts=0",
+        ),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
         (["run.steps"], r"overrides have the form key=value"),
     ],

@@ -6,6 +6,7 @@ The servers are watched and, within limits, started again.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,8 +25,9 @@ TAIL_LINES = 5
 class EngineWorker:
     """Starts one server process and keeps it; the server dies with this process."""
 
-    def __init__(self, spec: EngineSpec, startup_timeout_s: float, max_restarts: int) -> None:
-        self._startup_timeout_s, self._max_restarts = startup_timeout_s, max_restarts
+    def __init__(self, spec: EngineSpec, engine: int, startup_timeout_s: float, max_restarts: int) -> None:
+        """`engine`: the index of the engine that this server is all or, on one of its machines, a part of."""
+        self._index, self._startup_timeout_s, self._max_restarts = engine, startup_timeout_s, max_restarts
         self._num_restarts = 0
         self._healthy_until: float | None = None
         """While a server that was started again is not up: when it has to be."""
@@ -44,25 +46,27 @@ class EngineWorker:
         """Of the server, on its machine."""
         return self._engine.pid
 
-    def check(self) -> EngineLife:
+    def check(self, restarts_of_engines: Sequence[int]) -> EngineLife:
         """How the server fares. A dead one is started again at the same address, without waiting for it.
 
+        So is one that lives, but belongs to an engine whose other servers were started again more often.
         Raises ProcessLost, with the log's last lines, if it was started again often enough already or does
         not get healthy.
         """
         if not self._engine.is_alive():
-            self._restart()
+            self._restart(f"died (status {self._engine.exit_status})")
+        elif self._num_restarts < restarts_of_engines[self._index]:
+            self._restart("is of no use without the engine's other server, which died")
         elif self._healthy_until is not None:
             self._see_whether_it_is_up(self._healthy_until)
         return EngineLife(self._engine.url, self._num_restarts, self._healthy_until is None)
 
-    def _restart(self) -> None:
-        status, tail = self._engine.exit_status, self._engine.tail(TAIL_LINES)
-        died = f"{self._engine.name} died (status {status}); its last lines:\n{tail}"
+    def _restart(self, why: str) -> None:
+        lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"
         if self._num_restarts >= self._max_restarts:
-            raise ProcessLost(died)
+            raise ProcessLost(lost)
         self._num_restarts += 1
-        print(f"{died}\nstarting it again, {self._num_restarts} of {self._max_restarts}")
+        print(f"{lost}\nstarting it again, {self._num_restarts} of {self._max_restarts}")
         self._engine.stop()
         self._engine = EngineProcess(self._engine.spec)
         self._engine.start()
@@ -91,31 +95,46 @@ class EngineGroup:
     def __init__(self, slots: Sequence[Sequence[Slot]], log_dir: Path, call_timeout_s: float) -> None:
         """Start the workers' processes, without waiting for them. `slots`: per engine, one per machine."""
         self._num_nodes = [len(of_engine) for of_engine in slots]
+        self._restarts = [0] * len(slots)
         self._group = RankGroup("engine", [slot for of_engine in slots for slot in of_engine], log_dir)
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
+        self._addresses: list[EngineAddress] | None = None
 
-    def start_build(self, specs: Sequence[EngineSpec], timeout_s: float, max_restarts: int = 0) -> None:
+    def start_build(
+        self,
+        specs: Sequence[EngineSpec],
+        timeout_s: float,
+        max_restarts: int = 0,
+        gpu_ids: Sequence[str] = (),
+    ) -> None:
         """Begin to start the servers, one spec per engine; `wait_built` ends it.
 
-        A server that dies later is started again, `max_restarts` times each; none that spans machines is.
+        `gpu_ids`: on which GPUs, one for each rank of each engine; none given: those that Ray assigned.
+        An engine of which a server dies later is started again, `max_restarts` times each.
         """
         spread = self._num_nodes
         points = self._group.meeting_points(timeout_s) if max(spread) > 1 else []
-        args = []
-        for spec, num_nodes in zip(specs, spread, strict=True):
+        args, gpus = [], iter(gpu_ids)
+        for engine, (spec, num_nodes) in enumerate(zip(specs, spread, strict=True)):
             first = len(args)
             meet = "{}:{}".format(*points[first]) if num_nodes > 1 else None
+            on_each = spec.tp * spec.pp // num_nodes
             for node_rank in range(num_nodes):
                 of_node = replace(spec, num_nodes=num_nodes, node_rank=node_rank, dist_init_addr=meet)
-                args.append((of_node, timeout_s, max_restarts if num_nodes == 1 else 0))
+                of_node = replace(of_node, gpu_ids=tuple(islice(gpus, on_each)))
+                args.append((_own_log(of_node), engine, timeout_s, max_restarts))
         self._building = self._group.start_build(EngineWorker, args, timeout_s)
 
     def wait_built(self) -> list[EngineAddress]:
         """Where the healthy engines answer, in the order of the specs."""
         assert self._building is not None, "start_build comes first"
+        if self._addresses is not None:
+            return self._addresses
         self._group.finish(self._building)
-        addresses = self._firsts(self._group.call_all("address", deadline_s=self._call_timeout_s))
+        self._addresses = addresses = self._firsts(
+            self._group.call_all("address", deadline_s=self._call_timeout_s)
+        )
         self.rotation = Rotation([address.url for address in addresses])
         return addresses
 
@@ -124,15 +143,31 @@ class EngineGroup:
 
     async def look(self) -> None:
         """Bring `rotation` up to date now; raise RankError if a server died for good, or its worker."""
-        self._note(await self._group.call_all_async("check", deadline_s=self._call_timeout_s))
+        self._note(await self._group.call_all_async("check", self._restarts, deadline_s=self._call_timeout_s))
 
     async def watch(self) -> None:
         """Return never; raise RankError once a server died for good, or its worker."""
-        await self._group.watch("check", self._note)
+        await self._group.watch("check", self._restarts, note=self._note)
 
     def _note(self, lives: Sequence[EngineLife]) -> None:
-        self.rotation.note(self._firsts(lives))
+        """An engine is as healthy as the server on its first machine, which waits for the others."""
+        per_server = iter(lives)
+        whole = []
+        for engine, num_nodes in enumerate(self._num_nodes):
+            first, *others = islice(per_server, num_nodes)
+            restarts = max(life.restarts for life in (first, *others))
+            self._restarts[engine] = restarts
+            healthy = first.healthy and first.restarts == restarts
+            whole.append(replace(first, restarts=restarts, healthy=healthy))
+        self.rotation.note(whole)
 
     def _firsts(self, answers: Sequence[T]) -> list[T]:
         """Per engine, the answer of the worker on its first machine."""
         return [answers[sum(self._num_nodes[:i])] for i in range(len(self._num_nodes))]
+
+
+def _own_log(spec: EngineSpec) -> EngineSpec:
+    """With a log of its own for each machine but the first."""
+    log = Path(spec.log_path)
+    name = log.name if spec.node_rank == 0 else f"{log.stem}_node{spec.node_rank}{log.suffix}"
+    return replace(spec, log_path=str(log.with_name(name)))

@@ -107,14 +107,17 @@ class RankGroup:
         answers = self.finish(self._expect(method, refs, deadline_s))
         return [answers[rank] for rank in self._owners]
 
-    async def watch(self, method: str | None = None, note: Callable[[list[Any]], None] | None = None) -> None:
+    async def watch(
+        self, method: str | None = None, *args: object, note: Callable[[list[Any]], None] | None = None
+    ) -> None:
         """Return never; raise RankError once a rank's process is gone or, if given, its `method` raises.
 
         `note` gets the answers of each round. A rank that is busy answers late, which is no error here.
         """
         while True:
             refs = [
-                h.call.remote(WATCH_DEADLINE_S, method) if method else h.pid.remote() for h in self._hosts
+                h.call.remote(WATCH_DEADLINE_S, method, *args) if method else h.pid.remote()
+                for h in self._hosts
             ]
             try:
                 answers = await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
@@ -135,6 +138,11 @@ class RankGroup:
     def meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
         """By rank: (address, free port) of its machine, for ranks to meet at."""
         refs = [host.meeting_point.remote() for host in self._hosts]
+        return self.finish(self._expect("start-up", refs, deadline_s))
+
+    def gpu_ids(self, deadline_s: float) -> list[tuple[str, ...]]:
+        """By rank: the GPUs of its machine that it has."""
+        refs = [host.gpu_ids.remote() for host in self._hosts]
         return self.finish(self._expect("start-up", refs, deadline_s))
 
     def kill(self) -> None:

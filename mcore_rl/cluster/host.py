@@ -57,6 +57,10 @@ class Host:
     def pid(self) -> int:
         return os.getpid()
 
+    def gpu_ids(self) -> tuple[str, ...]:
+        """Which GPUs of its machine the process has, as CUDA counts them."""
+        return tuple(str(gpu) for gpu in ray.get_gpu_ids())
+
     def meeting_point(self) -> tuple[str, int]:
         """(address of this machine, TCP port that was free a moment ago)."""
         return node_address(), find_free_port("")

@@ -1,7 +1,8 @@
 """Where the ranks run: a recipe's ranks and engines in, Ray bundles out; each bundle hosts one process."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -16,6 +17,8 @@ class Slot:
     group: PlacementGroup
     bundle_index: int
     bundle: Bundle
+    """What the process takes of it."""
+    node: str
 
 
 def plan_trainer(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
@@ -23,16 +26,58 @@ def plan_trainer(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> li
     return [_bundle(cpus_per_rank, min(1, gpus_per_node))] * num_ranks
 
 
-def plan_engine(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
-    """One bundle per node that the engine spans. ValueError if its ranks fill no whole number of nodes."""
-    if gpus_per_node == 0 or num_ranks <= gpus_per_node:
-        return [_bundle(cpus_per_rank * num_ranks, num_ranks if gpus_per_node else 0)]
-    if num_ranks % gpus_per_node:
+def plan_engine(num_ranks: int, cpus_per_rank: float, gpus_per_node: int, num_nodes: int = 0) -> list[Bundle]:
+    """One bundle per node that the engine spans, `num_nodes` or, for 0, as many as its GPUs fill.
+
+    ValueError if its ranks fill no whole number of nodes, or more of each than there is.
+    """
+    if not num_nodes and gpus_per_node:
+        num_nodes = -(-num_ranks // gpus_per_node)
+        if num_nodes > 1 and num_ranks % gpus_per_node:
+            raise ValueError(
+                f"rollout.tp * rollout.pp = {num_ranks} fills no whole number of nodes of {gpus_per_node}"
+                " GPUs; take a multiple or less"
+            )
+    on_each = num_ranks // max(num_nodes, 1)
+    if 0 < gpus_per_node < on_each:
         raise ValueError(
-            f"rollout.tp * rollout.pp = {num_ranks} fills no whole number of nodes of {gpus_per_node} GPUs;"
-            " take a multiple or less"
+            f"rollout.nodes_per_engine={num_nodes} puts {on_each} ranks on a node, which has {gpus_per_node}"
+            " GPUs; take more nodes, or 0"
         )
-    return [_bundle(cpus_per_rank * gpus_per_node, gpus_per_node)] * (num_ranks // gpus_per_node)
+    return [_bundle(cpus_per_rank * on_each, on_each if gpus_per_node else 0)] * max(num_nodes, 1)
+
+
+def plan_colocated(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
+    """One bundle per training rank, with CPUs for the engine's rank beside it; `share` divides them."""
+    return [_bundle(2 * cpus_per_rank, min(1, gpus_per_node))] * num_ranks
+
+
+def share(
+    slots: Sequence[Slot], num_engines: int, ranks_per_engine: int, num_nodes: int = 0
+) -> tuple[list[Slot], list[list[Slot]]]:
+    """Of a colocated plan: the slots of the training ranks and, per engine, one for each node it spans.
+
+    Engine e lies beside the ranks from e * `ranks_per_engine` on; a slot of an engine stands for all its
+    ranks on that node and takes no GPU, as those belong to the training ranks. `num_nodes` 0: as few as
+    can be. ValueError if the ranks do not lie evenly on so many.
+    """
+    most_on_a_node = max(Counter(slot.node for slot in slots).values())
+    on_each = ranks_per_engine // (num_nodes or -(-ranks_per_engine // most_on_a_node))
+    halves = [replace(s, bundle={**s.bundle, "CPU": s.bundle["CPU"] / 2}) for s in slots]
+    of_engines = []
+    for engine in range(num_engines):
+        first = engine * ranks_per_engine
+        beside = halves[first : first + ranks_per_engine]
+        parts = [beside[i : i + on_each] for i in range(0, ranks_per_engine, on_each)]
+        if any(len({slot.node for slot in part}) > 1 or len(part) < on_each for part in parts):
+            raise ValueError(
+                f"cluster.colocated=true: training ranks {first} to {first + ranks_per_engine - 1} lie on"
+                f" {len({slot.node for slot in beside})} nodes, on which engine {engine} of rollout.tp *"
+                f" rollout.pp = {ranks_per_engine} ranks does not lie evenly; take a divisor of the GPUs of a"
+                " node, or a multiple"
+            )
+        of_engines.append([replace(part[0], bundle=_bundle(part[0].bundle["CPU"], 0)) for part in parts])
+    return halves, of_engines
 
 
 def gpus_per_node() -> int:
@@ -60,7 +105,7 @@ def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Sl
     slots, first = [], 0
     for plan in plans:
         indices = sorted(range(first, first + len(plan)), key=lambda i: (nodes[i], i))
-        slots.append([Slot(group, i, bundles[i]) for i in indices])
+        slots.append([Slot(group, i, bundles[i], nodes[i]) for i in indices])
         first += len(plan)
     return slots
 

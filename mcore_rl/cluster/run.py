@@ -8,7 +8,15 @@ from typing import Any
 
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
-from mcore_rl.cluster.placement import gpus_per_node, plan_engine, plan_trainer, reserve
+from mcore_rl.cluster.placement import (
+    Slot,
+    gpus_per_node,
+    plan_colocated,
+    plan_engine,
+    plan_trainer,
+    reserve,
+    share,
+)
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
 from mcore_rl.config import Config, OptimizerConfig
@@ -61,8 +69,12 @@ class RunProcesses:
         specs = [
             _engine_spec(config, self._log_dir / f"sglang_{i}.log") for i in range(config.rollout.engines)
         ]
-        max_restarts = config.rollout.restarts if self._trainer is not None else 0
-        self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts)
+        max_restarts, gpu_ids = 0, []
+        if self._trainer is not None:
+            max_restarts = config.rollout.restarts
+            if config.cluster.colocated:
+                gpu_ids = [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
+        self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts, gpu_ids)
         return self._engines
 
     def watched(self, work: Awaitable[Any]) -> Any:
@@ -78,13 +90,12 @@ def run_processes(
     """Ray, and the processes of the ranks and engines, gone at the end whatever happened."""
     num_ranks = config.parallel.world_size if with_trainer else 0
     num_engines = config.rollout.engines if with_engines else 0
-    cpus, timeout_s = config.cluster.cpus_per_rank, config.run.call_timeout_s
-    with ray_session(config.cluster, num_cpus=cpus * (num_ranks + num_engines * config.rollout.engine_ranks)):
-        gpus = gpus_per_node()
-        plans = [plan_trainer(num_ranks, cpus, gpus)] if with_trainer else []
-        plans += [plan_engine(config.rollout.engine_ranks, cpus, gpus) for _ in range(num_engines)]
-        slots = reserve(plans, config.run.startup_timeout_s)
-        trainer_slots, engine_slots = (slots[0], slots[1:]) if with_trainer else ([], slots)
+    engine_ranks = config.rollout.engine_ranks * num_engines
+    if config.cluster.colocated and engine_ranks:
+        engine_ranks = max(engine_ranks, num_ranks)
+    num_cpus, timeout_s = config.cluster.cpus_per_rank * (num_ranks + engine_ranks), config.run.call_timeout_s
+    with ray_session(config.cluster, num_cpus):
+        trainer_slots, engine_slots = _reserve(config, num_ranks, num_engines)
         trainer = TrainerGroup(trainer_slots, log_dir, timeout_s) if with_trainer else None
         engines = EngineGroup(engine_slots, log_dir, timeout_s) if with_engines else None
         event_loop = EventLoop()
@@ -92,6 +103,18 @@ def run_processes(
             yield RunProcesses(config, log_dir, event_loop, trainer, engines)
         finally:
             event_loop.close()
+
+
+def _reserve(config: Config, num_ranks: int, num_engines: int) -> tuple[list[Slot], list[list[Slot]]]:
+    """Room for that many training ranks and engines."""
+    cpus, rollout, gpus = config.cluster.cpus_per_rank, config.rollout, gpus_per_node()
+    if config.cluster.colocated and num_ranks and num_engines:
+        [slots] = reserve([plan_colocated(num_ranks, cpus, gpus)], config.run.startup_timeout_s)
+        return share(slots, num_engines, rollout.engine_ranks, rollout.nodes_per_engine)
+    of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
+    plans = [plan_trainer(num_ranks, cpus, gpus), *[of_engine] * num_engines]
+    trainer_slots, *engine_slots = reserve(plans, config.run.startup_timeout_s)
+    return trainer_slots, engine_slots
 
 
 def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
@@ -113,6 +136,7 @@ def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
         deterministic=rollout.deterministic,
         routed_experts=experts_shape(config) is not None,
         custom_weight_loaders=(LOADER,),
+        gives_up_memory=config.cluster.colocated,
         seed=config.run.seed,
         extra_args=("--weight-version", "0", *dummy, *override),
     )

@@ -172,6 +172,10 @@ class TrainerGroup:
         """Return never; raise RankError once a rank's process is gone."""
         await self._group.watch()
 
+    def gpu_ids(self) -> list[tuple[str, ...]]:
+        """GPUs of its machine by rank; none where there are none. Before the model is built, too."""
+        return self._group.gpu_ids(self._call_timeout_s)
+
     def pids(self) -> list[int]:
         """Process ids by rank, each on its own machine."""
         return self._group.pids(self._call_timeout_s)

@@ -80,9 +80,29 @@ class Config:
             raise ValueError(
                 f"rollout.quantization=fp8 with model.dtype={self.model.dtype}: needs model.dtype=bfloat16"
             )
+        if self.cluster.colocated:
+            _check_colocated(self.parallel, self.rollout)
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples % self.train.mini_batches:
             raise ValueError(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible by"
                 f" train.mini_batches={self.train.mini_batches}"
+            )
+
+
+def _check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
+    needed = rollout.engines * rollout.engine_ranks
+    if needed > parallel.world_size:
+        raise ValueError(
+            f"cluster.colocated=true with rollout.engines * rollout.tp * rollout.pp = {needed}: there are"
+            f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
+        )
+    for name, needs, why in (
+        ("stage_weights", False, "there is no memory for the weights twice"),
+        ("restarts", 0, "a server that starts would take the memory that training uses"),
+    ):
+        if getattr(rollout, name) != needs:
+            raise ValueError(
+                f"cluster.colocated=true with rollout.{name}={getattr(rollout, name)}: {why};"
+                f" set rollout.{name}={str(needs).lower()}"
             )

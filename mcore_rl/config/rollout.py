@@ -13,6 +13,8 @@ class RolloutConfig:
     pp: int = 1
     attention_dp: int = 1
     """Groups of an engine's tensor-parallel ranks that each hold all attention weights (DP attention)."""
+    nodes_per_engine: int = 0
+    """Machines that an engine spans, with one server process on each; 0: as many as its GPUs fill."""
     quantization: str = "none"
     """fp8: engines serve projections in 128 x 128 blocks of FP8, which trainer ranks compute as they send."""
     prompts_per_step: int = 32
@@ -43,6 +45,11 @@ class RolloutConfig:
         for name in ("ep", "attention_dp"):
             if self.tp % getattr(self, name):
                 raise ValueError(f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}")
+        if self.nodes_per_engine < 0 or self.engine_ranks % max(self.nodes_per_engine, 1):
+            raise ValueError(
+                f"rollout.nodes_per_engine={self.nodes_per_engine} does not divide"
+                f" rollout.tp * rollout.pp = {self.engine_ranks}"
+            )
 
     @property
     def engine_ranks(self) -> int:
@@ -90,8 +97,6 @@ class PlanConfig:
     link_gbps: float = 400.0
     """Speed of each rank's network link, 10**9 bits per second, in each direction."""
     ranks_per_host: int = 8
-    colocated: bool = False
-    """Engines run on the trainer's hosts, rank by rank; else on hosts of their own."""
 
     def __post_init__(self) -> None:
         positive("plan.link_gbps", self.link_gbps)

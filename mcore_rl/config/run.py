@@ -74,5 +74,7 @@ class LogConfig:
 class ClusterConfig:
     address: str | None = None
     """Ray address to join; None starts Ray on this machine for the length of the run."""
+    colocated: bool = False
+    """Engines run on the trainer ranks' GPUs, rank by rank, and give up their memory while those train."""
     cpus_per_rank: float = 1.0
     object_store_mib: int = 512

@@ -7,6 +7,7 @@ has a CPU variant.
 """
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ def set_local_device(local_rank: int) -> None:
     """Bind this process to one GPU of its node; on CPU there is nothing to bind."""
     if has_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
+
+
+def environment_of(gpu_ids: Sequence[str]) -> dict[str, str]:
+    """What a process must find in its environment to see these GPUs of its node, and no others."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)} if gpu_ids else {}
 
 
 def synchronize() -> None:

@@ -18,6 +18,7 @@ from types import TracebackType
 
 import psutil
 
+from mcore_rl.device import environment_of
 from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.temp_dir import TempDir
 
@@ -38,6 +39,8 @@ class EngineSpec:
     custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
     port                  None finds a free one when the engine starts
     dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
+    gives_up_memory       its GPU memory can be released and taken back while it runs
+    gpu_ids               GPUs of the machine that it sees; none given: all that its parent sees
     extra_args            further SGLang arguments, as on its command line
     """
 
@@ -60,6 +63,8 @@ class EngineSpec:
     num_nodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
+    gives_up_memory: bool = False
+    gpu_ids: tuple[str, ...] = ()
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +99,8 @@ class EngineSpec:
             flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
         if self.deterministic:
             flags.append("--enable-deterministic-inference")
+        if self.gives_up_memory:
+            flags.append("--enable-memory-saver")
         if self.routed_experts:
             flags.append("--enable-return-routed-experts")
         if self.custom_weight_loaders:
@@ -166,6 +173,7 @@ class EngineProcess:
         """SGLang leaves files in its temporary folder, so it gets its own; compile caches stay shared."""
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
+        environment |= environment_of(self.spec.gpu_ids)
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
         return environment
 

@@ -77,7 +77,8 @@ def use_cpu(arguments: list[str]) -> list[str]:
 
     apply_patches()
     added = [part for item in CPU_ARGUMENTS.items() if item[0] not in arguments for part in item]
-    return [*arguments, *added]
+    kept = [argument for argument in arguments if argument != "--enable-memory-saver"]  # host memory stays
+    return [*kept, *added]
 
 
 def _option(arguments: Sequence[str], name: str, default: str) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+from collections.abc import Collection
 from typing import Any
 
 import aiohttp
@@ -12,6 +13,8 @@ from mcore_rl.stream.wire import COMMAND_NAME
 
 LOADER = "mcore_rl.stream.receiver.load"
 """What the engine must be started with: --custom-weight-loader."""
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""SGLang's names of the memory that an engine can give up."""
 
 
 class EngineError(RuntimeError):
@@ -70,6 +73,21 @@ class EngineControl:
         """From here on, tokens are labelled with `version`."""
         await self._post("/update_weight_version", new_version=str(version), abort_all_requests=False)
 
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Return once no request is left; what their KV cache held is forgotten."""
+        await self._call("POST", f"/flush_cache?timeout={timeout_s:g}", None)
+
+    async def release(self, kinds: Collection[str]) -> None:
+        """Give up the GPU memory of `kinds` (WEIGHTS, KV_CACHE) and what is in it.
+
+        The engine must be idle and hold that memory: SGLang's schedulers end where it is not or does not.
+        """
+        await self._post("/release_memory_occupation", tags=sorted(kinds))
+
+    async def occupy(self, kinds: Collection[str]) -> None:
+        """Take back the memory that was released, with nothing in it."""
+        await self._post("/resume_memory_occupation", tags=sorted(kinds))
+
     async def _post(self, path: str, **body: Any) -> None:
         answer = await self._call("POST", path, body)
         if not answer.get("success", True):
@@ -78,9 +96,13 @@ class EngineControl:
     async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
-                if response.content_type != "application/json":
-                    raise EngineError(f"engine {self.url} answered {path}: {await response.text()!r:.300}")
-                answer = await response.json()
+                is_json = response.content_type == "application/json"
+                answer = await response.json() if is_json else await response.text()
+                told = isinstance(answer, dict) and "success" in answer
+                if not response.ok and not told:
+                    raise EngineError(
+                        f"engine {self.url} answered {path} with {response.status}: {answer!r:.300}"
+                    )
         except TimeoutError as error:
             raise EngineError(f"engine {self.url} did not answer {path} in time") from error
         except aiohttp.ClientError as error:

@@ -54,6 +54,20 @@ def test_the_only_engine_dies_in_rollout_and_in_refit_and_serves_again(start: St
     assert_no_sample_lost(run)
 
 
+@pytest.mark.slow
+def test_an_engine_on_two_machines_starts_again_when_one_server_dies(start: Start) -> None:
+    run = start("train", *SETTINGS, "rollout.restarts=1", "rollout.tp=2", "rollout.nodes_per_engine=2")
+    run.wait_for("step 2: train")
+    run.find_one("mcore_rl.rollout.server", "--node-rank 1").kill()
+    run.wait_for("serves again")
+    run.wait_for("step 5: train")
+    run.find_one("mcore_rl.rollout.server", "--node-rank 0").kill()
+    assert run.finish(60) == 1, run.tail()
+    assert re.search(DIED_FOR_GOOD, run.tail()), run.tail()
+    run.assert_nothing_left()
+    assert_no_sample_lost(run)
+
+
 def log_of(run: Run, url: str) -> Path:
     """Of the server that was started again, as its worker named it."""
     told = "".join(p.read_text() for p in (run.run_dir / "logs").glob("engine_rank*.log"))

@@ -57,14 +57,17 @@ def test_train_eval_export_and_report(start: Start) -> None:
     assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
 
 
+COLOCATED = ["cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0"]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.tp=2", "rollout.tp=2"],
+        ["parallel.tp=2", "rollout.tp=2", "rollout.nodes_per_engine=2"],
         ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2"],
-        ["parallel.cp=2", "model.dtype=float32"],
+        ["parallel.cp=2", "model.dtype=float32", *COLOCATED],
     ],
-    ids=["tp2-ep2-engine-tp2", "pp2-two-engines", "cp2-ep2"],
+    ids=["tp2-ep2-engine-tp2-on-two-nodes", "pp2-two-engines", "cp2-ep2-colocated"],
 )
 def test_weights_reach_the_engine_from_every_layout(start: Start, layout: list[str]) -> None:
     run = start("train", "run.steps=2", "train.optimizer.lr=1e-3", "eval.data=[]", *layout)

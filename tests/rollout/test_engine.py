@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
@@ -65,6 +66,7 @@ def test_arguments_hold_every_choice():
         dist_init_addr="a:1",
         deterministic=True,
         custom_weight_loaders=("a.b",),
+        gives_up_memory=True,
         extra_args=("--x", "y"),
     )
     line = " ".join(spec.arguments())
@@ -77,6 +79,7 @@ def test_arguments_hold_every_choice():
         "--dist-init-addr a:1",
         "--enable-deterministic-inference",
         "--custom-weight-loader a.b",
+        "--enable-memory-saver",
         "--x y",
     ):
         assert part in line
@@ -140,7 +143,9 @@ def test_killing_the_parent_leaves_no_orphan(moment, model_path, tmp_path):
 
 @pytest.mark.e2e
 def test_losing_a_scheduler_ends_the_engine(model_path, tmp_path):
-    with EngineProcess(EngineSpec(model_path=model_path, log_path=str(tmp_path / "log"))) as engine:
+    spec = EngineSpec(model_path=model_path, log_path=str(tmp_path / "log"), gpu_ids=("2", "3"))
+    with EngineProcess(spec) as engine:
+        assert psutil.Process(engine.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,3"
         scheduler = min(pid for pid in live_processes(engine.pid) if pid != engine.pid)
         os.kill(scheduler, signal.SIGKILL)
         assert wait_until_gone(engine.pid, timeout_s=15.0) == []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.colocation import EngineMemory
 from mcore_rl.stream.refit import RefitError
 from tests.stream.processes import Fault
 from tests.stream.stage import Stage, call, checksums, checksums_after_loading, open_stage, served_version
@@ -64,18 +65,40 @@ def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkp
         )
 
 
+def test_engines_give_up_memory_once_idle_and_serve_again_after_a_sync(stage: Stage) -> None:
+    memory = EngineMemory(stage.urls, timeout_s=30)
+    stage.sync(1)
+    answers: list[Any] = []
+    request = threading.Thread(target=lambda: answers.append(generate(stage.urls[0], max_new_tokens=900)))
+    request.start()
+    time.sleep(0.5)
+    asyncio.run(memory.for_training())
+    request.join(1)
+    assert [len(answer["output_ids"]) for answer in answers] == [900]
+    asyncio.run(memory.for_training())
+    with pytest.raises(AssertionError, match="after a sync only"):
+        asyncio.run(memory.for_rollout())
+    asyncio.run(memory.for_sync())
+    stage.sync(2)
+    asyncio.run(memory.for_rollout())
+    for url in stage.urls:
+        answer = generate(url)
+        assert answer["meta_info"]["weight_version"] == "2"
+        assert logprob_error(stage.checkpoints[0], answer) < 1e-4
+
+
 def test_requests_in_flight_go_on_with_the_new_weights_and_say_from_where(stage: Stage) -> None:
     answers: list[Any] = []
     url = stage.urls[0]
     request = threading.Thread(target=lambda: answers.append(generate(url, max_new_tokens=900)))
     request.start()
     time.sleep(0.5)
-    stage.sync(2)
+    stage.sync(3)
     request.join(60)
     (answer,) = answers
     assert len(answer["output_ids"]) == 900
     spans = answer["meta_info"]["weight_versions"]
-    assert [span["version"] for span in spans] == ["1", "2"]
+    assert [span["version"] for span in spans] == ["2", "3"]
 
 
 def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:

@@ -1,0 +1,92 @@
+"""Where engines lie: on nodes of their own, or beside the training ranks whose GPUs they share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import (
+    Slot,
+    gpus_per_node,
+    plan_colocated,
+    plan_engine,
+    reserve,
+    share,
+)
+
+NO_GROUP: Any = None
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "gpus", "num_nodes", "expected"),
+    [
+        (2, 0, 0, [{"CPU": 1.0}]),
+        (2, 0, 2, [{"CPU": 0.5}] * 2),
+        (4, 8, 0, [{"CPU": 2.0, "GPU": 4}]),
+        (16, 8, 0, [{"CPU": 4.0, "GPU": 8}] * 2),
+        (8, 8, 2, [{"CPU": 2.0, "GPU": 4}] * 2),
+    ],
+)
+def test_an_engine_gets_a_bundle_on_each_of_its_nodes(num_ranks, gpus, num_nodes, expected) -> None:
+    assert plan_engine(num_ranks, 0.5, gpus, num_nodes) == expected
+
+
+def test_an_engine_that_fits_no_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="= 12 fills no whole number of nodes of 8 GPUs"):
+        plan_engine(12, 1, 8)
+    with pytest.raises(
+        ValueError, match=r"rollout.nodes_per_engine=2 puts 16 ranks on a node, which has 8 GPUs"
+    ):
+        plan_engine(32, 1, 8, num_nodes=2)
+
+
+def slots_on(nodes: str) -> list[Slot]:
+    return [Slot(NO_GROUP, i, {"CPU": 2.0, "GPU": 1}, node) for i, node in enumerate(nodes)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_engines", "ranks_per_engine", "num_nodes", "expected"),
+    [
+        ("aaaabbbb", 4, 2, 0, [[0], [2], [4], [6]]),
+        ("aaaabbbb", 1, 8, 0, [[0, 4]]),
+        ("aaaabbbb", 1, 8, 4, [[0, 2, 4, 6]]),
+        ("aaaa", 1, 2, 0, [[0]]),
+    ],
+)
+def test_engines_lie_beside_the_ranks_in_order(
+    nodes, num_engines, ranks_per_engine, num_nodes, expected
+) -> None:
+    trainer, engines = share(slots_on(nodes), num_engines, ranks_per_engine, num_nodes)
+    assert [slot.bundle for slot in trainer] == [{"CPU": 1.0, "GPU": 1}] * len(nodes)
+    assert [[slot.bundle_index for slot in engine] for engine in engines] == expected
+    assert {slot.bundle["CPU"] for engine in engines for slot in engine} == {1.0}
+    assert not any("GPU" in slot.bundle for engine in engines for slot in engine)
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_engine"), [("aaab", 4), ("aaabbb", 2)])
+def test_an_engine_across_a_border_of_nodes_is_refused(nodes: str, ranks_per_engine: int) -> None:
+    with pytest.raises(ValueError, match=r"cluster.colocated=true: training ranks \d to \d lie on 2 nodes"):
+        share(slots_on(nodes), len(nodes) // ranks_per_engine, ranks_per_engine)
+
+
+@pytest.fixture
+def four_gpus() -> Iterator[None]:
+    """Of which Ray only believes that they are there; it assigns them all the same."""
+    ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=80 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("four_gpus")
+def test_every_training_rank_has_a_gpu_and_engines_take_none(tmp_path: Path) -> None:
+    assert gpus_per_node() == 4
+    [slots] = reserve([plan_colocated(4, 1.0, 4)], timeout_s=20)
+    trainer_slots, engine_slots = share(slots, 2, 2)
+    trainer = RankGroup("trainer", trainer_slots, tmp_path)
+    engines = RankGroup("engine", [slot for slots in engine_slots for slot in slots], tmp_path)
+    assert trainer.gpu_ids(30) == [("0",), ("1",), ("2",), ("3",)]
+    assert engines.gpu_ids(30) == [(), ()]
