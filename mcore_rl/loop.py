@@ -6,6 +6,7 @@ Its roles are Protocols; who plays them (Ray actors on many nodes, or plain obje
 from collections.abc import Iterator
 from dataclasses import replace
 
+from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
 from mcore_rl.data.batch import make_train_batch, plan_mini_batches, select, with_loss_weights
@@ -30,8 +31,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with timer("reward"):
             rewards_N = roles.reward(samples)
         with timer("logprobs"):
-            batch = make_train_batch(samples, roles.advantages(rewards_N, samples), WeightVersion(step - 1))
+            batch = make_train_batch(samples, WeightVersion(step - 1))
             batch = add_logprobs(config, roles.trainer, batch)
+            batch = replace(batch, advantages_T=roles.advantages(rewards_N, samples, batch))
         with timer("train"):
             stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
         with timer("refit"):
@@ -51,16 +53,16 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
 
 def mini_batches(config: Config, batch: TrainBatch, seed: int) -> Iterator[TrainBatch]:
     """The batch of each optimizer step, its loss weights set."""
-    plan = plan_mini_batches(len(batch.lens_N), config.train.mini_batches, config.train.epochs, seed)
-    for indices in plan:
-        yield with_loss_weights(
-            select(batch, indices), config.algorithm.aggregation, config.rollout.max_response_len
-        )
+    algorithm, train = config.algorithm, config.train
+    for i, indices in enumerate(plan_mini_batches(len(batch.lens_N), train.mini_batches, train.epochs, seed)):
+        chosen = with_held_back(select(batch, indices), algorithm, seed * 1009 + i)
+        yield with_loss_weights(chosen, algorithm.aggregation, config.rollout.max_response_len)
 
 
 def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
     """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
-    if config.train.epochs * config.train.mini_batches > 1:
+    algorithm, num_steps = config.algorithm, config.train.epochs * config.train.mini_batches
+    if not algorithm.correction.bypass and (num_steps > 1 or algorithm.needs_old_logprobs):
         old = trainer.compute_logprobs(batch)
         batch = replace(batch, old_logprobs_T=old.logprobs_T, router_flips_T=old.router_flips_T)
     if config.algorithm.kl.coef:

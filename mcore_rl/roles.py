@@ -70,7 +70,8 @@ class Roles:
     held_out: Sequence[Prompt]
     generator: Generator
     reward: Reward
-    advantages: Callable[[Sequence[float], Sequence[Sample]], Tensor]
+    advantages: Callable[[Sequence[float], Sequence[Sample], TrainBatch], Tensor]
+    """(rewards, samples, the batch made of them) -> advantages_T."""
     trainer: Trainer
     weights: WeightSync
     log: Log

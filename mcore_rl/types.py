@@ -84,6 +84,7 @@ class TrainBatch:
                          float32. Log-probs are token-aligned: entry t is log p(token t | tokens before it)
     stale_T              bool, True on tokens sampled from other weights than those that train
     routed_experts_TLK   int16, the engine's choice of experts for each token; -1 where it is not known
+    held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
     router_flips_T       int32, number of layers in which trainer and engine chose other experts for the token
                          before; token-aligned like log-probs
     """
@@ -99,6 +100,7 @@ class TrainBatch:
     stale_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
     router_flips_T: Tensor | None = None
+    held_back_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = sum(self.lens_N)

@@ -1,6 +1,6 @@
-"""Rewards of grouped samples in, one advantage per sample out. One function per algorithm.
+"""Outcomes of samples in, the advantage of each response token out. One function per algorithm.
 
-Axes: N samples. group_N holds one id per sample, equal for the samples of one prompt, in any order.
+Axes: N samples, R response tokens of all samples end to end; see outcomes.py.
 """
 
 from collections.abc import Callable
@@ -8,52 +8,108 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mcore_rl.algo.outcomes import Groups, Outcomes
 from mcore_rl.algo.registry import Registry
+from mcore_rl.config import AlgorithmConfig
 
-Advantage = Callable[[Tensor, Tensor], Tensor]
-"""(rewards_N, group_N) -> advantages_N float32."""
+Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]
+"""-> advantages_R, float32."""
 
 ADVANTAGES: Registry[Advantage] = Registry("algorithm.advantage")
 
 STD_EPS = 1e-6
-"""Added to the group's standard deviation."""
+"""Added to the standard deviation of a group."""
+VARIANCE_EPS = 1e-8
+"""Added to the variance of a batch."""
 
 
 @ADVANTAGES.register("grpo")
-def grpo(rewards_N: Tensor, group_N: Tensor) -> Tensor:
+def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group; GRPO, arXiv:2402.03300, section 4.1.2.
 
     std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards, gets 0.
     """
-    centered_N, group_index_N, num_samples_G = _center(rewards_N, group_N)
-    squares_G = torch.zeros_like(num_samples_G).index_add_(0, group_index_N, centered_N.square())
-    std_G = (squares_G / (num_samples_G - 1).clamp(min=1)).sqrt()
-    return (centered_N / (std_G + STD_EPS)[group_index_N]).float()
+    groups = Groups.of(outcomes.group_N)
+    centered_N = groups.centered(outcomes.scores_N)
+    return outcomes.spread(centered_N / (groups.std(centered_N) + STD_EPS))
 
 
 @ADVANTAGES.register("dr_grpo")
-def dr_grpo(rewards_N: Tensor, group_N: Tensor) -> Tensor:
+def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
-    return _center(rewards_N, group_N)[0].float()
+    return outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N))
 
 
-def _center(rewards_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """float64 rewards minus their group's mean, the group index of each sample, the samples per group.
+@ADVANTAGES.register("rloo")
+def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """A_i = r_i - mean of the group's other rewards; RLOO, arXiv:2402.14740, section 3.2.
 
-    Equal rewards come out as exactly 0, not as rounding errors that a division by 1e-6 would blow up.
+    A group of one gets 0: it has nothing to be compared with.
     """
-    if rewards_N.ndim != 1 or rewards_N.shape != group_N.shape:
-        raise ValueError(
-            f"rewards {tuple(rewards_N.shape)} and groups {tuple(group_N.shape)} must both be [N]"
-        )
-    if not rewards_N.isfinite().all():
-        bad = rewards_N.isfinite().logical_not().nonzero()[:, 0].tolist()
-        raise ValueError(f"rewards of samples {bad[:8]} are not finite")
-    rewards_N = rewards_N.double()
-    _, group_index_N, counts_G = group_N.unique(return_inverse=True, return_counts=True)
-    num_samples_G = counts_G.double()
-    lowest_G = torch.full_like(num_samples_G, torch.inf)
-    lowest_G = lowest_G.scatter_reduce(0, group_index_N, rewards_N, "amin")
-    above_N = rewards_N - lowest_G[group_index_N]  # exactly 0 where all are equal
-    mean_above_G = torch.zeros_like(num_samples_G).index_add_(0, group_index_N, above_N) / num_samples_G
-    return above_N - mean_above_G[group_index_N], group_index_N, num_samples_G
+    groups = Groups.of(outcomes.group_N)
+    sizes_N = groups.sizes_N
+    return outcomes.spread(groups.centered(outcomes.scores_N) * sizes_N / (sizes_N - 1).clamp(min=1))
+
+
+@ADVANTAGES.register("opo")
+def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths; OPO, arXiv:2505.23585, section 3.
+
+    The baseline of least variance if a gradient's norm grows with the length. A group of one gets 0.
+    """
+    groups = Groups.of(outcomes.group_N)
+    return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
+
+
+@ADVANTAGES.register("gpg")
+def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """A_i = N / (samples in groups that differ in reward) (r_i - mean(r)); GPG, arXiv:2504.02546, eq. 6.
+
+    Groups of equal rewards add nothing to the gradient; the factor makes up for them.
+    """
+    groups = Groups.of(outcomes.group_N)
+    centered_N = groups.centered(outcomes.scores_N)
+    num_telling = (groups.sum(centered_N.abs()) > 0).sum().clamp(min=1)
+    return outcomes.spread(centered_N * len(centered_N) / num_telling)
+
+
+@ADVANTAGES.register("grpo_pass_k")
+def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
+
+    The leave-one-out gradient of the group's best reward: arXiv:2503.19595, section 3, scaled as in GRPO.
+    Where two are best, and in a group of one, all get 0.
+    """
+    groups, scores_N = Groups.of(outcomes.group_N), outcomes.scores_N
+    order_N = scores_N.argsort(descending=True, stable=True)
+    order_N = order_N[groups.index_N[order_N].argsort(stable=True)]  # by group, the best first
+    first_G = groups.sizes_G.long().cumsum(0) - groups.sizes_G.long()
+    has_two_G = groups.sizes_G > 1
+    best_G = order_N[first_G[has_two_G]]
+    second_G = order_N[first_G[has_two_G] + 1]
+    advantages_N = torch.zeros_like(scores_N)
+    advantages_N[best_G] = scores_N[best_G] - scores_N[second_G]
+    return outcomes.spread(advantages_N / (groups.std(groups.centered(scores_N)) + STD_EPS))
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """The rewards to go, discounted by `algorithm.gamma`, normalised over all tokens of the batch.
+
+    REINFORCE++, arXiv:2501.03262, section 3.2: no critic and no group.
+    """
+    return normalise(outcomes.rewards_to_go(config.gamma))
+
+
+@ADVANTAGES.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """r_i - mean(r) within each group, normalised over all tokens; arXiv:2501.03262, section 3.3."""
+    return normalise(outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double())
+
+
+def normalise(values_R: Tensor) -> Tensor:
+    """float32 (x - mean) / sqrt(var + 1e-8), var divided by R - 1. Equal values get exactly 0."""
+    above_R = values_R - values_R.amin() if len(values_R) else values_R
+    centered_R = above_R - above_R.mean()
+    variance = centered_R.square().sum() / max(len(values_R) - 1, 1)
+    return (centered_R / (variance + VARIANCE_EPS).sqrt()).float()

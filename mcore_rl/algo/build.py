@@ -2,35 +2,69 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.advantages import ADVANTAGES
 from mcore_rl.algo.aggregation import AGGREGATIONS
+from mcore_rl.algo.correction import correction_weights
 from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
 from mcore_rl.algo.kl import KL_ESTIMATORS
-from mcore_rl.algo.losses import LOSSES, Metrics
+from mcore_rl.algo.losses import LOSSES, LossTokens, Metrics
+from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.algo.sequences import SequenceSum, sequence_sum
 from mcore_rl.config import AlgorithmConfig
 from mcore_rl.types import Sample, TrainBatch
 
-TokenLoss = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Metrics]]
-"""(logprobs_T, entropy_T, batch) -> (loss_T, metrics_T).
 
-loss_T is not weighted: the loss of the step is sum(batch.loss_weights_T * loss_T). metrics_T are detached
-token values that the caller averages over the loss mask of the step; those named *_max it maximises instead.
-"""
+class TokenLoss(Protocol):
+    def __call__(
+        self, logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, sums: SequenceSum | None = None, /
+    ) -> tuple[Tensor, Metrics]:
+        """(loss_T, metrics_T). `sums` is needed where the batch's sequences lie on several ranks.
+
+        loss_T is not weighted: the loss of the step is sum(batch.loss_weights_T * loss_T). metrics_T are
+        detached token values that the caller averages over the loss mask of the step; those named *_max it
+        maximises instead.
+        """
+        ...
 
 
-def make_advantages(config: AlgorithmConfig) -> Callable[[Sequence[float], Sequence[Sample]], Tensor]:
+Advantages = Callable[[Sequence[float], Sequence[Sample], TrainBatch], Tensor]
+"""(one reward per sample, the samples, the batch made of them) -> advantages_T, 0 off its loss mask."""
+
+
+def make_advantages(config: AlgorithmConfig) -> Advantages:
     """Samples of the same prompt (by Prompt.index) are one group."""
     function = ADVANTAGES[config.advantage]
 
-    def advantages(rewards_N: Sequence[float], samples: Sequence[Sample]) -> Tensor:
-        group_N = torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64)
-        return function(torch.tensor(rewards_N, dtype=torch.float64), group_N)
+    def advantages(rewards_N: Sequence[float], samples: Sequence[Sample], batch: TrainBatch) -> Tensor:
+        mask_T = batch.loss_mask_T
+        outcomes = Outcomes(
+            rewards_N=torch.tensor(rewards_N, dtype=torch.float64),
+            group_N=torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
+            lens_N=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.int64),
+            token_rewards_R=_kl_penalty(batch, config) if config.kl.in_reward and config.kl.coef else None,
+        )
+        return torch.zeros(len(mask_T)).masked_scatter_(mask_T, function(outcomes, config))
 
     return advantages
+
+
+def _kl_penalty(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
+    """-coef * KL(old || reference) of each trained token, float64; InstructGPT, arXiv:2203.02155, eq. 2."""
+    old_logprobs_T = old_policy(batch, config)
+    if old_logprobs_T is None or batch.ref_logprobs_T is None:
+        raise ValueError("algorithm.kl.in_reward needs log-probs of the old policy and of the reference")
+    log_ratio_T = log_ratio(old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T)
+    return -config.kl.coef * KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[batch.loss_mask_T]
+
+
+def old_policy(batch: TrainBatch, config: AlgorithmConfig) -> Tensor | None:
+    """Log-probs of the policy that the ratio loss starts from; None: those of the one that is trained."""
+    return batch.rollout_logprobs_T if config.correction.bypass else batch.old_logprobs_T
 
 
 def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
@@ -41,39 +75,72 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
 
 
 def policy_loss(
-    logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, *, config: AlgorithmConfig
+    logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    sums: SequenceSum | None = None,
+    *,
+    config: AlgorithmConfig,
 ) -> tuple[Tensor, Metrics]:
-    """Ratio loss + kl.coef * KL(policy || reference) - entropy_coef * entropy, per token.
+    """Policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy, per token.
 
-    Without batch.old_logprobs_T the batch is on policy: the log-probs themselves, detached, are the old ones.
-    Nothing off the loss mask reaches loss, gradient or metrics.
+    Without log-probs of an old policy the batch is on policy: the log-probs themselves, detached, are the old
+    ones. Nothing off the loss mask reaches loss, gradient or metrics.
     """
     if batch.advantages_T is None:
         raise ValueError("policy_loss needs batch.advantages_T")
     mask_T = batch.loss_mask_T
-    old_logprobs_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
-    log_ratio_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
-    advantages_T = batch.advantages_T.masked_fill(~mask_T, 0.0)
+    sums = sums or sequence_sum(batch.lens_N, mask_T.device)
+    own_logprobs_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
+    old_logprobs_T = old_policy(batch, config)
+    if old_logprobs_T is None:
+        old_logprobs_T = logprobs_T.detach()
+    num_tokens_T = sums(mask_T.to(logprobs_T.dtype)).clamp(min=1)
+    tokens = LossTokens(
+        logprobs_T=torch.where(mask_T, logprobs_T, 0.0),
+        log_ratio_T=log_ratio(logprobs_T, old_logprobs_T, mask_T),
+        advantages_T=batch.advantages_T.masked_fill(~mask_T, 0.0),
+        sequence_mean=lambda values_T: sums(values_T.masked_fill(~mask_T, 0.0)) / num_tokens_T,
+        held_back_T=batch.held_back_T,
+    )
     entropy_T = torch.where(mask_T, entropy_T, 0.0)
-
-    loss_T, metrics = LOSSES[config.loss](config)(log_ratio_T, advantages_T)
+    loss_T, metrics = LOSSES[config.loss](config)(tokens)
     metrics |= {"loss/policy": loss_T.detach(), "loss/entropy": entropy_T.detach()}
-    metrics |= policy_drift(log_ratio_T)
-    if batch.ref_logprobs_T is not None:
-        kl_T = KL_ESTIMATORS[config.kl.estimator](log_ratio(logprobs_T, batch.ref_logprobs_T, mask_T))
-        loss_T = loss_T + config.kl.coef * kl_T
-        metrics["kl/ref"] = kl_T.detach()
-    elif config.kl.coef:
-        raise ValueError(f"algorithm.kl.coef={config.kl.coef} needs batch.ref_logprobs_T")
-    if config.entropy_coef:
-        loss_T = loss_T - config.entropy_coef * entropy_T
+    metrics |= policy_drift(tokens.log_ratio_T)
     if batch.rollout_logprobs_T is not None:
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-        metrics |= logprob_diff(old_logprobs_T, batch.rollout_logprobs_T, mask_T, **clip)
+        metrics |= logprob_diff(own_logprobs_T, batch.rollout_logprobs_T, mask_T, **clip)
+    if (config.correction.weight, config.correction.reject) != ("none", "none"):
+        if batch.rollout_logprobs_T is None:
+            raise ValueError("algorithm.correction needs batch.rollout_logprobs_T")
+        log_ratio_T = log_ratio(own_logprobs_T, batch.rollout_logprobs_T, mask_T)
+        weights_T, corrected = correction_weights(
+            log_ratio_T, num_tokens_T, tokens.sequence_mean, config.correction
+        )
+        loss_T, metrics = loss_T * weights_T, metrics | corrected
+    loss_T = loss_T + _kl_loss(logprobs_T, batch, config, metrics)
+    if config.entropy_coef:
+        loss_T = loss_T - config.entropy_coef * entropy_T
     return loss_T, metrics
 
 
-def sft_loss(logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch) -> tuple[Tensor, Metrics]:
+def _kl_loss(
+    logprobs_T: Tensor, batch: TrainBatch, config: AlgorithmConfig, metrics: Metrics
+) -> Tensor | float:
+    """kl.coef * KL(policy || reference), noted in `metrics`; 0 where it is part of the reward."""
+    if batch.ref_logprobs_T is None:
+        if config.kl.coef:
+            raise ValueError(f"algorithm.kl.coef={config.kl.coef} needs batch.ref_logprobs_T")
+        return 0.0
+    estimate = KL_ESTIMATORS[config.kl.estimator]
+    kl_T = estimate(log_ratio(logprobs_T, batch.ref_logprobs_T, batch.loss_mask_T))
+    metrics["kl/ref"] = kl_T.detach()
+    return 0.0 if config.kl.in_reward else config.kl.coef * kl_T
+
+
+def sft_loss(
+    logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, sums: SequenceSum | None = None
+) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the tokens on the loss mask."""
     loss_T = -torch.where(batch.loss_mask_T, logprobs_T, 0.0)
     entropy_T = torch.where(batch.loss_mask_T, entropy_T, 0.0).detach()

@@ -1,10 +1,12 @@
 """Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T out.
 
 log_ratio = log policy - log reference. Source: John Schulman, "Approximating KL Divergence",
-http://joschu.net/blog/kl-approx.html.
+http://joschu.net/blog/kl-approx.html. Those whose names end in "+" have the value of the one without and the
+gradient of k2, which is in expectation that of the KL.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -32,3 +34,19 @@ def k2(log_ratio_T: Tensor) -> Tensor:
 def k3(log_ratio_T: Tensor) -> Tensor:
     """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative; GRPO's, arXiv:2402.03300, eq. 4."""
     return (-log_ratio_T).expm1() + log_ratio_T
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(log_ratio_T: Tensor) -> Tensor:
+    """|log_ratio|: how far apart the two are, no estimate of the KL."""
+    return log_ratio_T.abs()
+
+
+def straight_through(estimator: KLEstimator, log_ratio_T: Tensor) -> Tensor:
+    """The value of `estimator` with the gradient of k2."""
+    slope_T = k2(log_ratio_T)
+    return estimator(log_ratio_T).detach() + slope_T - slope_T.detach()
+
+
+for _name, _estimator in (("k1", k1), ("k3", k3), ("abs", absolute)):
+    KL_ESTIMATORS.register(f"{_name}+")(partial(straight_through, _estimator))

@@ -5,6 +5,12 @@ Every leaf has a reader in the package. Units are in the names: _s seconds, _len
 
 from dataclasses import dataclass, field
 
+from mcore_rl.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CovarianceConfig,
+    KLConfig,
+)
 from mcore_rl.config.rollout import (
     CanaryConfig,
     DriftConfig,
@@ -22,8 +28,6 @@ from mcore_rl.config.run import (
     RunConfig,
 )
 from mcore_rl.config.training import (
-    AlgorithmConfig,
-    KLConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -37,6 +41,8 @@ __all__ = [
     "CheckpointConfig",
     "ClusterConfig",
     "Config",
+    "CorrectionConfig",
+    "CovarianceConfig",
     "DataConfig",
     "DriftConfig",
     "EvalConfig",

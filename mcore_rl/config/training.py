@@ -1,4 +1,4 @@
-"""Options of what Megatron trains: the model, its layout, the optimizer, the algorithm."""
+"""Options of what Megatron trains: the model, its layout, the optimizer."""
 
 from dataclasses import dataclass, field
 
@@ -93,26 +93,6 @@ class TrainConfig:
         one_of("train.recompute", self.recompute, ("none", "selective", "full"))
         for name in ("max_tokens_per_microbatch", "mini_batches", "epochs"):
             positive(f"train.{name}", getattr(self, name))
-
-
-@dataclass
-class KLConfig:
-    coef: float = 0.0
-    estimator: str = "k3"
-
-    def __post_init__(self) -> None:
-        one_of("algorithm.kl.estimator", self.estimator, ("k1", "k2", "k3"))
-
-
-@dataclass
-class AlgorithmConfig:
-    advantage: str = "grpo"
-    loss: str = "ppo_clip"
-    aggregation: str = "token_mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    entropy_coef: float = 0.0
-    kl: KLConfig = field(default_factory=KLConfig)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Samples and advantages in, train batches out; batches cut into smaller ones by sequence index."""
+"""Samples in, train batches out; batches cut into smaller ones by sequence index."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,9 +11,7 @@ from mcore_rl.algo.aggregation import loss_weights
 from mcore_rl.types import Sample, TrainBatch, WeightVersion
 
 
-def make_train_batch(
-    samples: Sequence[Sample], advantages_N: Tensor, version: WeightVersion | None = None
-) -> TrainBatch:
+def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = None) -> TrainBatch:
     """Prompt and response of each sample laid end to end, trained on the response, in the order of `samples`.
 
     Samples without a response token are left out: there is nothing to train on. ValueError if none has any.
@@ -32,7 +30,6 @@ def make_train_batch(
             torch.bool,
         ),
         lens_N=lens_N,
-        advantages_T=advantages_N[kept].float().repeat_interleave(torch.tensor(lens_N)),
         rollout_logprobs_T=_flat(
             ([0.0] * n + list(s.logprobs) for n, s in zip(prompt_lens, sequences, strict=True)), torch.float32
         ),

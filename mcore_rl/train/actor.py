@@ -5,6 +5,7 @@ checkpoints out.
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.algo.diagnostics import attribute_diff
+from mcore_rl.algo.sequences import SequenceSum, sequence_sum
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
@@ -34,8 +36,8 @@ from mcore_rl.train.stats import reduce_router_aux_loss, reduce_sums, token_sums
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
-TokenLoss = Callable[[Tensor, Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""(logprobs_T, entropy_T, batch of the same tokens) -> (loss_T, metrics_T)."""
+TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
+"""(logprobs_T, entropy_T, batch of the same tokens, sums over its sequences) -> (loss_T, metrics_T)."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -114,7 +116,7 @@ class Actor:
 
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
             logprobs_T, entropy_T = self._logprobs(batch, logits_TV, temperature)
-            loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch)
+            loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch, _sequence_sum(batch))
             assert batch.batch.loss_weights_T is not None
             loss = (loss_T * batch.batch.loss_weights_T).sum()
             # megatron-core divides gradients by the step's tokens; the weights already hold every
@@ -218,6 +220,12 @@ def _sums(report: Report, batch: RankBatch, flips_T: Tensor | None) -> dict[str,
             trainer_T, flips_T = fields.old_logprobs_T, fields.router_flips_T
         metrics_T |= attribute_diff(trainer_T - fields.rollout_logprobs_T, fields.stale_T, flips_T)
     return token_sums(report["loss"], metrics_T, fields.loss_mask_T, batch.num_tokens)
+
+
+def _sequence_sum(batch: RankBatch) -> SequenceSum:
+    group = ps.get_context_parallel_group()
+    reduce = partial(dist.all_reduce, group=group) if group.size() > 1 else None
+    return sequence_sum(batch.batch.lens_N, batch.tokens_T.device, reduce)
 
 
 def _gather_tokens(local_T: Tensor, targets_T: Tensor, num_tokens: int) -> Tensor:

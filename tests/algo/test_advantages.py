@@ -1,62 +1,153 @@
-"""Group advantages against the published formula, written out sample by sample in float64."""
+"""Advantages against the published formulas, written out sample by sample and token by token in float64."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-from mcore_rl.algo.advantages import ADVANTAGES, dr_grpo, grpo
+from mcore_rl.algo.advantages import ADVANTAGES
+from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.config import AlgorithmConfig
 
-REWARDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 1e6])
-GROUPED = st.lists(st.tuples(REWARDS, st.integers(0, 3)), min_size=1, max_size=24)
-
-
-def reference(rewards: list[float], groups: list[int], divide_by_std: bool) -> list[float]:
-    advantages = []
-    for reward, group in zip(rewards, groups, strict=True):
-        peers = [r for r, g in zip(rewards, groups, strict=True) if g == group]
-        if len(set(peers)) == 1:
-            advantages.append(0.0)
-            continue
-        scale = statistics.stdev(peers) + 1e-6 if divide_by_std else 1.0
-        advantages.append((reward - statistics.fmean(peers)) / scale)
-    return advantages
+REWARDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 1e3])
+GROUPED = st.lists(st.tuples(REWARDS, st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=24)
+Rows = Sequence[tuple[float, int, int]]
 
 
-@given(GROUPED)
-@settings(max_examples=60, deadline=None)
-def test_equals_the_formula_for_groups_of_any_size_in_any_order(grouped: list[tuple[float, int]]) -> None:
-    rewards, groups = [r for r, _ in grouped], [g for _, g in grouped]
-    for function, divide_by_std in ((grpo, True), (dr_grpo, False)):
-        advantages = function(torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups))
-        expected = torch.tensor(reference(rewards, groups, divide_by_std), dtype=torch.float32)
-        torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
+def outcomes_of(rows: Rows, token_rewards: Sequence[float] | None = None) -> Outcomes:
+    rewards, groups, lens = zip(*rows, strict=True)
+    tokens = None if token_rewards is None else torch.tensor(token_rewards, dtype=torch.float64)
+    return Outcomes(
+        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(lens), tokens
+    )
+
+
+def peers_of(rows: Rows, group: int) -> list[tuple[float, int]]:
+    return [(r, n) for r, g, n in rows if g == group]
+
+
+def grpo(rows: Rows, i: int) -> float:
+    peers = [r for r, _ in peers_of(rows, rows[i][1])]
+    if len(set(peers)) == 1:
+        return 0.0
+    return (rows[i][0] - statistics.fmean(peers)) / (statistics.stdev(peers) + 1e-6)
+
+
+def dr_grpo(rows: Rows, i: int) -> float:
+    return rows[i][0] - statistics.fmean(r for r, _ in peers_of(rows, rows[i][1]))
+
+
+def rloo(rows: Rows, i: int) -> float:
+    others = [r for j, (r, g, _) in enumerate(rows) if g == rows[i][1] and j != i]
+    return rows[i][0] - statistics.fmean(others) if others else 0.0
+
+
+def opo(rows: Rows, i: int) -> float:
+    peers = peers_of(rows, rows[i][1])
+    total = sum(n for _, n in peers)
+    return rows[i][0] - sum(n * r for r, n in peers) / total if total else 0.0
+
+
+def gpg(rows: Rows, i: int) -> float:
+    num_telling = sum(len({r for r, _ in peers_of(rows, g)}) > 1 for _, g, _ in rows)
+    return dr_grpo(rows, i) * len(rows) / max(num_telling, 1)
+
+
+def grpo_pass_k(rows: Rows, i: int) -> float:
+    peers = sorted((r for r, _ in peers_of(rows, rows[i][1])), reverse=True)
+    if len(peers) == 1 or peers[0] == peers[1] or rows[i][0] != peers[0]:
+        return 0.0
+    return (peers[0] - peers[1]) / (statistics.stdev(peers) + 1e-6)
+
+
+BY_SAMPLE = {f.__name__: f for f in (grpo, dr_grpo, rloo, opo, gpg, grpo_pass_k)}
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+@given(rows=GROUPED)
+@settings(max_examples=40, deadline=None)
+def test_equals_the_formula_for_groups_of_any_size_in_any_order(name: str, rows: Rows) -> None:
+    advantages_R = ADVANTAGES[name](outcomes_of(rows), AlgorithmConfig())
+    expected = [BY_SAMPLE[name](rows, i) for i, (_, _, n) in enumerate(rows) for _ in range(n)]
+    assert advantages_R.dtype == torch.float32
+    torch.testing.assert_close(
+        advantages_R, torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-5
+    )
+
+
+def whitened(values: list[float]) -> list[float]:
+    if len(set(values)) <= 1:
+        return [0.0] * len(values)
+    mean = statistics.fmean(values)
+    return [(v - mean) / (statistics.variance(values) + 1e-8) ** 0.5 for v in values]
+
+
+@given(rows=GROUPED, gamma=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_reinforce_plus_plus_is_the_normalised_reward_to_go(rows: Rows, gamma: float, seed: int) -> None:
+    num_tokens = sum(n for _, _, n in rows)
+    penalties = torch.randn(num_tokens, generator=torch.Generator().manual_seed(seed)).tolist()
+    to_go, left = [], list(penalties)
+    for reward, _, n in rows:
+        own, left = left[:n], left[n:]
+        given_N = [*own[:-1], own[-1] + reward] if own else []
+        to_go += [sum(gamma ** (u - t) * given_N[u] for u in range(t, n)) for t in range(n)]
+    outcomes = outcomes_of(rows, penalties)
+    advantages_R = ADVANTAGES["reinforce_plus_plus"](outcomes, AlgorithmConfig(gamma=gamma))
+    expected = torch.tensor(whitened(to_go), dtype=torch.float32)
+    torch.testing.assert_close(advantages_R, expected, rtol=1e-4, atol=1e-4)
+
+
+@given(rows=GROUPED)
+@settings(max_examples=40, deadline=None)
+def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_mean(rows: Rows) -> None:
+    advantages_R = ADVANTAGES["reinforce_plus_plus_baseline"](outcomes_of(rows), AlgorithmConfig())
+    distances = [dr_grpo(rows, i) for i, (_, _, n) in enumerate(rows) for _ in range(n)]
+    distances = [0.0 if abs(d) < 1e-9 else d for d in distances]
+    expected = torch.tensor(whitened(distances), dtype=torch.float32)
+    torch.testing.assert_close(advantages_R, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_known_values() -> None:
-    rewards_N, group_N = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([7, 7, 7, 7])
-    torch.testing.assert_close(grpo(rewards_N, group_N), torch.tensor([1.5, -0.5, -0.5, -0.5]))
-    torch.testing.assert_close(dr_grpo(rewards_N, group_N), torch.tensor([0.75, -0.25, -0.25, -0.25]))
+    outcomes = outcomes_of([(1.0, 7, 1), (0.0, 7, 1), (0.0, 7, 1), (0.0, 7, 1)])
+
+    def of(name: str) -> list[float]:
+        return ADVANTAGES[name](outcomes, AlgorithmConfig()).tolist()
+
+    assert of("grpo") == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert of("dr_grpo") == [0.75, -0.25, -0.25, -0.25]
+    assert of("rloo") == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert of("grpo_pass_k") == pytest.approx([2.0, 0.0, 0.0, 0.0], abs=1e-5)
 
 
-@pytest.mark.parametrize("function", [grpo, dr_grpo])
+def test_what_tokens_bring_counts_towards_the_reward_of_the_sample() -> None:
+    rows = [(1.0, 0, 2), (0.0, 0, 1)]
+    advantages = ADVANTAGES["dr_grpo"](outcomes_of(rows, [-0.25, -0.25, 0.1]), AlgorithmConfig())
+    assert advantages.tolist() == pytest.approx([0.2, 0.2, -0.2])
+
+
+@pytest.mark.parametrize("name", [*BY_SAMPLE, "reinforce_plus_plus_baseline"])
 @pytest.mark.parametrize("reward", [0.1, 1e8 + 0.1, -3.3])
-def test_equal_rewards_and_groups_of_one_get_exactly_zero(
-    function: Callable[[Tensor, Tensor], Tensor], reward: float
-) -> None:
-    advantages = function(torch.tensor([reward] * 7 + [5.0]), torch.tensor([0] * 7 + [1]))
-    assert advantages.tolist() == [0.0] * 8
+def test_equal_rewards_and_groups_of_one_get_exactly_zero(name: str, reward: float) -> None:
+    rows = [(reward, 0, i + 1) for i in range(7)] + [(5.0, 1, 2)]
+    assert not ADVANTAGES[name](outcomes_of(rows), AlgorithmConfig()).any()
+
+
+def test_every_advantage_is_tested_here() -> None:
+    assert ADVANTAGES.names == sorted([*BY_SAMPLE, "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 
 
 def test_refuses_what_has_no_advantage() -> None:
+    one, two = torch.zeros(1), torch.zeros(2)
     with pytest.raises(ValueError, match=r"samples \[1\] are not finite"):
-        grpo(torch.tensor([0.0, float("nan")]), torch.tensor([0, 0]))
-    with pytest.raises(ValueError, match=r"\(3,\) and"):
-        grpo(torch.zeros(3), torch.zeros(2))
+        Outcomes(torch.tensor([0.0, float("nan")]), two, two.long())
+    with pytest.raises(ValueError, match=r"are \(1,\), \(2,\), \(2,\)"):
+        Outcomes(one, two, two)
+    with pytest.raises(ValueError, match=r"token rewards \(1,\) for 4 tokens"):
+        Outcomes(two, two, torch.tensor([1, 3]), one)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:

@@ -1,14 +1,21 @@
 """The token loss of a recipe: terms, metrics, masking, on and off policy, written out in float64."""
 
 import pickle
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_rl.algo.build import make_advantages, make_policy_loss, sft_loss
-from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.types import Prompt, Sample, TrainBatch
+from mcore_rl.algo.losses import LOSSES
+from mcore_rl.algo.sequences import sequence_sum
+from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
+from mcore_rl.data.batch import make_train_batch, select
+from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 
 LENS = (3, 4)
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
@@ -137,8 +144,100 @@ def test_sft_loss_is_the_negative_log_likelihood() -> None:
     assert gradient.tolist() == [-float(m) for m in MASK]
 
 
-def test_samples_of_a_prompt_are_its_group() -> None:
-    prompts = [Prompt(index, (1,), (), "unit", "4") for index in (11, 5)]
-    samples = [Sample(prompts[i], 0, (), (), "stop", (), "") for i in (0, 1, 0, 1)]
-    advantages = make_advantages(AlgorithmConfig(advantage="dr_grpo"))([1.0, 3.0, 0.0, 3.0], samples)
-    assert advantages.tolist() == [0.5, 0.0, -0.5, 0.0]
+def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
+    return [
+        Sample(
+            Prompt(index, (1, 2), (), "unit", "4"), 0, (3,) * n, (-0.5,) * n, "stop",
+            (VersionSpan(0, n, WeightVersion(0)),) if n else (), "",
+        )
+        for n, index in zip(lens, prompts, strict=True)
+    ]  # fmt: skip
+
+
+def test_samples_of_a_prompt_are_its_group_and_empty_ones_count() -> None:
+    samples = make_samples([1, 2, 0, 1], [11, 5, 11, 5])
+    batch = make_train_batch(samples)
+    advantages_T = make_advantages(AlgorithmConfig(advantage="dr_grpo"))([1.0, 3.0, 0.0, 2.0], samples, batch)
+    assert advantages_T.tolist() == [0, 0, 0.5, 0, 0, 0.5, 0.5, 0, 0, -0.5]
+    assert advantages_T.dtype == torch.float32
+
+
+def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
+    samples = make_samples([2, 1], [0, 0])
+    old, ref = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
+    batch = replace(make_train_batch(samples), old_logprobs_T=old, ref_logprobs_T=ref)
+    config = AlgorithmConfig(advantage="dr_grpo", kl=KLConfig(0.5, "k1", in_reward=True))
+    advantages_T = make_advantages(config)([1.0, 0.0], samples, batch)
+    penalties = 0.5 * (old - ref)
+    first, second = 1 - penalties[2] - penalties[3], -penalties[6]
+    expected = (first - second) / 2
+    torch.testing.assert_close(advantages_T[batch.loss_mask_T], torch.stack([expected, expected, -expected]))
+    loss, metrics = make_policy_loss(config)(old, old * 0, replace(batch, advantages_T=advantages_T))
+    torch.testing.assert_close(loss, metrics["loss/policy"])
+    assert metrics["kl/ref"][batch.loss_mask_T].all()
+    with pytest.raises(ValueError, match=r"algorithm.kl.in_reward needs log-probs"):
+        make_advantages(config)([1.0, 0.0], samples, replace(batch, ref_logprobs_T=None))
+
+
+def test_the_correction_weighs_the_policy_loss_alone() -> None:
+    logprobs, entropy, batch = make_inputs()
+    correction = CorrectionConfig(weight="token", high=1.1)
+    loss, metrics = make_policy_loss(replace(CONFIG, correction=correction))(logprobs, entropy, batch)
+    plain, _ = make_policy_loss(CONFIG)(logprobs, entropy, batch)
+    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    weight = (batch.old_logprobs_T - batch.rollout_logprobs_T).exp().clamp(max=1.1)
+    torch.testing.assert_close(metrics["correction/weight"][MASK], weight[MASK])
+    torch.testing.assert_close((plain - loss)[MASK], ((1 - weight) * metrics["loss/policy"])[MASK])
+    with pytest.raises(ValueError, match=r"algorithm.correction needs batch.rollout_logprobs_T"):
+        unknown = replace(batch, rollout_logprobs_T=None)
+        make_policy_loss(replace(CONFIG, correction=correction))(logprobs, entropy, unknown)
+
+
+def test_bypassed_the_engines_log_probs_are_the_old_ones_and_the_drift_is_still_seen() -> None:
+    logprobs, entropy, batch = make_inputs()
+    config = AlgorithmConfig(correction=CorrectionConfig(bypass=True))
+    alone = replace(batch, old_logprobs_T=None, ref_logprobs_T=None)
+    loss, metrics = make_policy_loss(config)(logprobs, entropy, alone)
+    as_old = replace(alone, old_logprobs_T=batch.rollout_logprobs_T)
+    torch.testing.assert_close(loss, make_policy_loss(AlgorithmConfig())(logprobs, entropy, as_old)[0])
+    assert batch.rollout_logprobs_T is not None
+    drift = (logprobs.detach() - batch.rollout_logprobs_T).abs()
+    torch.testing.assert_close(metrics["logprob_diff/mean"][MASK], drift[MASK])
+
+
+@pytest.mark.parametrize("loss", LOSSES.names)
+def test_no_loss_depends_on_micro_batches_or_on_where_sequences_lie(loss: str) -> None:
+    """Cut between sequences, and each sequence on two ranks: loss and gradient within 1e-12 in float64."""
+    logprobs, entropy, batch = make_inputs()
+    held_back = torch.tensor([0, 1, 0, 0, 0, 0, 1], dtype=torch.bool)
+    batch = replace(batch, held_back_T=held_back)
+    correction = CorrectionConfig(weight="sequence", reject="sequence", reject_above=0.2)
+    loss_fn = make_policy_loss(replace(CONFIG, loss=loss, correction=correction))
+    whole, _ = loss_fn(logprobs, entropy, batch)
+    (gradient,) = torch.autograd.grad(whole[MASK].sum(), logprobs)
+
+    rows = [slice(0, 3), slice(3, 7)]
+    parts = [loss_fn(logprobs[r], entropy[r], select(batch, [i]))[0] for i, r in enumerate(rows)]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
+
+    indices, lens = [torch.tensor([0, 2, 3, 6]), torch.tensor([1, 4, 5])], [(2, 2), (1, 2)]
+    barrier, parts_of_sums = threading.Barrier(2), [torch.zeros(0)] * 2
+
+    def on_rank(rank: int) -> Tensor:
+        def add_others(sums_N: Tensor) -> None:
+            parts_of_sums[rank] = sums_N.clone()
+            barrier.wait(30)
+            sums_N.copy_(parts_of_sums[0] + parts_of_sums[1])
+            barrier.wait(30)
+
+        index = indices[rank]
+        fields = {name: value[index] for name, value in batch.token_fields().items()}
+        sums = sequence_sum(lens[rank], torch.device("cpu"), add_others)
+        return loss_fn(logprobs[index], entropy[index], TrainBatch(lens_N=lens[rank], **fields), sums)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        on_ranks = list(pool.map(on_rank, range(2)))
+    order = torch.cat(indices).argsort()
+    total = torch.cat(on_ranks)[order]
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(total[MASK].sum(), logprobs)[0], gradient)

@@ -6,18 +6,23 @@ import pytest
 import torch
 
 from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.config import KLConfig
 
 FORMULAS = {
     "k1": lambda p, q: math.log(p / q),
     "k2": lambda p, q: 0.5 * math.log(p / q) ** 2,
     "k3": lambda p, q: q / p - 1 - math.log(q / p),
+    "abs": lambda p, q: abs(math.log(p / q)),
 }
+STRAIGHT_THROUGH = {f"{name}+": name for name in ("k1", "k3", "abs")}
 POLICY = [0.5, 0.3, 0.15, 0.05]
 REFERENCE = [0.4, 0.3, 0.1, 0.2]
 
 
 def test_every_estimator_has_a_formula() -> None:
-    assert KL_ESTIMATORS.names == sorted(FORMULAS)
+    assert KL_ESTIMATORS.names == sorted([*FORMULAS, *STRAIGHT_THROUGH])
+    for name in KL_ESTIMATORS.names:
+        assert KLConfig(estimator=name).estimator == name
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -26,7 +31,17 @@ def test_values_and_gradients(name: str) -> None:
     log_ratio = (p.log() - torch.tensor(REFERENCE, dtype=torch.float64).log()).requires_grad_()
     expected = [FORMULAS[name](a, b) for a, b in zip(POLICY, REFERENCE, strict=True)]
     torch.testing.assert_close(KL_ESTIMATORS[name](log_ratio), torch.tensor(expected, dtype=torch.float64))
-    assert torch.autograd.gradcheck(KL_ESTIMATORS[name], (log_ratio,))
+    away_from_0 = log_ratio.detach()[[0, 2, 3]].requires_grad_()
+    assert torch.autograd.gradcheck(KL_ESTIMATORS[name], (away_from_0,))
+
+
+@pytest.mark.parametrize("name", STRAIGHT_THROUGH)
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(name: str) -> None:
+    log_ratio = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+    kl = KL_ESTIMATORS[name](log_ratio)
+    torch.testing.assert_close(kl, KL_ESTIMATORS[STRAIGHT_THROUGH[name]](log_ratio))
+    (gradient,) = torch.autograd.grad(kl.sum(), log_ratio)
+    torch.testing.assert_close(gradient, log_ratio.detach())
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])

@@ -23,31 +23,28 @@ def make_sample(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], inde
 
 def test_prompt_and_response_are_laid_end_to_end() -> None:
     samples = [make_sample((1, 2, 3), (4, 5)), make_sample((6,), (7, 8, 9))]
-    batch = make_train_batch(samples, torch.tensor([1.0, -2.0]))
+    batch = make_train_batch(samples)
     assert batch.lens_N == (5, 4)
     assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert batch.loss_mask_T.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
-    assert batch.advantages_T is not None and batch.rollout_logprobs_T is not None
-    assert batch.advantages_T.tolist() == [1.0] * 5 + [-2.0] * 4
+    assert batch.rollout_logprobs_T is not None
     assert batch.rollout_logprobs_T.tolist() == pytest.approx([0, 0, 0, -0.1, -0.2, 0, -0.1, -0.2, -0.3])
 
 
 def test_empty_responses_are_left_out_and_all_empty_is_refused() -> None:
     samples = [make_sample((1,), ()), make_sample((2,), (3,))]
-    batch = make_train_batch(samples, torch.tensor([5.0, 7.0]))
+    batch = make_train_batch(samples)
     assert batch.token_ids_T.tolist() == [2, 3]
-    assert batch.advantages_T is not None and batch.advantages_T.tolist() == [7.0, 7.0]
     with pytest.raises(ValueError, match="all 1 samples are empty"):
-        make_train_batch(samples[:1], torch.tensor([5.0]))
+        make_train_batch(samples[:1])
 
 
 def test_select_keeps_every_field_of_the_chosen_sequences() -> None:
     samples = [make_sample((i,), (10 + i,) * (i + 1)) for i in range(4)]
-    batch = with_loss_weights(make_train_batch(samples, torch.arange(4.0)), "token_mean", 8)
+    batch = with_loss_weights(make_train_batch(samples), "token_mean", 8)
     part = select(batch, [3, 1])
     assert part.lens_N == (5, 3)
     assert part.token_ids_T.tolist() == [3, 13, 13, 13, 13, 1, 11, 11]
-    assert part.advantages_T is not None and part.advantages_T.tolist() == [3.0] * 5 + [1.0] * 3
     assert part.loss_weights_T is not None and part.loss_weights_T[
         part.loss_mask_T
     ].tolist() == pytest.approx([0.1] * 6)
@@ -70,7 +67,7 @@ def test_every_sequence_is_in_one_step_of_each_epoch(
 
 
 def test_a_filler_has_two_tokens_and_no_weight() -> None:
-    batch = with_loss_weights(make_train_batch([make_sample((1, 2), (3,))], torch.ones(1)), "token_mean", 8)
+    batch = with_loss_weights(make_train_batch([make_sample((1, 2), (3,))]), "token_mean", 8)
     filler = make_filler(batch)
     assert filler.lens_N == (2,)
     assert filler.token_ids_T.tolist() == [1, 2]
@@ -83,7 +80,7 @@ def test_engine_records_follow_the_tokens() -> None:
     spans = (VersionSpan(0, 1, WeightVersion(4)), VersionSpan(1, 2, WeightVersion(5)))
     prompt = Prompt(0, (1, 2), (), "unit", "x")
     samples = [Sample(prompt, i, (3, 4), (-0.1, -0.2), "stop", spans, "", experts) for i in range(2)]
-    batch = make_train_batch(samples, torch.zeros(2), WeightVersion(5))
+    batch = make_train_batch(samples, WeightVersion(5))
     assert batch.stale_T is not None and batch.stale_T.tolist() == [False, False, True, False] * 2
     assert batch.routed_experts_TLK is not None
     assert batch.routed_experts_TLK[:, 0, 0].tolist() == [0, 4, 8, -1] * 2

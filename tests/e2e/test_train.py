@@ -59,13 +59,26 @@ def test_train_eval_export_and_report(start: Start) -> None:
 
 COLOCATED = ["cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0"]
 
+REINFORCE_PLUS_PLUS = [
+    "algorithm.advantage=reinforce_plus_plus",
+    "algorithm.kl.coef=0.01",
+    "algorithm.kl.estimator=k1",
+    "algorithm.kl.in_reward=true",
+]
+KL_COV = ["algorithm.loss=kl_cov", "algorithm.covariance.share=0.1", "train.mini_batches=2"]
+GSPO = [
+    "algorithm.loss=gspo",
+    "algorithm.aggregation=sequence_mean",
+    "algorithm.correction.weight=sequence",
+]
+
 
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.tp=2", "rollout.tp=2", "rollout.nodes_per_engine=2"],
-        ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2"],
-        ["parallel.cp=2", "model.dtype=float32", *COLOCATED],
+        ["parallel.tp=2", "rollout.tp=2", "rollout.nodes_per_engine=2", *REINFORCE_PLUS_PLUS],
+        ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2", *KL_COV],
+        ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *GSPO],
     ],
     ids=["tp2-ep2-engine-tp2-on-two-nodes", "pp2-two-engines", "cp2-ep2-colocated"],
 )
@@ -74,6 +87,11 @@ def test_weights_reach_the_engine_from_every_layout(start: Start, layout: list[s
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=2)
     run.assert_nothing_left()
+    for line in steps_of(run):
+        if "algorithm.loss=kl_cov" in layout:
+            assert line["clip/held_back_share"] == pytest.approx(0.1, abs=0.02)
+        if "algorithm.correction.weight=sequence" in layout:
+            assert line["correction/weight"] == pytest.approx(1, abs=1e-4)
 
 
 def test_resume_continues_exactly_also_in_another_layout(start: Start, tmp_path) -> None:

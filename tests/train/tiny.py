@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state as ps
 from torch import Tensor
 
+from mcore_rl.algo.sequences import SequenceSum
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed
@@ -67,9 +68,13 @@ def my_batches(batches: list[TrainBatch] | None = None) -> list[TrainBatch]:
     return (batches or make_batches())[ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()]
 
 
-def token_loss(logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def token_loss(
+    logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, sums: SequenceSum
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of tokens and, through their sums, of whole sequences."""
     assert batch.advantages_T is not None
-    loss_T = -batch.advantages_T * logprobs_T - 0.01 * entropy_T
+    of_sequence_T = sums(torch.where(batch.loss_mask_T, logprobs_T, 0.0))
+    loss_T = (0.001 * of_sequence_T - batch.advantages_T) * logprobs_T - 0.01 * entropy_T
     return loss_T, {"entropy": entropy_T, "nll": -logprobs_T, "nll_max": -logprobs_T}
 
 

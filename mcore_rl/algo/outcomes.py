@@ -1,0 +1,107 @@
+"""What finished samples brought, as advantages are computed from it; sums over groups and sequences.
+
+Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest response.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """N samples in any order; a sample may have no response token.
+
+    rewards_N         of each whole response; made float64
+    group_N           one id per sample, equal for the samples of one prompt
+    lens_N            int64, response tokens
+    token_rewards_R   float64, what each token brings besides, such as a KL penalty; zeros if not given
+    """
+
+    rewards_N: Tensor
+    group_N: Tensor
+    lens_N: Tensor
+    token_rewards_R: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]
+        if len(set(shapes)) != 1 or self.rewards_N.ndim != 1:
+            raise ValueError(f"rewards, groups and lens must all be [N], are {', '.join(map(str, shapes))}")
+        if not self.rewards_N.isfinite().all():
+            bad = self.rewards_N.isfinite().logical_not().nonzero()[:, 0].tolist()
+            raise ValueError(f"rewards of samples {bad[:8]} are not finite")
+        num_tokens = int(self.lens_N.sum())
+        if self.token_rewards_R is not None and self.token_rewards_R.shape != (num_tokens,):
+            raise ValueError(f"token rewards {tuple(self.token_rewards_R.shape)} for {num_tokens} tokens")
+
+    @property
+    def scores_N(self) -> Tensor:
+        """float64, all that each sample brought."""
+        if self.token_rewards_R is None:
+            return self.rewards_N.double()
+        return self.rewards_N.double() + sum_each(self.token_rewards_R, self.lens_N)
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """The value of each sample at all of its tokens, float32 [R]."""
+        return values_N.repeat_interleave(self.lens_N).float()
+
+    def rewards_to_go(self, gamma: float) -> Tensor:
+        """float64 [R]: sum over the sample's later tokens t' >= t of gamma^(t' - t) r_t'.
+
+        The reward of the whole response comes with its last token.
+        """
+        rewards_NM = torch.zeros(len(self.lens_N), int(self.lens_N.amax()), dtype=torch.float64)
+        is_token_NM = torch.arange(rewards_NM.shape[1]) < self.lens_N[:, None]
+        if self.token_rewards_R is not None:
+            rewards_NM[is_token_NM] = self.token_rewards_R.double()
+        has_tokens_N = self.lens_N > 0
+        last_N = (self.lens_N - 1).clamp(min=0)
+        rewards_NM[has_tokens_N, last_N[has_tokens_N]] += self.rewards_N.double()[has_tokens_N]
+        to_go_NM = rewards_NM.clone()
+        for t in reversed(range(rewards_NM.shape[1] - 1)):
+            to_go_NM[:, t] += gamma * to_go_NM[:, t + 1]
+        return to_go_NM[is_token_NM]
+
+
+def sum_each(values_R: Tensor, lens_N: Tensor) -> Tensor:
+    """float64 [N]: the sum over each sequence's tokens."""
+    sums_N = torch.zeros(len(lens_N), dtype=torch.float64, device=values_R.device)
+    index_R = torch.arange(len(lens_N), device=values_R.device).repeat_interleave(lens_N)
+    return sums_N.index_add_(0, index_R, values_R.double())
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Samples by group. index_N: the group of each sample, counted from 0; sizes_G: float64."""
+
+    index_N: Tensor
+    sizes_G: Tensor
+
+    @staticmethod
+    def of(group_N: Tensor) -> "Groups":
+        _, index_N, sizes_G = group_N.unique(return_inverse=True, return_counts=True)
+        return Groups(index_N, sizes_G.double())
+
+    @property
+    def sizes_N(self) -> Tensor:
+        return self.sizes_G[self.index_N]
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """The sum over each sample's group, at each sample."""
+        return torch.zeros_like(self.sizes_G).index_add_(0, self.index_N, values_N)[self.index_N]
+
+    def centered(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
+        """values - (weighted) mean of the group. Equal values come out as exactly 0, not as rounding errors
+        that a division by their standard deviation would blow up.
+        """
+        weights_N = torch.ones_like(values_N) if weights_N is None else weights_N
+        lowest_G = torch.full_like(self.sizes_G, torch.inf)
+        lowest_G = lowest_G.scatter_reduce(0, self.index_N, values_N, "amin")
+        above_N = values_N - lowest_G[self.index_N]
+        total_N = self.sum(weights_N)
+        return above_N - self.sum(weights_N * above_N) / torch.where(total_N > 0, total_N, 1.0)
+
+    def std(self, centered_N: Tensor) -> Tensor:
+        """The sample standard deviation (divided by G - 1) of each sample's group; 0 in a group of one."""
+        return (self.sum(centered_N.square()) / (self.sizes_N - 1).clamp(min=1)).sqrt()

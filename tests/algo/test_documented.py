@@ -1,0 +1,41 @@
+"""Every choice that the document names is one, and every one there is, is named."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.algo.advantages import ADVANTAGES
+from mcore_rl.algo.aggregation import AGGREGATIONS
+from mcore_rl.algo.build import make_advantages, make_policy_loss
+from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.losses import LOSSES
+from mcore_rl.recipe import load_recipe
+
+DOCUMENT = Path("docs/algorithms.md").read_text()
+ROWS = [row for row in re.findall(r"^\| (.+?) \| (.+) \|$", DOCUMENT, re.MULTILINE) if "=" in row[1]]
+
+
+def overrides_of(cell: str) -> list[list[str]]:
+    """The options in each pair of backticks that sets any."""
+    options = [code.split() for code in re.findall(r"`([^`]+)`", cell) if "=" in code]
+    return [
+        [o if o.startswith("algorithm.") else f"algorithm.correction.{o}" for o in each] for each in options
+    ]
+
+
+@pytest.mark.parametrize(("name", "cell"), ROWS, ids=[name for name, _ in ROWS])
+def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
+    assert overrides_of(cell)
+    for overrides in overrides_of(cell):
+        algorithm = load_recipe("tiny_moe_grpo", overrides).algorithm
+        make_advantages(algorithm)
+        make_policy_loss(algorithm)
+
+
+@pytest.mark.parametrize(
+    "registry", [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS], ids=lambda r: r.option
+)
+def test_every_choice_is_named(registry) -> None:
+    missing = [name for name in registry.names if f"`{name.removesuffix('+')}`" not in DOCUMENT]
+    assert not missing
