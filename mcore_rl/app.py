@@ -29,8 +29,8 @@ from mcore_rl.planning import record_layouts
 from mcore_rl.players import EngineGenerator, PackedTrainer
 from mcore_rl.recipe import require
 from mcore_rl.report import make_report
-from mcore_rl.rewards.functions import load_reward, score_samples
-from mcore_rl.roles import Reward, Roles
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
@@ -50,11 +50,11 @@ def run_train(config: Config) -> None:
         _load(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle
     )
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
-    reward = _make_reward(config)
+    scorer = _make_scorer(config)
     loss, advantages = make_policy_loss(config.algorithm), make_advantages(config.algorithm)
     _check_lens(config)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
-    with _run(config, with_engines=True, with_trainer=True) as (folder, newest, processes):
+    with _run(config, with_engines=True, with_trainer=True) as (folder, newest, processes), scorer:
         trainer, engines, memory = _start_both(config, processes, num_steps, loss)
         if config.algorithm.kl.coef:
             trainer.snapshot_reference()
@@ -78,7 +78,7 @@ def run_train(config: Config) -> None:
                 prompts=prompts,
                 held_out=held_out,
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
-                reward=reward,
+                reward=scorer,
                 advantages=advantages,
                 trainer=ColocatedTrainer(packed, memory, watched) if config.cluster.colocated else packed,
                 weights=weights,
@@ -112,14 +112,14 @@ def run_eval(config: Config) -> None:
         )
     tokenizer = _open(config, "eval.data", "reward.path")
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
-    reward = _make_reward(config)
-    with _run(config, "eval", with_engines=True) as (folder, _, processes):
+    scorer = _make_scorer(config)
+    with _run(config, "eval", with_engines=True) as (folder, _, processes), scorer:
         client = _make_client(config, processes.start_engines(), tokenizer)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with _make_log(config, folder, None, 0) as log:
-            metrics, samples, rewards_N = evaluate(generator, held_out, reward, config.eval, config.run.seed)
+            metrics, samples, scores = evaluate(generator, held_out, scorer, config.eval, config.run.seed)
             log.log(0, metrics)
-            log.log_samples(0, samples, rewards_N, split="eval")
+            log.log_samples(0, samples, scores, split="eval")
     print(folder.path)
 
 
@@ -185,8 +185,8 @@ def _load(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBa
     return load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong) if files else []
 
 
-def _make_reward(config: Config) -> Reward:
-    return partial(score_samples, load_reward(config.reward.path, config.reward.name))
+def _make_scorer(config: Config) -> Scorer:
+    return Scorer(config.reward, config.rollout.max_response_len)
 
 
 def _check_lens(config: Config) -> None:

@@ -9,11 +9,18 @@ from dataclasses import replace
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
-from mcore_rl.data.batch import make_train_batch, plan_mini_batches, select, with_loss_weights
+from mcore_rl.data.batch import (
+    make_train_batch,
+    plan_mini_batches,
+    select,
+    with_loss_weights,
+    without_truncated,
+)
 from mcore_rl.data.summary import summarize_samples, summarize_steps
 from mcore_rl.evaluation import evaluate
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles, Trainer
+from mcore_rl.rollout_step import sample_step
 from mcore_rl.types import TrainBatch, WeightVersion
 
 
@@ -23,24 +30,20 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         run_evaluation(config, roles, step=0)
     for step in range(start_step + 1, config.run.steps + 1):
         timer = PhaseTimer(step)
-        with timer("rollout"):
-            prompts = roles.prompts.take(config.rollout.prompts_per_step)
-            samples = roles.generator.generate(
-                prompts, config.rollout.samples_per_prompt, greedy=False, seed=config.run.seed + step
-            )
-        with timer("reward"):
-            rewards_N = roles.reward(samples)
+        samples, scores, sampling = sample_step(config, roles, timer, config.run.seed + step)
         with timer("logprobs"):
             batch = make_train_batch(samples, WeightVersion(step - 1))
             batch = add_logprobs(config, roles.trainer, batch)
-            batch = replace(batch, advantages_T=roles.advantages(rewards_N, samples, batch))
+            batch = replace(batch, advantages_T=roles.advantages(scores.rewards_N, samples, batch))
+            if config.algorithm.filter_overlong:
+                batch = without_truncated(batch, samples)
         with timer("train"):
             stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
         with timer("refit"):
             refit = roles.weights.sync(WeightVersion(step), probe=batch)
-        metrics = summarize_samples(samples, rewards_N, timer.seconds["rollout"]) | summarize_steps(stats)
-        roles.log.log(step, {**metrics, **refit, **timer.metrics()})
-        roles.log.log_samples(step, samples, rewards_N)
+        metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | summarize_steps(stats)
+        roles.log.log(step, {**metrics, **sampling, **refit, **timer.metrics()})
+        roles.log.log_samples(step, samples, scores)
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
@@ -73,11 +76,11 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:
     with PhaseTimer(step)("evaluation"):
-        metrics, samples, rewards_N = evaluate(
+        metrics, samples, scores = evaluate(
             roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
         )
     roles.log.log(step, metrics)
-    roles.log.log_samples(step, samples, rewards_N, split="eval")
+    roles.log.log_samples(step, samples, scores, split="eval")
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:

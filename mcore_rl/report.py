@@ -3,6 +3,8 @@
 Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix seconds) and any of:
 
   reward/mean std groups_without_signal     rewards of the rollout; share of groups with equal rewards
+  reward/part/<name> errors                 means of what rewards are made of; samples whose reward failed
+  sampling/rounds samples kept_share reward_mean   dynamic sampling, before groups were left out
   rollout/samples response_len response_len_max truncated_share tokens_per_second
   loss/total                                the weighted sum that was differentiated, router aux loss left out
   loss/policy entropy                       token means: clipped surrogate, entropy in nats; loss/nll in SFT

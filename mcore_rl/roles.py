@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch, WeightVersion
+from mcore_rl.types import Prompt, Sample, Scores, StepStats, TokenScores, TrainBatch, WeightVersion
 
-Reward = Callable[[Sequence[Sample]], list[float]]
+Reward = Callable[[Sequence[Sample]], Scores]
 """One reward per sample, in order."""
 
 
@@ -60,7 +60,7 @@ class Log(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def log_samples(
-        self, step: int, samples: Sequence[Sample], rewards_N: Sequence[float], split: str = "train"
+        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
     ) -> None: ...
 
 

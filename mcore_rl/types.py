@@ -4,7 +4,7 @@ Axis legend for tensor names, here and everywhere: N sequences, T tokens of all 
 P prompts, G samples of one prompt (its group), V vocabulary, L layers, K experts of a token in a layer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
@@ -69,6 +69,41 @@ class Sample:
         rows, expected = self.routed_experts, len(self.prompt.token_ids) + num_tokens - 1
         if rows is not None and len(rows) != expected:
             raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What samples were worth; every list has an entry per sample.
+
+    parts    the numbers that rewards were made of, by name
+    errors   why a sample has no reward of its own; empty where it has
+    """
+
+    rewards_N: list[float]
+    parts: Mapping[str, list[float]] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    def select(self, indices: Sequence[int]) -> "Scores":
+        def pick(values: list[Any]) -> list[Any]:
+            return [values[i] for i in indices] if values else []
+
+        parts = {name: pick(values) for name, values in self.parts.items()}
+        return Scores(pick(self.rewards_N), parts, pick(self.errors))
+
+    def joined(self, other: "Scores") -> "Scores":
+        """The samples of both; parts that one of them has not count as 0 there."""
+        here, there = len(self.rewards_N), len(other.rewards_N)
+        parts = {
+            name: [*self.parts.get(name, [0.0] * here), *other.parts.get(name, [0.0] * there)]
+            for name in {**self.parts, **other.parts}
+        }
+        errors = (self.errors or [""] * here) + (other.errors or [""] * there)
+        return Scores(self.rewards_N + other.rewards_N, parts, errors)
+
+    def metrics(self) -> dict[str, float]:
+        """Means of the parts, and how many samples failed."""
+        means = {f"reward/part/{name}": sum(v) / len(v) for name, v in self.parts.items() if v}
+        return {**means, "reward/errors": float(sum(map(bool, self.errors)))}
 
 
 @dataclass(frozen=True)

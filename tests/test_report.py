@@ -8,6 +8,7 @@ from matplotlib.image import imread
 
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.report import make_report, moving_average, summarize
+from mcore_rl.types import Scores
 from tests.metrics.samples import make_sample
 
 
@@ -15,7 +16,7 @@ def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
     with MetricsLogger(run_dir, console=False) as log:
         if with_evaluation:
             log.log(0, {"eval/greedy_accuracy": 0.40, "eval/pass_at_4": 0.6})
-            log.log_samples(0, [make_sample(0, "7")], [0.0], split="eval")
+            log.log_samples(0, [make_sample(0, "7")], Scores([0.0]), split="eval")
         for step in (1, 2, 3):
             log.log(
                 step,
@@ -27,11 +28,11 @@ def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
                     "time/step": 2.0,
                 },
             )
-            log.log_samples(step, [make_sample(9, "trained on")], [1.0])
+            log.log_samples(step, [make_sample(9, "trained on")], Scores([1.0]))
         if with_evaluation:
             log.log(3, {"eval/greedy_accuracy": 0.85, "eval/pass_at_4": 0.9})
             held_out = [make_sample(i, f"final answer {i + 1}") for i in range(5)]
-            log.log_samples(3, held_out, [1.0] * 5, split="eval")
+            log.log_samples(3, held_out, Scores([1.0] * 5), split="eval")
 
 
 def test_summary_table_samples_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ class AlgorithmConfig:
     """sapo: temperature of tokens with positive advantage."""
     tau_negative: float = 1.05
     """sapo: of the others."""
+    filter_overlong: bool = False
+    """Do not train on responses that were cut off at rollout.max_response_len (DAPO)."""
     entropy_coef: float = 0.0
     kl: KLConfig = field(default_factory=KLConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)

@@ -19,6 +19,12 @@ class RolloutConfig:
     """fp8: engines serve projections in 128 x 128 blocks of FP8, which trainer ranks compute as they send."""
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
+    dynamic_sampling: bool = False
+    """Train on groups only whose rewards differ, and sample other prompts in place of the rest (DAPO)."""
+    oversampling: float = 1.0
+    """dynamic_sampling: prompts sampled for each that is missing."""
+    max_rounds: int = 8
+    """dynamic_sampling: rounds of a step; after the last, fewer prompts are trained on."""
     max_response_len: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,6 +47,9 @@ class RolloutConfig:
         for name in (*sizes, "prompts_per_step", "samples_per_prompt", "max_response_len"):
             positive(f"rollout.{name}", getattr(self, name))
         positive("rollout.temperature", self.temperature)
+        positive("rollout.max_rounds", self.max_rounds)
+        if self.oversampling < 1:
+            raise ValueError(f"rollout.oversampling={self.oversampling}: must be at least 1")
         one_of("rollout.quantization", self.quantization, ("none", "fp8"))
         for name in ("ep", "attention_dp"):
             if self.tp % getattr(self, name):

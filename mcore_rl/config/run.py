@@ -40,6 +40,24 @@ class RewardConfig:
     path: str = ""
     """Python file; a relative path is looked up from the working directory, then beside the recipes."""
     name: str = "reward"
+    weights: dict[str, float] = field(default_factory=dict)
+    """Reward = sum of weight * the number of this name that the function returned; empty takes "score"."""
+    error_value: float = 0.0
+    """Reward of a sample whose function raised or did not answer in time."""
+    workers: int = 0
+    """Processes that call the function, sample by sample; 0 calls it in the controller."""
+    timeout_s: float = 30.0
+    """Per sample; functions that are not async have it only in `workers`, which are killed for it."""
+    overlong_buffer_len: int = 0
+    """Tokens before rollout.max_response_len over which a penalty grows; 0: none (DAPO)."""
+    overlong_penalty: float = 1.0
+    """What a response of the full length loses."""
+
+    def __post_init__(self) -> None:
+        positive("reward.timeout_s", self.timeout_s)
+        for name in ("workers", "overlong_buffer_len"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"reward.{name}={getattr(self, name)}: must not be negative")
 
 
 @dataclass

@@ -52,6 +52,15 @@ def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
     return torch.cat([part for row in rows for part in (row, unknown)])
 
 
+def without_truncated(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
+    """The batch made of `samples` with no loss on responses that were cut off; DAPO, arXiv:2503.14476,
+    section 3.4.
+    """
+    whole_N = torch.tensor([sample.finish_reason != "length" for sample in samples if sample.response_ids])
+    whole_T = whole_N.repeat_interleave(torch.tensor(batch.lens_N))
+    return replace(batch, loss_mask_T=batch.loss_mask_T & whole_T)
+
+
 def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """The sequences at `indices`, in that order."""
     stops = list(accumulate(batch.lens_N))

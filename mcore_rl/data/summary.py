@@ -3,13 +3,12 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.types import Sample, StepStats
+from mcore_rl.types import Sample, Scores, StepStats
 
 
-def summarize_samples(
-    samples: Sequence[Sample], rewards_N: Sequence[float], seconds: float
-) -> dict[str, float]:
+def summarize_samples(samples: Sequence[Sample], scores: Scores, seconds: float) -> dict[str, float]:
     """Rewards, lengths and generation speed of one rollout that took `seconds`."""
+    rewards_N = scores.rewards_N
     lens_N = [len(sample.response_ids) for sample in samples]
     groups: dict[int, set[float]] = {}
     for sample, reward in zip(samples, rewards_N, strict=True):
@@ -23,6 +22,7 @@ def summarize_samples(
         "rollout/response_len_max": float(max(lens_N)),
         "rollout/truncated_share": fmean(sample.finish_reason == "length" for sample in samples),
         "rollout/tokens_per_second": sum(lens_N) / seconds,
+        **scores.metrics(),
     }
 
 

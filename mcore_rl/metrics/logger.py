@@ -10,7 +10,7 @@ from typing import Any, Self
 from mcore_rl.metrics.console import make_console
 from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
-from mcore_rl.types import Sample
+from mcore_rl.types import Sample, Scores
 
 SAMPLES_PER_LOG = 64
 """Rows of samples.jsonl per call; all samples of a large run would outgrow its checkpoints."""
@@ -59,12 +59,12 @@ class MetricsLogger:
         if self._console:
             self._console.show(step, metrics)
 
-    def log_samples(
-        self, step: int, samples: Sequence[Sample], rewards_N: Sequence[float], split: str = "train"
-    ) -> None:
-        """The first SAMPLES_PER_LOG of them, with their rewards; split says where the prompts come from."""
-        pairs = list(zip(samples, rewards_N, strict=True))[:SAMPLES_PER_LOG]
-        self._samples.write(*(_sample_row(step, split, sample, reward) for sample, reward in pairs))
+    def log_samples(self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train") -> None:
+        """The first SAMPLES_PER_LOG of them and those whose reward failed; split: where prompts come from."""
+        errors = scores.errors or [""] * len(samples)
+        rows = list(zip(samples, scores.rewards_N, errors, strict=True))
+        rows = rows[:SAMPLES_PER_LOG] + [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
+        self._samples.write(*(_sample_row(step, split, *row) for row in rows))
 
     def close(self, failed: bool = False) -> None:
         """Complete everything; the trackers are told whether the run failed."""
@@ -83,8 +83,8 @@ class MetricsLogger:
         self.close(failed=exception_type is not None)
 
 
-def _sample_row(step: int, split: str, sample: Sample, reward: float) -> dict[str, Any]:
-    return {
+def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str) -> dict[str, Any]:
+    row = {
         "step": step,
         "split": split,
         "prompt_index": sample.prompt.index,
@@ -94,3 +94,4 @@ def _sample_row(step: int, split: str, sample: Sample, reward: float) -> dict[st
         "ground_truth": sample.prompt.ground_truth,
         "finish_reason": sample.finish_reason,
     }
+    return {**row, "reward_error": error} if error else row

@@ -19,9 +19,7 @@ ROWS = [row for row in re.findall(r"^\| (.+?) \| (.+) \|$", DOCUMENT, re.MULTILI
 def overrides_of(cell: str) -> list[list[str]]:
     """The options in each pair of backticks that sets any."""
     options = [code.split() for code in re.findall(r"`([^`]+)`", cell) if "=" in code]
-    return [
-        [o if o.startswith("algorithm.") else f"algorithm.correction.{o}" for o in each] for each in options
-    ]
+    return [[o if "." in o.split("=")[0] else f"algorithm.correction.{o}" for o in each] for each in options]
 
 
 @pytest.mark.parametrize(("name", "cell"), ROWS, ids=[name for name, _ in ROWS])

@@ -17,7 +17,7 @@ from mcore_rl.data.arithmetic import (
     prepare_arithmetic,
     vocabulary,
 )
-from mcore_rl.rewards.functions import load_reward
+from mcore_rl.rewards.user_function import load_function
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +63,11 @@ def test_the_share_of_slips_is_what_it_says() -> None:
 
 
 def test_a_right_demonstration_earns_the_reward_and_a_slip_does_not() -> None:
-    reward = load_reward("recipes/rewards/arithmetic.py", "reward")
+    reward = load_function("recipes/rewards/arithmetic.py", "reward")
     rng, problem = random.Random(0), Problem("", 20, (("+", 5), ("-", 3)))
 
     def score(text: str) -> float:
-        return reward(data_source="", solution_str=text, ground_truth=str(problem.answer), extra_info={})  # type: ignore[return-value]
+        return reward.call(("", text, str(problem.answer), {}))
 
     assert score(demonstrate(problem, rng, slip_share=0.0)) == 1.0
     assert score(demonstrate(problem, rng, slip_share=1.0)) == 0.0

@@ -1,5 +1,7 @@
 """Train batches from samples, selection, mini-batches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from mcore_rl.data.batch import (
     plan_mini_batches,
     select,
     with_loss_weights,
+    without_truncated,
 )
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
@@ -88,3 +91,11 @@ def test_engine_records_follow_the_tokens() -> None:
     assert part.routed_experts_TLK is not None and torch.equal(part.routed_experts_TLK[:3], experts)
     with pytest.raises(ValueError, match="routed experts of 3 tokens, expected 4"):
         Sample(prompt, 0, (3, 4, 5), (0.0,) * 3, "stop", (VersionSpan(0, 3, WeightVersion(0)),), "", experts)
+
+
+def test_responses_that_were_cut_off_are_left_out_of_the_loss() -> None:
+    samples = [make_sample((1,), ()), make_sample((2,), (3, 4)), make_sample((5,), (6,))]
+    samples[1] = replace(samples[1], finish_reason="length")
+    batch = make_train_batch(samples)
+    assert without_truncated(batch, samples).loss_mask_T.tolist() == [False] * 4 + [True]
+    assert without_truncated(batch, samples).lens_N == batch.lens_N

@@ -1,7 +1,7 @@
 """Step metrics from samples and optimizer steps."""
 
 from mcore_rl.data.summary import summarize_samples, summarize_steps
-from mcore_rl.types import Prompt, Sample, StepStats, VersionSpan, WeightVersion
+from mcore_rl.types import Prompt, Sample, Scores, StepStats, VersionSpan, WeightVersion
 
 
 def make_sample(prompt_index: int, num_tokens: int, finish_reason: str) -> Sample:
@@ -17,9 +17,10 @@ def test_samples_are_summarized() -> None:
         make_sample(1, 6, "length"),
         make_sample(1, 8, "stop"),
     ]
-    metrics = summarize_samples(samples, [1.0, 0.0, 1.0, 1.0], seconds=2.0)
+    metrics = summarize_samples(samples, Scores([1.0, 0.0, 1.0, 1.0], {"form": [1.0] * 4}), seconds=2.0)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/groups_without_signal"] == 0.5
+    assert metrics["reward/part/form"] == 1.0 and metrics["reward/errors"] == 0.0
     assert metrics["rollout/response_len"] == 5.0
     assert metrics["rollout/response_len_max"] == 8.0
     assert metrics["rollout/truncated_share"] == 0.25

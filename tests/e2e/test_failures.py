@@ -17,6 +17,7 @@ SETTINGS = (
     "algorithm.kl.coef=0.01",
     "checkpoint.every_steps=1",
     "rollout.restarts=0",
+    "reward.workers=1",
 )
 
 

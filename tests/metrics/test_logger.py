@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.metrics.logger import SAMPLES_PER_LOG
 from mcore_rl.metrics.rows import read_rows
+from mcore_rl.types import Scores
 from tests.metrics.samples import make_sample
 
 
@@ -16,7 +17,7 @@ def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixtu
         log.log(0, {"eval/greedy_accuracy": 0.25})
         log.log(1, {"reward/mean": 0.5, "time/rollout": 1.0})
         log.log(2, {})
-        log.log_samples(1, [make_sample(0, "1"), make_sample(1, "no")], [1.0, 0.0], split="eval")
+        log.log_samples(1, [make_sample(0, "1"), make_sample(1, "no")], Scores([1.0, 0.0]), split="eval")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row.pop("timestamp") > 1e9 for row in rows] == [True, True]
     assert rows == [
@@ -41,10 +42,10 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, console=False) as log:
         for step in (1, 2, 3):
             log.log(step, {"reward/mean": 0.0})
-            log.log_samples(step, [make_sample(step, "")], [0.0])
+            log.log_samples(step, [make_sample(step, "")], Scores([0.0]))
     with MetricsLogger(tmp_path, last_step=2, console=False) as log:
         log.log(3, {"reward/mean": 1.0})
-        log.log_samples(3, [make_sample(3, "4")], [1.0])
+        log.log_samples(3, [make_sample(3, "4")], Scores([1.0]))
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.0), (2, 0.0), (3, 1.0)]
     assert [row["response"] for row in read_rows(tmp_path / "samples.jsonl")] == ["", "", "4"]
@@ -53,10 +54,10 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
 def test_samples_per_call_are_bounded(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, console=False) as log:
         log.log_samples(
-            1, [make_sample(i, "") for i in range(SAMPLES_PER_LOG + 9)], [0.0] * (SAMPLES_PER_LOG + 9)
+            1, [make_sample(i, "") for i in range(SAMPLES_PER_LOG + 9)], Scores([0.0] * (SAMPLES_PER_LOG + 9))
         )
         with pytest.raises(ValueError, match="shorter"):
-            log.log_samples(1, [make_sample(1, "")], [])
+            log.log_samples(1, [make_sample(1, "")], Scores([]))
     assert len(read_rows(tmp_path / "samples.jsonl")) == SAMPLES_PER_LOG
 
 
@@ -69,3 +70,14 @@ def test_tensorboard_holds_the_resumed_curve(tmp_path: Path) -> None:
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("reward/mean")]
     assert points == [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]
+
+
+def test_samples_whose_reward_failed_are_always_kept_and_say_why(tmp_path: Path) -> None:
+    num = SAMPLES_PER_LOG + 9
+    errors = ["" if i < num - 1 else "ValueError: no" for i in range(num)]
+    with MetricsLogger(tmp_path, console=False) as log:
+        log.log_samples(1, [make_sample(i, "") for i in range(num)], Scores([0.0] * num, {}, errors))
+    rows = read_rows(tmp_path / "samples.jsonl")
+    assert len(rows) == SAMPLES_PER_LOG + 1
+    assert rows[-1]["prompt_index"] == num - 1 and rows[-1]["reward_error"] == "ValueError: no"
+    assert "reward_error" not in rows[0]

@@ -1,0 +1,166 @@
+"""Samples in, their Scores out: the user's function, called in this process or in others, and what is added.
+
+What the function raises, or does not answer in time, costs its sample the configured value and is counted. It
+never ends the run.
+"""
+
+import asyncio
+import logging
+import math
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import TracebackType
+from typing import Any, Self
+
+from pebble import ProcessExpired, ProcessPool
+
+from mcore_rl.config import RewardConfig
+from mcore_rl.rewards.user_function import Fields, load_function, numbers_of, run_in_worker
+from mcore_rl.types import Sample, Scores
+
+_log = logging.getLogger(__name__)
+LOGGED_ERRORS = 3
+"""Per call; the others are counted."""
+Answer = dict[str, float] | Exception
+
+
+class Scorer:
+    """Scores samples by a recipe. `with Scorer(...) as scorer:` ends its processes."""
+
+    def __init__(self, config: RewardConfig, max_response_len: int) -> None:
+        """ValueError if there is no such function, or it cannot be called as the recipe wants."""
+        self._config, self._max_response_len = config, max_response_len
+        self._function = load_function(config.path, config.name)
+        self._pool: ProcessPool | None = None
+        if config.workers and self._function.takes_all:
+            raise ValueError(
+                f"reward.workers={config.workers}: {config.path}:{config.name} takes all samples at once;"
+                " use reward.workers=0"
+            )
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """One reward per sample, in order."""
+        answers = self._answers([_fields(sample) for sample in samples])
+        scored = [self._score(answer) for answer in answers]
+        errors = [error for _, error in scored]
+        self._tell(samples, errors)
+        names = dict.fromkeys(name for answer in answers if isinstance(answer, dict) for name in answer)
+        parts = {
+            name: [a.get(name, 0.0) if isinstance(a, dict) else 0.0 for a in answers]
+            for name in names
+            if name != "score" or len(names) > 1
+        }
+        penalties = [
+            overlong_penalty(len(s.response_ids), self._max_response_len, self._config) for s in samples
+        ]
+        if self._config.overlong_buffer_len:
+            parts["overlong_penalty"] = penalties
+        rewards_N = [reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)]
+        return Scores(rewards_N, parts, errors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = None
+
+    def _score(self, answer: Answer) -> tuple[float, str]:
+        """(the reward before penalties, what went wrong)."""
+        weights = self._config.weights or {"score": 1.0}
+        if isinstance(answer, Exception):
+            return self._config.error_value, f"{type(answer).__name__}: {answer}"
+        if missing := sorted(set(weights) - set(answer)):
+            return self._config.error_value, f"no number {missing[0]!r} among {sorted(answer)}"
+        reward = sum(weight * answer[name] for name, weight in weights.items())
+        return (reward, "") if math.isfinite(reward) else (self._config.error_value, f"it is {reward}")
+
+    def _answers(self, rows: Sequence[Fields]) -> list[Answer]:
+        if self._config.workers:
+            return self._in_processes(rows)
+        if self._function.takes_all:
+            try:
+                return [_guarded(numbers_of, answer) for answer in self._function.call_all(rows)]
+            except Exception as error:  # the user's code may raise anything
+                return [error] * len(rows)
+        if self._function.is_async:
+            return asyncio.run(self._all_at_once(rows))
+        return [_guarded(lambda row=row: numbers_of(self._function.call(row))) for row in rows]
+
+    async def _all_at_once(self, rows: Sequence[Fields]) -> list[Answer]:
+        async def one(row: Fields) -> Answer:
+            try:
+                return numbers_of(
+                    await asyncio.wait_for(self._function.call_async(row), self._config.timeout_s)
+                )
+            except TimeoutError:
+                return self._too_late()
+            except Exception as error:  # the user's code may raise anything
+                return error
+
+        return await asyncio.gather(*map(one, rows))
+
+    def _in_processes(self, rows: Sequence[Fields]) -> list[Answer]:
+        """A process that takes too long is killed and started anew."""
+        config = self._config
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPool(max_workers=config.workers, context=context)
+        futures = [
+            self._pool.schedule(run_in_worker, args=(config.path, config.name, row), timeout=config.timeout_s)
+            for row in rows
+        ]
+        answers: list[Answer] = []
+        for future in futures:
+            try:
+                answers.append(future.result())
+            except FutureTimeout:
+                answers.append(self._too_late())
+            except ProcessExpired as error:
+                answers.append(RuntimeError(f"its process ended with status {error.exitcode}"))
+            except Exception as error:  # the user's code may raise anything
+                answers.append(error)
+        return answers
+
+    def _too_late(self) -> TimeoutError:
+        return TimeoutError(f"no answer within reward.timeout_s={self._config.timeout_s:g}")
+
+    def _tell(self, samples: Sequence[Sample], errors: Sequence[str]) -> None:
+        failed = [(sample, error) for sample, error in zip(samples, errors, strict=True) if error]
+        for sample, error in failed[:LOGGED_ERRORS]:
+            prompt = sample.prompt
+            _log.warning(
+                "reward of prompt %d (%s) failed and counts as %g: %s; ground truth %r, response %r",
+                *(prompt.index, prompt.data_source, self._config.error_value, error),
+                *(prompt.ground_truth, sample.text[:200]),
+            )
+        if len(failed) > LOGGED_ERRORS:
+            _log.warning("%d rewards of %d failed", len(failed), len(samples))
+
+
+def overlong_penalty(response_len: int, max_response_len: int, config: RewardConfig) -> float:
+    """0 up to max_response_len - overlong_buffer_len tokens, then falling evenly to -overlong_penalty.
+
+    DAPO's soft overlong punishment, arXiv:2503.14476, eq. 13.
+    """
+    if not config.overlong_buffer_len:
+        return 0.0
+    beyond = response_len - (max_response_len - config.overlong_buffer_len)
+    return -config.overlong_penalty * min(max(beyond / config.overlong_buffer_len, 0.0), 1.0)
+
+
+def _fields(sample: Sample) -> Fields:
+    prompt = sample.prompt
+    return prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info
+
+
+def _guarded(call: Any, *args: object) -> Answer:
+    try:
+        return call(*args)
+    except Exception as error:  # the user's code may raise anything
+        return error

@@ -1,0 +1,62 @@
+"""Samples of one step with their scores; with dynamic sampling, of as many rounds as it takes."""
+
+import logging
+import math
+from collections.abc import Sequence
+
+from mcore_rl.config import Config
+from mcore_rl.metrics import PhaseTimer
+from mcore_rl.roles import Roles
+from mcore_rl.types import Sample, Scores
+
+_log = logging.getLogger(__name__)
+ROUND_SEEDS = 1_000_003
+"""Between the seeds of one step's rounds, which no step number reaches."""
+
+
+def sample_step(
+    config: Config, roles: Roles, timer: PhaseTimer, seed: int
+) -> tuple[list[Sample], Scores, dict[str, float]]:
+    """What the step trains on, and metrics of how it came about.
+
+    DAPO, arXiv:2503.14476, section 3.2: groups whose rewards are all equal have no advantage; other prompts
+    take their place until there are rollout.prompts_per_step, or rollout.max_rounds are over. Without any
+    group that differs, the last round is trained on as it is.
+    """
+    options = config.rollout
+    kept, kept_scores, sampled, all_rewards = [], Scores([]), 0, 0.0
+    num_rounds, missing = 0, options.prompts_per_step
+    while True:
+        num_prompts = math.ceil(missing * options.oversampling) if options.dynamic_sampling else missing
+        with timer("rollout"):
+            prompts = roles.prompts.take(num_prompts)
+            samples = roles.generator.generate(
+                prompts, options.samples_per_prompt, greedy=False, seed=seed + num_rounds * ROUND_SEEDS
+            )
+        with timer("reward"):
+            scores = roles.reward(samples)
+        if not options.dynamic_sampling:
+            return samples, scores, {}
+        num_rounds, sampled = num_rounds + 1, sampled + len(samples)
+        all_rewards += sum(scores.rewards_N)
+        telling = _telling(scores.rewards_N, options.samples_per_prompt)
+        chosen = telling[: missing * options.samples_per_prompt]
+        kept, kept_scores = [*kept, *(samples[i] for i in chosen)], kept_scores.joined(scores.select(chosen))
+        missing = options.prompts_per_step - len(kept) // options.samples_per_prompt
+        if not missing or num_rounds == options.max_rounds:
+            break
+    if missing:
+        _log.warning("%d groups with differing rewards are missing after %d rounds", missing, num_rounds)
+    metrics = {
+        "sampling/rounds": float(num_rounds),
+        "sampling/samples": float(sampled),
+        "sampling/kept_share": len(kept) / sampled,
+        "sampling/reward_mean": all_rewards / sampled,
+    }
+    return (kept, kept_scores, metrics) if kept else (samples, scores, metrics)
+
+
+def _telling(rewards_N: Sequence[float], group_size: int) -> list[int]:
+    """Indices of the samples in groups, of `group_size` neighbours each, whose rewards differ."""
+    groups = [range(i, i + group_size) for i in range(0, len(rewards_N), group_size)]
+    return [i for group in groups if len({rewards_N[i] for i in group}) > 1 for i in group]

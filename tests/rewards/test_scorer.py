@@ -1,0 +1,158 @@
+"""Rewards by file and name: every form of function, here and in other processes; failures cost one sample."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mcore_rl.config import RewardConfig
+from mcore_rl.rewards.scorer import Scorer, overlong_penalty
+from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+
+FUNCTIONS = """
+import asyncio, os, time
+ARGS = ("data_source", "solution_str", "ground_truth", "extra_info")
+def score(*, data_source, solution_str, ground_truth, extra_info):
+    return 2.0 if solution_str == ground_truth else 0
+def parts(*, data_source, solution_str, ground_truth, extra_info):
+    return {"right": solution_str == ground_truth, "form": 0.5, "note": "not a number"}
+def scored(*, data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1.5, "extra": 1}
+async def slow(*, data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(60 if solution_str == "hang" else 0.3)
+    return 1.0
+def batch(*, data_sources, solution_strs, ground_truths, extra_infos):
+    return [float(len(solution_strs)) if s == g else 0.0 for s, g in zip(solution_strs, ground_truths)]
+async def batch_async(*, data_sources, solution_strs, ground_truths, extra_infos):
+    return [{"score": 1.0} for _ in solution_strs]
+def short(*, data_sources, solution_strs, ground_truths, extra_infos):
+    return [0.0]
+def wild(*, data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "raise":
+        return 1 / 0
+    if solution_str == "hang":
+        while True:
+            time.sleep(1)
+    if solution_str == "die":
+        os._exit(9)
+    if solution_str == "nan":
+        return float("nan")
+    if solution_str == "text":
+        return "good"
+    return 1.0
+def narrow(solution_str):
+    return 0.0
+"""
+
+
+def make_samples(*texts: str, num_tokens: int = 1) -> list[Sample]:
+    spans = (VersionSpan(0, num_tokens, WeightVersion(0)),)
+    tokens = (5,) * num_tokens, (-0.1,) * num_tokens
+    return [
+        Sample(Prompt(i, (1,), (), "unit", "7"), 0, *tokens, "stop", spans, text)
+        for i, text in enumerate(texts)
+    ]
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(FUNCTIONS)
+    return str(path)
+
+
+def scores_of(path: str, name: str, *texts: str, **options: object) -> Scores:
+    with Scorer(RewardConfig(path=path, name=name, **options), 100) as scorer:  # type: ignore[arg-type]
+        return scorer(make_samples(*texts))
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [("score", [2.0, 0.0]), ("scored", [1.5, 1.5]), ("batch", [2.0, 0.0]), ("batch_async", [1.0, 1.0])],
+)
+def test_functions_of_one_sample_or_all_sync_or_not(
+    reward_file: str, name: str, rewards: list[float]
+) -> None:
+    scores = scores_of(reward_file, name, "7", "8")
+    assert scores.rewards_N == rewards
+    assert scores.metrics()["reward/errors"] == 0
+
+
+def test_parts_are_weighted_and_logged_each(reward_file: str) -> None:
+    scores = scores_of(reward_file, "parts", "7", "8", weights={"right": 1.0, "form": 0.2})
+    assert scores.rewards_N == pytest.approx([1.1, 0.1])
+    assert scores.metrics() == {"reward/part/right": 0.5, "reward/part/form": 0.5, "reward/errors": 0.0}
+    missing = scores_of(reward_file, "parts", "7", weights={"length": 1.0}, error_value=-1.0)
+    assert missing.rewards_N == [-1.0]
+    assert missing.errors == ["no number 'length' among ['form', 'right']"]
+
+
+def test_async_functions_run_side_by_side_and_have_a_deadline(reward_file: str) -> None:
+    began_s = time.monotonic()
+    scores = scores_of(reward_file, "slow", *["7"] * 20, "hang", timeout_s=2.0)
+    assert time.monotonic() - began_s < 5
+    assert scores.rewards_N == [1.0] * 20 + [0.0]
+    assert scores.errors[-1] == "TimeoutError: no answer within reward.timeout_s=2"
+
+
+def test_failures_cost_their_sample_and_are_counted(
+    reward_file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["7", "raise", "nan", "text", "raise", "raise"]
+    scores = scores_of(reward_file, "wild", *texts, error_value=-2.0)
+    assert scores.rewards_N == [1.0, *[-2.0] * 5]
+    assert [error.split(":")[0] for error in scores.errors] == [
+        "",
+        "ZeroDivisionError",
+        "it is nan",
+        "ValueError",
+        "ZeroDivisionError",
+        "ZeroDivisionError",
+    ]
+    assert scores.metrics()["reward/errors"] == 5
+    assert "reward of prompt 1 (unit) failed and counts as -2: ZeroDivisionError" in caplog.text
+    assert "5 rewards of 6 failed" in caplog.text
+    assert scores_of(reward_file, "short", "7", "8").errors == ["ValueError: 1 rewards for 2 samples"] * 2
+
+
+def test_what_hangs_or_dies_in_a_process_of_its_own_costs_its_sample_alone(reward_file: str) -> None:
+    texts = ["7", "hang", "7", "die", "raise", "7"]
+    with Scorer(RewardConfig(path=reward_file, name="wild", workers=2, timeout_s=3.0), 100) as scorer:
+        scores = scorer(make_samples(*texts))
+        again = scorer(make_samples("7", "7"))
+        started = psutil.Process(os.getpid()).children(recursive=True)
+    assert scores.rewards_N == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert scores.errors[1] == "TimeoutError: no answer within reward.timeout_s=3"
+    assert "its process ended with status" in scores.errors[3]
+    assert "ZeroDivisionError" in scores.errors[4]
+    assert again.rewards_N == [1.0, 1.0]
+    workers = [process for process in started if process.is_running()]
+    assert all("resource_tracker" in " ".join(process.cmdline()) for process in workers)
+
+
+def test_long_responses_lose_more_the_longer_they_are() -> None:
+    config = RewardConfig(overlong_buffer_len=20, overlong_penalty=0.5)
+    lens = (1, 80, 90, 100, 120)
+    assert [overlong_penalty(n, 100, config) for n in lens] == pytest.approx([0.0, 0.0, -0.25, -0.5, -0.5])
+    assert overlong_penalty(100, 100, RewardConfig()) == 0.0
+
+
+def test_the_penalty_is_part_of_the_reward(reward_file: str) -> None:
+    config = RewardConfig(path=reward_file, name="score", overlong_buffer_len=10)
+    with Scorer(config, 20) as scorer:
+        scores = scorer(make_samples("7", num_tokens=15))
+    assert scores.rewards_N == [1.5]
+    assert scores.metrics()["reward/part/overlong_penalty"] == -0.5
+
+
+def test_wrong_names_and_signatures_are_refused(reward_file: str) -> None:
+    for path, name, options, message in (
+        ("/nowhere.py", "score", {}, "no such file"),
+        (reward_file, "scores", {}, "it has batch, batch_async, narrow, parts, score"),
+        (reward_file, "narrow", {}, "must take the keyword arguments data_source.*, or data_sources"),
+        (reward_file, "batch", {"workers": 2}, "reward.workers=2: .*batch takes all samples at once"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Scorer(RewardConfig(path=path, name=name, **options), 100)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Dynamic sampling: groups that differ are kept, others sampled in their place, until enough or the end."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from mcore_rl.config import Config, RolloutConfig
+from mcore_rl.metrics import PhaseTimer
+from mcore_rl.roles import Roles
+from mcore_rl.rollout_step import sample_step
+from mcore_rl.types import Prompt, Sample, Scores
+
+GROUP = 3
+
+
+class Numbered:
+    """Prompts 0, 1, 2, ...; each sample's text says its prompt, place in the group and seed."""
+
+    def __init__(self) -> None:
+        self.num_taken, self.seeds = 0, []
+
+    def take(self, num_items: int) -> list[Prompt]:
+        first, self.num_taken = self.num_taken, self.num_taken + num_items
+        return [Prompt(i, (1,), (), "unit", "") for i in range(first, self.num_taken)]
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+    ) -> list[Sample]:
+        self.seeds.append(seed)
+        return [
+            Sample(prompt, i, (), (), "stop", (), f"{prompt.index} {i}")
+            for prompt in prompts
+            for i in range(num_samples)
+        ]
+
+
+def run(differing: set[int], **options: object) -> tuple[list[str], Scores, dict[str, float], Numbered]:
+    """Samples of prompts in `differing` have unlike rewards."""
+
+    def reward(samples: Sequence[Sample]) -> Scores:
+        rewards = [float(s.prompt.index in differing and s.sample_index == 0) for s in samples]
+        return Scores(rewards, {"index": [float(s.prompt.index) for s in samples]}, [""] * len(samples))
+
+    parts = Numbered()
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    roles = Roles(**fields | {"prompts": parts, "generator": parts, "reward": reward})
+    rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
+    samples, scores, metrics = sample_step(Config(rollout=rollout), roles, PhaseTimer(1), seed=7)
+    return [sample.text for sample in samples], scores, metrics, parts
+
+
+def texts(*prompts: int) -> list[str]:
+    return [f"{prompt} {i}" for prompt in prompts for i in range(GROUP)]
+
+
+def test_without_it_every_group_is_trained_on() -> None:
+    samples, _, metrics, parts = run({1})
+    assert samples == texts(0, 1) and metrics == {} and parts.seeds == [7]
+
+
+def test_groups_without_signal_are_replaced() -> None:
+    samples, scores, metrics, parts = run({1, 4}, dynamic_sampling=True)
+    assert samples == texts(1, 4)
+    assert scores.rewards_N == [1.0, 0.0, 0.0] * 2
+    assert scores.parts == {"index": [1.0] * 3 + [4.0] * 3} and len(scores.errors) == 6
+    assert parts.num_taken == 5 and len(set(parts.seeds)) == 4
+    assert metrics == {
+        "sampling/rounds": 4.0,
+        "sampling/samples": 15.0,
+        "sampling/kept_share": pytest.approx(6 / 15),
+        "sampling/reward_mean": pytest.approx(2 / 15),
+    }
+
+
+def test_more_prompts_than_missing_take_fewer_rounds_and_surplus_groups_are_left_out() -> None:
+    samples, _, metrics, parts = run({1, 2, 3}, dynamic_sampling=True, oversampling=2.0)
+    assert samples == texts(1, 2) and metrics["sampling/rounds"] == 1 and parts.num_taken == 4
+
+
+def test_after_the_last_round_what_there_is_is_trained_on(caplog: pytest.LogCaptureFixture) -> None:
+    samples, _, metrics, _ = run({2}, dynamic_sampling=True, max_rounds=3)
+    assert samples == texts(2) and metrics["sampling/rounds"] == 3
+    assert "1 groups with differing rewards are missing after 3 rounds" in caplog.text
+    samples, scores, metrics, _ = run(set(), dynamic_sampling=True, max_rounds=2)
+    assert samples == texts(2, 3) and len(scores.rewards_N) == 6 and metrics["sampling/kept_share"] == 0
