@@ -34,7 +34,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with timer("logprobs"):
             batch = make_train_batch(samples, WeightVersion(step - 1))
             batch = add_logprobs(config, roles.trainer, batch)
-            batch = replace(batch, advantages_T=roles.advantages(scores.rewards_N, samples, batch))
+            batch = replace(batch, advantages_T=roles.advantages(scores, samples, batch))
             if config.algorithm.filter_overlong:
                 batch = without_truncated(batch, samples)
         with timer("train"):

@@ -70,8 +70,8 @@ class Roles:
     held_out: Sequence[Prompt]
     generator: Generator
     reward: Reward
-    advantages: Callable[[Sequence[float], Sequence[Sample], TrainBatch], Tensor]
-    """(rewards, samples, the batch made of them) -> advantages_T."""
+    advantages: Callable[[Scores, Sequence[Sample], TrainBatch], Tensor]
+    """(what the samples were worth, the samples, the batch made of them) -> advantages_T."""
     trainer: Trainer
     weights: WeightSync
     log: Log

@@ -3,11 +3,12 @@
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mcore_rl.config import Config
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
-from mcore_rl.types import Sample, Scores
+from mcore_rl.types import Prompt, Sample, Scores
 
 _log = logging.getLogger(__name__)
 ROUND_SEEDS = 1_000_003
@@ -35,6 +36,8 @@ def sample_step(
             )
         with timer("reward"):
             scores = roles.reward(samples)
+        if config.algorithm.advantage == "remax":
+            scores = _with_greedy(scores, prompts, options.samples_per_prompt, roles, timer, seed)
         if not options.dynamic_sampling:
             return samples, scores, {}
         num_rounds, sampled = num_rounds + 1, sampled + len(samples)
@@ -54,6 +57,17 @@ def sample_step(
         "sampling/reward_mean": all_rewards / sampled,
     }
     return (kept, kept_scores, metrics) if kept else (samples, scores, metrics)
+
+
+def _with_greedy(
+    scores: Scores, prompts: Sequence[Prompt], group_size: int, roles: Roles, timer: PhaseTimer, seed: int
+) -> Scores:
+    """With the reward of each prompt's greedy response, at each sample of the prompt."""
+    with timer("rollout"):
+        greedy = roles.generator.generate(prompts, 1, greedy=True, seed=seed)
+    with timer("reward"):
+        rewards = roles.reward(greedy).rewards_N
+    return replace(scores, greedy_N=[reward for reward in rewards for _ in range(group_size)])
 
 
 def _telling(rewards_N: Sequence[float], group_size: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from mcore_rl.config import Config, RolloutConfig
+from mcore_rl.config import AlgorithmConfig, Config, RolloutConfig
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
 from mcore_rl.rollout_step import sample_step
@@ -35,7 +35,9 @@ class Numbered:
         ]
 
 
-def run(differing: set[int], **options: object) -> tuple[list[str], Scores, dict[str, float], Numbered]:
+def run(
+    differing: set[int], advantage: str = "grpo", **options: object
+) -> tuple[list[str], Scores, dict[str, float], Numbered]:
     """Samples of prompts in `differing` have unlike rewards."""
 
     def reward(samples: Sequence[Sample]) -> Scores:
@@ -46,7 +48,8 @@ def run(differing: set[int], **options: object) -> tuple[list[str], Scores, dict
     fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
     roles = Roles(**fields | {"prompts": parts, "generator": parts, "reward": reward})
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
-    samples, scores, metrics = sample_step(Config(rollout=rollout), roles, PhaseTimer(1), seed=7)
+    config = Config(rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
+    samples, scores, metrics = sample_step(config, roles, PhaseTimer(1), seed=7)
     return [sample.text for sample in samples], scores, metrics, parts
 
 
@@ -84,3 +87,9 @@ def test_after_the_last_round_what_there_is_is_trained_on(caplog: pytest.LogCapt
     assert "1 groups with differing rewards are missing after 3 rounds" in caplog.text
     samples, scores, metrics, _ = run(set(), dynamic_sampling=True, max_rounds=2)
     assert samples == texts(2, 3) and len(scores.rewards_N) == 6 and metrics["sampling/kept_share"] == 0
+
+
+def test_remax_asks_for_a_greedy_response_to_each_prompt() -> None:
+    samples, scores, _, parts = run({1, 2}, "remax", dynamic_sampling=True)
+    assert samples == texts(1, 2) and scores.greedy_N == [1.0] * 6
+    assert parts.seeds[0] == parts.seeds[1] == 7

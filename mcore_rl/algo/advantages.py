@@ -107,6 +107,31 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) ->
     return normalise(outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double())
 
 
+@ADVANTAGES.register("gdpo")
+def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """The weighted sum of each part's own GRPO advantages, normalised over all tokens.
+
+    GDPO, arXiv:2601.05242: a part of large numbers does not drown another. Parts and weights are those of
+    the recipe's reward.
+    """
+    if not outcomes.parts:
+        raise ValueError("algorithm.advantage=gdpo needs rewards of several parts: set reward.parts")
+    groups = Groups.of(outcomes.group_N)
+    advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
+    for weight, values_N in outcomes.parts:
+        centered_N = groups.centered(values_N.double())
+        advantages_N += weight * centered_N / (groups.std(centered_N) + STD_EPS)
+    return normalise(outcomes.spread(advantages_N).double())
+
+
+@ADVANTAGES.register("remax")
+def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """The rewards to go minus the reward of the greedy response; ReMax, arXiv:2310.10505, algorithm 1."""
+    if outcomes.greedy_N is None:
+        raise ValueError("algorithm.advantage=remax needs the rewards of greedy responses")
+    return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
+
+
 def normalise(values_R: Tensor) -> Tensor:
     """float32 (x - mean) / sqrt(var + 1e-8), var divided by R - 1. Equal values get exactly 0."""
     above_R = values_R - values_R.amin() if len(values_R) else values_R

@@ -1,6 +1,6 @@
 """Recipe options in, the functions of a run out: advantages from rewards, token losses from log-probs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from mcore_rl.algo.losses import LOSSES, LossTokens, Metrics
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
 from mcore_rl.config import AlgorithmConfig
-from mcore_rl.types import Sample, TrainBatch
+from mcore_rl.types import Sample, Scores, TrainBatch
 
 
 class TokenLoss(Protocol):
@@ -32,21 +32,25 @@ class TokenLoss(Protocol):
         ...
 
 
-Advantages = Callable[[Sequence[float], Sequence[Sample], TrainBatch], Tensor]
-"""(one reward per sample, the samples, the batch made of them) -> advantages_T, 0 off its loss mask."""
+Advantages = Callable[[Scores, Sequence[Sample], TrainBatch], Tensor]
+"""(what the samples were worth, the samples, the batch made of them) -> advantages_T, 0 off its loss mask."""
 
 
-def make_advantages(config: AlgorithmConfig) -> Advantages:
-    """Samples of the same prompt (by Prompt.index) are one group."""
+def make_advantages(config: AlgorithmConfig, part_weights: Mapping[str, float] | None = None) -> Advantages:
+    """Samples of the same prompt (by Prompt.index) are one group. `part_weights`: reward.parts."""
     function = ADVANTAGES[config.advantage]
+    if config.advantage == "gdpo" and not part_weights:
+        raise ValueError("algorithm.advantage=gdpo needs rewards of several parts: set reward.parts")
 
-    def advantages(rewards_N: Sequence[float], samples: Sequence[Sample], batch: TrainBatch) -> Tensor:
+    def advantages(scores: Scores, samples: Sequence[Sample], batch: TrainBatch) -> Tensor:
         mask_T = batch.loss_mask_T
         outcomes = Outcomes(
-            rewards_N=torch.tensor(rewards_N, dtype=torch.float64),
+            rewards_N=torch.tensor(scores.rewards_N, dtype=torch.float64),
             group_N=torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
             lens_N=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.int64),
             token_rewards_R=_kl_penalty(batch, config) if config.kl.in_reward and config.kl.coef else None,
+            parts=[(w, torch.tensor(scores.parts[name])) for name, w in (part_weights or {}).items()],
+            greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None,
         )
         return torch.zeros(len(mask_T)).masked_scatter_(mask_T, function(outcomes, config))
 

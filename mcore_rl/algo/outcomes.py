@@ -3,6 +3,7 @@
 Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest response.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +18,16 @@ class Outcomes:
     group_N           one id per sample, equal for the samples of one prompt
     lens_N            int64, response tokens
     token_rewards_R   float64, what each token brings besides, such as a KL penalty; zeros if not given
+    parts             (weight, values_N) of each number that rewards are made of, where rewards have parts
+    greedy_N          reward of the greedy response to the same prompt
     """
 
     rewards_N: Tensor
     group_N: Tensor
     lens_N: Tensor
     token_rewards_R: Tensor | None = None
+    parts: Sequence[tuple[float, Tensor]] = ()
+    greedy_N: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]

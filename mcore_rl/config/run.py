@@ -40,8 +40,10 @@ class RewardConfig:
     path: str = ""
     """Python file; a relative path is looked up from the working directory, then beside the recipes."""
     name: str = "reward"
-    weights: dict[str, float] = field(default_factory=dict)
-    """Reward = sum of weight * the number of this name that the function returned; empty takes "score"."""
+    parts: list[str] = field(default_factory=list)
+    """Names of the numbers that the function returns and rewards are the weighted sum of; empty: "score"."""
+    weights: list[float] = field(default_factory=list)
+    """One per part."""
     error_value: float = 0.0
     """Reward of a sample whose function raised or did not answer in time."""
     workers: int = 0
@@ -55,9 +57,17 @@ class RewardConfig:
 
     def __post_init__(self) -> None:
         positive("reward.timeout_s", self.timeout_s)
+        if len(self.parts) != len(self.weights):
+            raise ValueError(
+                f"reward.parts={self.parts} and reward.weights={self.weights}: there must be one per part"
+            )
         for name in ("workers", "overlong_buffer_len"):
             if getattr(self, name) < 0:
                 raise ValueError(f"reward.{name}={getattr(self, name)}: must not be negative")
+
+    @property
+    def part_weights(self) -> dict[str, float]:
+        return dict(zip(self.parts, self.weights, strict=True))
 
 
 @dataclass

@@ -45,7 +45,8 @@ class Scorer:
         scored = [self._score(answer) for answer in answers]
         errors = [error for _, error in scored]
         self._tell(samples, errors)
-        names = dict.fromkeys(name for answer in answers if isinstance(answer, dict) for name in answer)
+        returned = [name for answer in answers if isinstance(answer, dict) for name in answer]
+        names = dict.fromkeys([*self._config.parts, *returned])
         parts = {
             name: [a.get(name, 0.0) if isinstance(a, dict) else 0.0 for a in answers]
             for name in names
@@ -72,7 +73,7 @@ class Scorer:
 
     def _score(self, answer: Answer) -> tuple[float, str]:
         """(the reward before penalties, what went wrong)."""
-        weights = self._config.weights or {"score": 1.0}
+        weights = self._config.part_weights or {"score": 1.0}
         if isinstance(answer, Exception):
             return self._config.error_value, f"{type(answer).__name__}: {answer}"
         if missing := sorted(set(weights) - set(answer)):

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,6 +112,28 @@ def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_m
     torch.testing.assert_close(advantages_R, expected, rtol=1e-4, atol=1e-4)
 
 
+@given(rows=GROUPED, seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_gdpo_is_the_normalised_sum_of_each_parts_grpo(rows: Rows, seed: int) -> None:
+    other = torch.randint(3, (len(rows),), generator=torch.Generator().manual_seed(seed)).double().tolist()
+    rows_of_other = [(value, group, n) for value, (_, group, n) in zip(other, rows, strict=True)]
+    rewards_N = torch.tensor([r for r, _, _ in rows], dtype=torch.float64)
+    parts = [(1.0, rewards_N), (0.3, torch.tensor(other, dtype=torch.float64))]
+    outcomes = replace(outcomes_of(rows), parts=parts)
+    sums = [grpo(rows, i) + 0.3 * grpo(rows_of_other, i) for i in range(len(rows))]
+    tokens = [round(s, 6) for s, (_, _, n) in zip(sums, rows, strict=True) for _ in range(n)]
+    expected = torch.tensor(whitened(tokens), dtype=torch.float32)
+    torch.testing.assert_close(
+        ADVANTAGES["gdpo"](outcomes, AlgorithmConfig()), expected, rtol=1e-3, atol=1e-3
+    )
+
+
+def test_remax_is_the_reward_to_go_beyond_the_greedy_reward() -> None:
+    outcomes = outcomes_of([(1.0, 0, 2), (0.0, 1, 1), (5.0, 1, 0)], [-0.1, -0.2, -0.3])
+    outcomes = replace(outcomes, greedy_N=torch.tensor([0.5, 1.0, 1.0]))
+    assert ADVANTAGES["remax"](outcomes, AlgorithmConfig()).tolist() == pytest.approx([0.2, 0.3, -1.3])
+
+
 def test_known_values() -> None:
     outcomes = outcomes_of([(1.0, 7, 1), (0.0, 7, 1), (0.0, 7, 1), (0.0, 7, 1)])
 
@@ -137,7 +160,8 @@ def test_equal_rewards_and_groups_of_one_get_exactly_zero(name: str, reward: flo
 
 
 def test_every_advantage_is_tested_here() -> None:
-    assert ADVANTAGES.names == sorted([*BY_SAMPLE, "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+    others = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+    assert ADVANTAGES.names == sorted([*BY_SAMPLE, *others])
 
 
 def test_refuses_what_has_no_advantage() -> None:

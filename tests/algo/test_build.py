@@ -15,7 +15,7 @@ from mcore_rl.algo.losses import LOSSES
 from mcore_rl.algo.sequences import sequence_sum
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from mcore_rl.data.batch import make_train_batch, select
-from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, VersionSpan, WeightVersion
 
 LENS = (3, 4)
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
@@ -157,7 +157,9 @@ def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
 def test_samples_of_a_prompt_are_its_group_and_empty_ones_count() -> None:
     samples = make_samples([1, 2, 0, 1], [11, 5, 11, 5])
     batch = make_train_batch(samples)
-    advantages_T = make_advantages(AlgorithmConfig(advantage="dr_grpo"))([1.0, 3.0, 0.0, 2.0], samples, batch)
+    advantages_T = make_advantages(AlgorithmConfig(advantage="dr_grpo"))(
+        Scores([1.0, 3.0, 0.0, 2.0]), samples, batch
+    )
     assert advantages_T.tolist() == [0, 0, 0.5, 0, 0, 0.5, 0.5, 0, 0, -0.5]
     assert advantages_T.dtype == torch.float32
 
@@ -167,7 +169,7 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
     old, ref = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
     batch = replace(make_train_batch(samples), old_logprobs_T=old, ref_logprobs_T=ref)
     config = AlgorithmConfig(advantage="dr_grpo", kl=KLConfig(0.5, "k1", in_reward=True))
-    advantages_T = make_advantages(config)([1.0, 0.0], samples, batch)
+    advantages_T = make_advantages(config)(Scores([1.0, 0.0]), samples, batch)
     penalties = 0.5 * (old - ref)
     first, second = 1 - penalties[2] - penalties[3], -penalties[6]
     expected = (first - second) / 2
@@ -176,7 +178,23 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
     torch.testing.assert_close(loss, metrics["loss/policy"])
     assert metrics["kl/ref"][batch.loss_mask_T].all()
     with pytest.raises(ValueError, match=r"algorithm.kl.in_reward needs log-probs"):
-        make_advantages(config)([1.0, 0.0], samples, replace(batch, ref_logprobs_T=None))
+        make_advantages(config)(Scores([1.0, 0.0]), samples, replace(batch, ref_logprobs_T=None))
+
+
+def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> None:
+    samples = make_samples([1, 1], [0, 0])
+    batch = make_train_batch(samples)
+    scores = Scores([1.2, 0.2], {"right": [1.0, 0.0], "form": [0.2, 0.2]}, greedy_N=[0.5, 0.5])
+    gdpo = make_advantages(AlgorithmConfig(advantage="gdpo"), {"right": 1.0, "form": 1.0})
+    assert gdpo(scores, samples, batch)[batch.loss_mask_T].tolist() == pytest.approx(
+        [0.7071, -0.7071], abs=1e-4
+    )
+    remax = make_advantages(AlgorithmConfig(advantage="remax"))
+    assert remax(scores, samples, batch)[batch.loss_mask_T].tolist() == pytest.approx([0.7, -0.3])
+    with pytest.raises(ValueError, match=r"algorithm.advantage=remax needs the rewards of greedy"):
+        remax(Scores([1.0, 0.0]), samples, batch)
+    with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):
+        make_advantages(AlgorithmConfig(advantage="gdpo"))
 
 
 def test_the_correction_weighs_the_policy_loss_alone() -> None:

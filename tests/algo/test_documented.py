@@ -26,9 +26,9 @@ def overrides_of(cell: str) -> list[list[str]]:
 def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
     assert overrides_of(cell)
     for overrides in overrides_of(cell):
-        algorithm = load_recipe("tiny_moe_grpo", overrides).algorithm
-        make_advantages(algorithm)
-        make_policy_loss(algorithm)
+        config = load_recipe("tiny_moe_grpo", overrides)
+        make_advantages(config.algorithm, config.reward.part_weights)
+        make_policy_loss(config.algorithm)
 
 
 @pytest.mark.parametrize(

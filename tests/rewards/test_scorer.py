@@ -81,10 +81,10 @@ def test_functions_of_one_sample_or_all_sync_or_not(
 
 
 def test_parts_are_weighted_and_logged_each(reward_file: str) -> None:
-    scores = scores_of(reward_file, "parts", "7", "8", weights={"right": 1.0, "form": 0.2})
+    scores = scores_of(reward_file, "parts", "7", "8", parts=["right", "form"], weights=[1.0, 0.2])
     assert scores.rewards_N == pytest.approx([1.1, 0.1])
     assert scores.metrics() == {"reward/part/right": 0.5, "reward/part/form": 0.5, "reward/errors": 0.0}
-    missing = scores_of(reward_file, "parts", "7", weights={"length": 1.0}, error_value=-1.0)
+    missing = scores_of(reward_file, "parts", "7", parts=["length"], weights=[1.0], error_value=-1.0)
     assert missing.rewards_N == [-1.0]
     assert missing.errors == ["no number 'length' among ['form', 'right']"]
 
@@ -148,6 +148,8 @@ def test_the_penalty_is_part_of_the_reward(reward_file: str) -> None:
 
 
 def test_wrong_names_and_signatures_are_refused(reward_file: str) -> None:
+    with pytest.raises(ValueError, match=r"reward.weights=.*there must be one per part"):
+        RewardConfig(parts=["a"])
     for path, name, options, message in (
         ("/nowhere.py", "score", {}, "no such file"),
         (reward_file, "scores", {}, "it has batch, batch_async, narrow, parts, score"),
