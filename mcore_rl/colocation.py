@@ -67,10 +67,17 @@ class ColocatedTrainer:
         self._trainer, self._memory, self._watched = trainer, memory, watched
 
     def compute_logprobs(
-        self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None
+        self,
+        batch: TrainBatch,
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
+        sum_squares: bool = False,
     ) -> TokenScores:
         self._watched(self._memory.for_training())
-        return self._trainer.compute_logprobs(batch, reference=reference, temperature=temperature)
+        return self._trainer.compute_logprobs(
+            batch, reference=reference, temperature=temperature, sum_squares=sum_squares
+        )
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         self._watched(self._memory.for_training())

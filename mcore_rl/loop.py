@@ -66,8 +66,13 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
     """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
     algorithm, num_steps = config.algorithm, config.train.epochs * config.train.mini_batches
     if not algorithm.correction.bypass and (num_steps > 1 or algorithm.needs_old_logprobs):
-        old = trainer.compute_logprobs(batch)
-        batch = replace(batch, old_logprobs_T=old.logprobs_T, router_flips_T=old.router_flips_T)
+        old = trainer.compute_logprobs(batch, sum_squares=algorithm.needs_sum_squares)
+        batch = replace(
+            batch,
+            old_logprobs_T=old.logprobs_T,
+            router_flips_T=old.router_flips_T,
+            sum_squares_T=old.sum_squares_T,
+        )
     if config.algorithm.kl.coef:
         reference = trainer.compute_logprobs(batch, reference=True)
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)

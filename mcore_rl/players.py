@@ -28,7 +28,12 @@ class RankCalls(Protocol):
     """The training ranks, called by data-parallel coordinate: one list of micro-batches per coordinate."""
 
     def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
+        self,
+        per_dp: Sequence[Sequence[TrainBatch]],
+        *,
+        reference: bool,
+        temperature: float,
+        sum_squares: bool = False,
     ) -> list[list[TokenScores]]: ...
 
     def train_step(
@@ -59,17 +64,24 @@ class PackedTrainer:
         self._temperature, self._checkpoint = temperature, checkpoint
 
     def compute_logprobs(
-        self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None
+        self,
+        batch: TrainBatch,
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
+        sum_squares: bool = False,
     ) -> TokenScores:
         plan = self._plan(batch)
         temperature = self._temperature if temperature is None else temperature
         answers = self._ranks.compute_logprobs(
-            _cut(batch, plan), reference=reference, temperature=temperature
+            _cut(batch, plan), reference=reference, temperature=temperature, sum_squares=sum_squares
         )
         flat = [(i, s) for of_rank in zip(plan, answers, strict=True) for i, s in zip(*of_rank, strict=True)]
         logprobs_T = _put_back(batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat])
         flips = [(i, s.router_flips_T) for i, s in flat if s.router_flips_T is not None]
-        return TokenScores(logprobs_T, _put_back(batch.lens_N, flips) if flips else None)
+        squares = [(i, s.sum_squares_T) for i, s in flat if s.sum_squares_T is not None]
+        others = [_put_back(batch.lens_N, parts) if parts else None for parts in (flips, squares)]
+        return TokenScores(logprobs_T, *others)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         per_dp = _cut(batch, self._plan(batch))

@@ -36,10 +36,15 @@ class PromptStream(Protocol):
 
 class Trainer(Protocol):
     def compute_logprobs(
-        self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None
+        self,
+        batch: TrainBatch,
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
+        sum_squares: bool = False,
     ) -> TokenScores:
         """Token-aligned log-probs, at the rollout's temperature unless another one is given; router flips
-        where the batch has the engine's experts.
+        where the batch has the engine's experts; sums of squared probabilities if asked for.
         """
         ...
 

@@ -123,6 +123,8 @@ class TrainBatch:
     stale_T              bool, True on tokens sampled from other weights than those that train
     routed_experts_TLK   int16, the engine's choice of experts for each token; -1 where it is not known
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
+    sum_squares_T        float32, sum of the squared probabilities that the trainer gave the tokens of the
+                         vocabulary, old policy; token-aligned like log-probs
     router_flips_T       int32, number of layers in which trainer and engine chose other experts for the token
                          before; token-aligned like log-probs
     """
@@ -139,6 +141,7 @@ class TrainBatch:
     routed_experts_TLK: Tensor | None = None
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
+    sum_squares_T: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens = sum(self.lens_N)
@@ -157,6 +160,7 @@ class TokenScores:
 
     logprobs_T: Tensor
     router_flips_T: Tensor | None = None
+    sum_squares_T: Tensor | None = None
 
 
 @dataclass(frozen=True)

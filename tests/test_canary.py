@@ -25,7 +25,12 @@ class TransformersTrainer:
 
     @torch.no_grad()
     def compute_logprobs(
-        self, batch: TrainBatch, *, reference: bool = False, temperature: float | None = None
+        self,
+        batch: TrainBatch,
+        *,
+        reference: bool = False,
+        temperature: float | None = None,
+        sum_squares: bool = False,
     ) -> TokenScores:
         assert temperature == 1.0
         parts = []

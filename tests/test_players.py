@@ -21,11 +21,17 @@ class EchoRanks:
         self.saved: list[str] = []
 
     def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
+        self,
+        per_dp: Sequence[Sequence[TrainBatch]],
+        *,
+        reference: bool,
+        temperature: float,
+        sum_squares: bool = False,
     ) -> list[list[TokenScores]]:
-        return [
-            [TokenScores(batch.token_ids_T.float(), batch.token_ids_T) for batch in rank] for rank in per_dp
-        ]
+        def score(ids_T: torch.Tensor) -> TokenScores:
+            return TokenScores(ids_T.float(), ids_T, ids_T / 2 if sum_squares else None)
+
+        return [[score(batch.token_ids_T) for batch in rank] for rank in per_dp]
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -70,6 +76,9 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
     scores = trainer.compute_logprobs(batch)
     assert torch.equal(scores.logprobs_T, batch.token_ids_T.float())
     assert scores.router_flips_T is not None and torch.equal(scores.router_flips_T, batch.token_ids_T)
+    assert scores.sum_squares_T is None
+    squares_T = trainer.compute_logprobs(batch, sum_squares=True).sum_squares_T
+    assert squares_T is not None and torch.equal(squares_T, batch.token_ids_T / 2)
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
 
 

@@ -21,6 +21,8 @@ STD_EPS = 1e-6
 """Added to the standard deviation of a group."""
 VARIANCE_EPS = 1e-8
 """Added to the variance of a batch."""
+WEIGHT_EPS = 1e-8
+"""Added to a sum of weights."""
 
 
 @ADVANTAGES.register("grpo")
@@ -130,6 +132,31 @@ def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     if outcomes.greedy_N is None:
         raise ValueError("algorithm.advantage=remax needs the rewards of greedy responses")
     return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
+
+
+@ADVANTAGES.register("optimal_token_baseline")
+def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """G_t - sum(G_t W_t) / sum(W_t) over the samples of the group that reach token t.
+
+    G_t is the reward to go, W_t the sum up to t of 1 - 2 p + sum(p^2), the squared norm of the gradient of a
+    token's log-prob by the logits: the baseline of least variance for each token. Where one sample alone
+    reaches t there is nothing to compare it with: no baseline. As verl's optimal_token_baseline
+    (verl/trainer/ppo/core_algos.py).
+    """
+    if outcomes.energy_R is None:
+        raise ValueError("algorithm.advantage=optimal_token_baseline needs sums of squared probabilities")
+    groups, is_token_NM = Groups.of(outcomes.group_N), outcomes.is_token_NM
+    weights_NM = outcomes.padded(outcomes.energy_R).cumsum(1).masked_fill(~is_token_NM, 0.0)
+    to_go_R = outcomes.rewards_to_go(1.0)
+    sums = [
+        torch.zeros(len(groups.sizes_G), is_token_NM.shape[1], dtype=torch.float64).index_add_(
+            0, groups.index_N, values_NM
+        )[groups.index_N]
+        for values_NM in (weights_NM * outcomes.padded(to_go_R), weights_NM, is_token_NM.double())
+    ]
+    weighted_NM, total_NM, num_there_NM = sums
+    baseline_NM = torch.where(num_there_NM > 1, weighted_NM / (total_NM + WEIGHT_EPS), 0.0)
+    return (to_go_R - baseline_NM[is_token_NM]).float()
 
 
 def normalise(values_R: Tensor) -> Tensor:

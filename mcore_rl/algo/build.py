@@ -50,11 +50,20 @@ def make_advantages(config: AlgorithmConfig, part_weights: Mapping[str, float] |
             lens_N=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.int64),
             token_rewards_R=_kl_penalty(batch, config) if config.kl.in_reward and config.kl.coef else None,
             parts=[(w, torch.tensor(scores.parts[name])) for name, w in (part_weights or {}).items()],
+            energy_R=_energy(batch),
             greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None,
         )
         return torch.zeros(len(mask_T)).masked_scatter_(mask_T, function(outcomes, config))
 
     return advantages
+
+
+def _energy(batch: TrainBatch) -> Tensor | None:
+    """1 - 2 p + sum(p^2) of each trained token, where the sums are known."""
+    if batch.sum_squares_T is None or batch.old_logprobs_T is None:
+        return None
+    energy_T = 1 - 2 * batch.old_logprobs_T.double().exp() + batch.sum_squares_T.double()
+    return energy_T[batch.loss_mask_T]
 
 
 def _kl_penalty(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:

@@ -20,6 +20,7 @@ class Outcomes:
     token_rewards_R   float64, what each token brings besides, such as a KL penalty; zeros if not given
     parts             (weight, values_N) of each number that rewards are made of, where rewards have parts
     greedy_N          reward of the greedy response to the same prompt
+    energy_R          squared norm of the gradient of each token's log-prob by the logits
     """
 
     rewards_N: Tensor
@@ -28,6 +29,7 @@ class Outcomes:
     token_rewards_R: Tensor | None = None
     parts: Sequence[tuple[float, Tensor]] = ()
     greedy_N: Tensor | None = None
+    energy_R: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]
@@ -51,15 +53,27 @@ class Outcomes:
         """The value of each sample at all of its tokens, float32 [R]."""
         return values_N.repeat_interleave(self.lens_N).float()
 
+    @property
+    def is_token_NM(self) -> Tensor:
+        """bool, one row per sample; M is the length of the longest."""
+        return torch.arange(int(self.lens_N.amax())) < self.lens_N[:, None]
+
+    def padded(self, values_R: Tensor) -> Tensor:
+        """float64 [N, M], 0 where there is no token."""
+        is_token_NM = self.is_token_NM
+        return torch.zeros(is_token_NM.shape, dtype=torch.float64).masked_scatter_(
+            is_token_NM, values_R.double()
+        )
+
     def rewards_to_go(self, gamma: float) -> Tensor:
         """float64 [R]: sum over the sample's later tokens t' >= t of gamma^(t' - t) r_t'.
 
         The reward of the whole response comes with its last token.
         """
-        rewards_NM = torch.zeros(len(self.lens_N), int(self.lens_N.amax()), dtype=torch.float64)
-        is_token_NM = torch.arange(rewards_NM.shape[1]) < self.lens_N[:, None]
+        is_token_NM = self.is_token_NM
+        rewards_NM = torch.zeros(is_token_NM.shape, dtype=torch.float64)
         if self.token_rewards_R is not None:
-            rewards_NM[is_token_NM] = self.token_rewards_R.double()
+            rewards_NM = self.padded(self.token_rewards_R)
         has_tokens_N = self.lens_N > 0
         last_N = (self.lens_N - 1).clamp(min=0)
         rewards_NM[has_tokens_N, last_N[has_tokens_N]] += self.rewards_N.double()[has_tokens_N]

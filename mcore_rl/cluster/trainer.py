@@ -52,9 +52,11 @@ class TrainerWorker:
         return self._coordinate
 
     def compute_logprobs(
-        self, microbatches: Sequence[TrainBatch], *, reference: bool, temperature: float
+        self, microbatches: Sequence[TrainBatch], *, reference: bool, temperature: float, sum_squares: bool
     ) -> list[TokenScores] | None:
-        return self._actor.compute_logprobs(microbatches, reference=reference, temperature=temperature)
+        return self._actor.compute_logprobs(
+            microbatches, reference=reference, temperature=temperature, sum_squares=sum_squares
+        )
 
     def train_step(
         self, microbatches: Sequence[TrainBatch], *, temperature: float, num_tokens: int
@@ -118,7 +120,12 @@ class TrainerGroup:
         return len(self._group.ranks)
 
     def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, reference: bool, temperature: float
+        self,
+        per_dp: Sequence[Sequence[TrainBatch]],
+        *,
+        reference: bool,
+        temperature: float,
+        sum_squares: bool = False,
     ) -> list[list[TokenScores]]:
         return self._group.dispatch(
             "compute_logprobs",
@@ -126,6 +133,7 @@ class TrainerGroup:
             deadline_s=self._call_timeout_s,
             reference=reference,
             temperature=temperature,
+            sum_squares=sum_squares,
         )
 
     def train_step(

@@ -99,6 +99,11 @@ class AlgorithmConfig:
             raise ValueError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for none")
         if self.dual_clip and self.loss != "ppo_clip":
             raise ValueError(f"algorithm.dual_clip={self.dual_clip}: algorithm.loss={self.loss} has none")
+        if self.correction.bypass and self.needs_sum_squares:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} with algorithm.correction.bypass=true: it needs the"
+                " pass that bypass leaves out"
+            )
         if not 0 < self.gamma <= 1:
             raise ValueError(f"algorithm.gamma={self.gamma}: must lie in (0, 1]")
 
@@ -106,4 +111,8 @@ class AlgorithmConfig:
     def needs_old_logprobs(self) -> bool:
         """Whether the trainer's own log-probs of a rollout must be known before its first step."""
         holds_back = self.loss in ("clip_cov", "kl_cov")
-        return (self.kl.in_reward and self.kl.coef != 0) or holds_back
+        return (self.kl.in_reward and self.kl.coef != 0) or holds_back or self.needs_sum_squares
+
+    @property
+    def needs_sum_squares(self) -> bool:
+        return self.advantage == "optimal_token_baseline"

@@ -23,7 +23,7 @@ from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.hf_config import make_transformer_config
-from mcore_rl.train.logprobs import vocab_parallel_logprobs
+from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_squares
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
 from mcore_rl.train.packing import RankBatch, make_rank_batch
@@ -81,7 +81,12 @@ class Actor:
         _freeze_garbage()
 
     def compute_logprobs(
-        self, microbatches: Sequence[TrainBatch], *, reference: bool = False, temperature: float = 1.0
+        self,
+        microbatches: Sequence[TrainBatch],
+        *,
+        reference: bool = False,
+        temperature: float = 1.0,
+        sum_squares: bool = False,
     ) -> list[TokenScores] | None:
         """Log-probs of each micro-batch's tokens on the owning rank, None on the others.
 
@@ -91,7 +96,11 @@ class Actor:
 
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
             logprobs_T, _ = self._logprobs(batch, logits_TV, temperature)
-            return logits_TV.new_zeros(()), {"logprobs": logprobs_T}
+            report = {"logprobs": logprobs_T}
+            if sum_squares:
+                group, size = ps.get_tensor_model_parallel_group(), self.hf_config["vocab_size"]
+                report["sum_squares"] = vocab_parallel_sum_squares(logits_TV, group, size, temperature)
+            return logits_TV.new_zeros(()), report
 
         batches = self._rank_batches(microbatches)
         with self._reference_weights() if reference else nullcontext():
@@ -103,7 +112,10 @@ class Actor:
             num_tokens = len(microbatch.token_ids_T)
             logprobs_T = _gather_tokens(reports[i]["logprobs"].float(), batch.targets_T, num_tokens)
             flips_T = None if flips is None else _gather_tokens(flips[i], batch.targets_T, num_tokens)
-            scores.append(TokenScores(logprobs_T, flips_T))
+            squares_T = reports[i].get("sum_squares")
+            if squares_T is not None:
+                squares_T = _gather_tokens(squares_T, batch.targets_T, num_tokens)
+            scores.append(TokenScores(logprobs_T, flips_T, squares_T))
         return scores if rank_coordinate().owns_output else None
 
     def train_step(

@@ -23,6 +23,21 @@ def vocab_parallel_logprobs(
     return _LogprobEntropy.apply(logits_TV, targets_T, group, vocab_size, temperature)  # type: ignore
 
 
+@torch.no_grad()
+def vocab_parallel_sum_squares(
+    logits_TV: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
+) -> Tensor:
+    """float32 [T]: the sum of the squared probabilities, 1 where one token is certain."""
+    first = group.rank() * logits_TV.shape[-1]
+    num_real = min(max(vocab_size - first, 0), logits_TV.shape[-1])
+    x = logits_TV.float() / temperature
+    x[:, num_real:] = FAR_BELOW
+    x -= _reduce(x.amax(-1), dist.ReduceOp.MAX, group)[:, None]
+    exp = x.exp_()
+    total, squares = _reduce(torch.stack([exp.sum(-1), exp.square().sum(-1)]), dist.ReduceOp.SUM, group)
+    return squares / total.square()
+
+
 def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(value, op=op, group=group)

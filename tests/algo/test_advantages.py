@@ -134,6 +134,28 @@ def test_remax_is_the_reward_to_go_beyond_the_greedy_reward() -> None:
     assert ADVANTAGES["remax"](outcomes, AlgorithmConfig()).tolist() == pytest.approx([0.2, 0.3, -1.3])
 
 
+@given(rows=GROUPED, seed=st.integers(0, 9))
+@settings(max_examples=40, deadline=None)
+def test_optimal_token_baseline_weighs_each_step_by_the_energy_so_far(rows: Rows, seed: int) -> None:
+    num_tokens = sum(n for _, _, n in rows)
+    energy = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    outcomes = replace(outcomes_of(rows), energy_R=energy)
+    starts = [sum(n for _, _, n in rows[:i]) for i in range(len(rows))]
+
+    def weight(i: int, t: int) -> float:
+        return energy[starts[i] : starts[i] + t + 1].sum().item()
+
+    expected = []
+    for reward, group, n in rows:
+        for t in range(n):
+            there = [i for i, (_, g, m) in enumerate(rows) if g == group and m > t]
+            total = sum(weight(i, t) for i in there) + 1e-8
+            baseline = sum(weight(i, t) * rows[i][0] for i in there) / total if len(there) > 1 else 0.0
+            expected.append(reward - baseline)
+    advantages_R = ADVANTAGES["optimal_token_baseline"](outcomes, AlgorithmConfig())
+    torch.testing.assert_close(advantages_R, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
 def test_known_values() -> None:
     outcomes = outcomes_of([(1.0, 7, 1), (0.0, 7, 1), (0.0, 7, 1), (0.0, 7, 1)])
 
@@ -160,7 +182,13 @@ def test_equal_rewards_and_groups_of_one_get_exactly_zero(name: str, reward: flo
 
 
 def test_every_advantage_is_tested_here() -> None:
-    others = ["gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"]
+    others = [
+        "gdpo",
+        "optimal_token_baseline",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+    ]
     assert ADVANTAGES.names == sorted([*BY_SAMPLE, *others])
 
 

@@ -181,6 +181,24 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
         make_advantages(config)(Scores([1.0, 0.0]), samples, replace(batch, ref_logprobs_T=None))
 
 
+def test_the_energy_of_a_token_is_the_norm_of_its_gradient_by_the_logits() -> None:
+    samples = make_samples([2, 2], [0, 0])
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    log_p = logits.log_softmax(-1)
+    batch = make_train_batch(samples)
+    batch = replace(batch, old_logprobs_T=log_p[:, 3], sum_squares_T=log_p.exp().square().sum(-1))
+    leaf = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(leaf.log_softmax(-1)[:, 3].sum(), leaf)
+    energy = gradient.square().sum(-1)
+    advantages_T = make_advantages(AlgorithmConfig(advantage="optimal_token_baseline"))(
+        Scores([1.0, 0.0]), samples, batch
+    )
+    first = energy[2] / (energy[2] + energy[6])
+    both = (energy[2] + energy[3]) / (energy[2] + energy[3] + energy[6] + energy[7])
+    expected = torch.stack([1 - first, 1 - both, -first, -both]).float()
+    torch.testing.assert_close(advantages_T[batch.loss_mask_T], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> None:
     samples = make_samples([1, 1], [0, 0])
     batch = make_train_batch(samples)

@@ -76,6 +76,7 @@ DAPO = [
 ]
 GSPO = [
     "algorithm.loss=gspo",
+    "algorithm.advantage=optimal_token_baseline",
     "algorithm.aggregation=sequence_mean",
     "algorithm.correction.weight=sequence",
 ]

@@ -46,7 +46,7 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
     """One step in a layout; what its owning ranks report, and every gradient by HF name in boxes."""
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
     batches = my_batches(torch.load(Path(model.path) / BATCHES, weights_only=False))
-    scores = actor.compute_logprobs(batches, temperature=0.8)
+    scores = actor.compute_logprobs(batches, temperature=0.8, sum_squares=True)
     stats = actor.train_step(batches, token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
     gather_gradients(actor)
     shards, _ = actor.weight_layout()
@@ -60,6 +60,7 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
         "dp": dist.get_rank() if stats is None else _dp_rank(),
         "stats": stats,
         "logprobs": scores and [score.logprobs_T for score in scores],
+        "squares": scores and [_present(score.sum_squares_T) for score in scores],
         "flips": scores and [score.router_flips_T for score in scores],
         "gradients": [(shard.box, shard.view(gradients).clone()) for shard in shards],
     }
@@ -177,8 +178,9 @@ def check_reports(results: tuple[Any, ...], one_process: dict[str, Any], layout:
     for dp, owner in enumerate(owners):
         flips = zip(owner["flips"], one_process["flips"][dp :: len(owners)], strict=True)
         assert all(torch.equal(got, want) for got, want in flips), layout
-        for got, want in zip(owner["logprobs"], one_process["logprobs"][dp :: len(owners)], strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}")
+        for name in ("logprobs", "squares"):
+            for got, want in zip(owner[name], one_process[name][dp :: len(owners)], strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}")
 
 
 def test_router_flips_are_those_put_in(hf_dir: Path, one_process: dict[str, Any]) -> None:

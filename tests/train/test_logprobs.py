@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.train.logprobs import vocab_parallel_logprobs
+from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_squares
 from tests.distributed import run_ranks
 
 CASES = [(7, 8, 1.0), (10, 16, 0.7), (3, 16, 1.3)]
@@ -21,7 +21,7 @@ def make_case(vocab: int, padded: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return logits_TV, targets_T, weights[0], weights[1]
 
 
-def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
@@ -34,7 +34,9 @@ def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor
         ((logprobs * w_logprob).sum() + (entropy * w_entropy).sum()).backward()
         assert torch.equal(mine.detach(), before)
         assert mine.grad is not None
-        results.append((logprobs.detach(), entropy.detach(), mine.grad))
+        squares = vocab_parallel_sum_squares(mine, dist.group.WORLD, vocab, temperature)
+        assert torch.equal(mine.detach(), before) and not squares.requires_grad
+        results.append((logprobs.detach(), entropy.detach(), mine.grad, squares))
     return results
 
 
@@ -51,5 +53,6 @@ def test_against_log_softmax(world_size: int) -> None:
         for rank in ranks:
             torch.testing.assert_close(rank[i][0], logprobs.detach(), rtol=0, atol=2e-6)
             torch.testing.assert_close(rank[i][1], entropy.detach(), rtol=0, atol=2e-6)
+            torch.testing.assert_close(rank[i][3], log_p.exp().square().sum(-1).detach(), rtol=0, atol=2e-6)
         gradient = torch.cat([rank[i][2] for rank in ranks], -1)
         torch.testing.assert_close(gradient, logits_TV.grad, rtol=0, atol=2e-6)
