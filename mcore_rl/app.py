@@ -1,7 +1,7 @@
 """What the commands do: a checked Config in, a run folder out; parts are made here and handed to loops."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mcore_rl.algo.build import make_advantages, make_policy_loss, sft_loss
+from mcore_rl.algo.build import Advantages, make_policy_loss, sft_loss
 from mcore_rl.canary import Canary
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
@@ -53,7 +53,7 @@ def run_train(config: Config) -> None:
     scorer = _make_scorer(config)
     loss, advantages = (
         make_policy_loss(config.algorithm),
-        make_advantages(config.algorithm, config.reward.part_weights),
+        Advantages(config.algorithm, config.reward.part_weights),
     )
     _check_lens(config)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
@@ -61,7 +61,7 @@ def run_train(config: Config) -> None:
         trainer, engines, memory = _start_both(config, processes, num_steps, loss)
         if config.algorithm.kl.coef:
             trainer.snapshot_reference()
-        start_step = _resume(trainer, prompts, newest)
+        start_step = _resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
         client = _make_client(config, engines, tokenizer)
         refitter = Refitter(
             trainer,
@@ -99,7 +99,7 @@ def run_sft(config: Config) -> None:
     with _run(config, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(config.sft.optimizer, config.sft.steps, sft_loss)
         trainer.wait_built()
-        start_step = _resume(trainer, batches, newest)
+        start_step = _resume(trainer, {"prompts": batches}, newest)
         with _make_log(config, folder, config.sft.steps, start_step) as log:
             fine_tune(config, batches, _pack(config, trainer, folder), log, start_step)
         _finish(config, trainer, folder)
@@ -227,12 +227,13 @@ def _pack(config: Config, trainer: TrainerGroup, folder: RunFolder) -> PackedTra
     )
 
 
-def _resume(trainer: TrainerGroup, stream: Any, newest: Any) -> int:
-    """The step to continue after: 0 without a checkpoint."""
+def _resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
+    """The step to continue after: 0 without a checkpoint. `parts`: what else has a state, by its name."""
     if newest is None:
         return 0
     state = trainer.load(str(newest))
-    stream.load_state_dict(state["prompts"])
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
     print(f"resumed from {newest}")
     return state["step"]
 

@@ -34,7 +34,8 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with timer("logprobs"):
             batch = make_train_batch(samples, WeightVersion(step - 1))
             batch = add_logprobs(config, roles.trainer, batch)
-            batch = replace(batch, advantages_T=roles.advantages(scores, samples, batch))
+            advantages_T, estimated = roles.advantages(scores, samples, batch)
+            batch = replace(batch, advantages_T=advantages_T)
             if config.algorithm.filter_overlong:
                 batch = without_truncated(batch, samples)
         with timer("train"):
@@ -42,7 +43,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with timer("refit"):
             refit = roles.weights.sync(WeightVersion(step), probe=batch)
         metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | summarize_steps(stats)
-        roles.log.log(step, {**metrics, **sampling, **refit, **timer.metrics()})
+        roles.log.log(step, {**metrics, **sampling, **estimated, **refit, **timer.metrics()})
         roles.log.log_samples(step, samples, scores)
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
@@ -50,7 +51,8 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         if is_due(step, config.checkpoint.every_steps, config.run.steps):
             # after the step was logged: a resumed run drops the rows beyond its checkpoint, and no others
             with timer("checkpoint"):
-                roles.trainer.save(step, {"step": step, "prompts": roles.prompts.state_dict()})
+                state = {"prompts": roles.prompts.state_dict(), "advantages": roles.advantages.state_dict()}
+                roles.trainer.save(step, {"step": step, **state})
             roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
 
 

@@ -34,6 +34,16 @@ class PromptStream(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
+class AdvantageEstimator(Protocol):
+    def __call__(
+        self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, /
+    ) -> tuple[Tensor, Mapping[str, float]]:
+        """(advantages_T of the batch that was made of the samples, metrics)."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+
 class Trainer(Protocol):
     def compute_logprobs(
         self,
@@ -75,8 +85,7 @@ class Roles:
     held_out: Sequence[Prompt]
     generator: Generator
     reward: Reward
-    advantages: Callable[[Scores, Sequence[Sample], TrainBatch], Tensor]
-    """(what the samples were worth, the samples, the batch made of them) -> advantages_T."""
+    advantages: AdvantageEstimator
     trainer: Trainer
     weights: WeightSync
     log: Log

@@ -1,6 +1,6 @@
 """Recipe options in, the functions of a run out: advantages from rewards, token losses from log-probs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.losses import LOSSES, LossTokens, Metrics
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
-from mcore_rl.config import AlgorithmConfig
+from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.types import Sample, Scores, TrainBatch
 
 
@@ -32,30 +32,57 @@ class TokenLoss(Protocol):
         ...
 
 
-Advantages = Callable[[Scores, Sequence[Sample], TrainBatch], Tensor]
-"""(what the samples were worth, the samples, the batch made of them) -> advantages_T, 0 off its loss mask."""
+class Advantages:
+    """Advantages of a run's batches, and the coefficient of a KL in the reward where that is steered.
 
+    Samples of the same prompt (by Prompt.index) are one group.
+    """
 
-def make_advantages(config: AlgorithmConfig, part_weights: Mapping[str, float] | None = None) -> Advantages:
-    """Samples of the same prompt (by Prompt.index) are one group. `part_weights`: reward.parts."""
-    function = ADVANTAGES[config.advantage]
-    if config.advantage == "gdpo" and not part_weights:
-        raise ValueError("algorithm.advantage=gdpo needs rewards of several parts: set reward.parts")
+    def __init__(self, config: AlgorithmConfig, part_weights: Mapping[str, float] | None = None) -> None:
+        """`part_weights`: the recipe's reward.parts."""
+        self._config, self._part_weights = config, part_weights or {}
+        self._function = ADVANTAGES[config.advantage]
+        self._kl_coef = config.kl.coef
+        if config.advantage == "gdpo" and not part_weights:
+            raise ValueError("algorithm.advantage=gdpo needs rewards of several parts: set reward.parts")
 
-    def advantages(scores: Scores, samples: Sequence[Sample], batch: TrainBatch) -> Tensor:
-        mask_T = batch.loss_mask_T
+    def __call__(
+        self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch
+    ) -> tuple[Tensor, dict[str, float]]:
+        """(advantages_T of the batch made of `samples`, 0 off its loss mask; metrics)."""
+        kl_R, metrics = None, {}
+        if self._config.kl.in_reward and self._config.kl.coef:
+            kl_R = kl_of_tokens(batch, self._config)
+            metrics = {"kl/reward": float(kl_R.mean()), "kl/coef": self._kl_coef}
+        parts = [(weight, torch.tensor(scores.parts[name])) for name, weight in self._part_weights.items()]
         outcomes = Outcomes(
             rewards_N=torch.tensor(scores.rewards_N, dtype=torch.float64),
             group_N=torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
             lens_N=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.int64),
-            token_rewards_R=_kl_penalty(batch, config) if config.kl.in_reward and config.kl.coef else None,
-            parts=[(w, torch.tensor(scores.parts[name])) for name, w in (part_weights or {}).items()],
+            token_rewards_R=None if kl_R is None else -self._kl_coef * kl_R,
+            parts=parts,
             energy_R=_energy(batch),
             greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None,
         )
-        return torch.zeros(len(mask_T)).masked_scatter_(mask_T, function(outcomes, config))
+        if kl_R is not None:
+            self._kl_coef = steered(self._kl_coef, float(kl_R.mean()), len(samples), self._config.kl)
+        mask_T = batch.loss_mask_T
+        advantages_R = self._function(outcomes, self._config)
+        return torch.zeros(len(mask_T)).masked_scatter_(mask_T, advantages_R), metrics
 
-    return advantages
+    def state_dict(self) -> dict[str, float]:
+        return {"kl_coef": self._kl_coef}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._kl_coef = state["kl_coef"]
+
+
+def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float:
+    """The coefficient after a step of `num_samples` whose KL was `kl`; arXiv:1909.08593, section 2.2."""
+    if not config.target:
+        return coef
+    error = min(max(kl / config.target - 1, -0.2), 0.2)
+    return coef * (1 + error * num_samples / config.horizon)
 
 
 def _energy(batch: TrainBatch) -> Tensor | None:
@@ -66,13 +93,15 @@ def _energy(batch: TrainBatch) -> Tensor | None:
     return energy_T[batch.loss_mask_T]
 
 
-def _kl_penalty(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
-    """-coef * KL(old || reference) of each trained token, float64; InstructGPT, arXiv:2203.02155, eq. 2."""
+def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
+    """float64, KL(old || reference) of each trained token; what InstructGPT, arXiv:2203.02155, eq. 2,
+    takes from its reward.
+    """
     old_logprobs_T = old_policy(batch, config)
     if old_logprobs_T is None or batch.ref_logprobs_T is None:
         raise ValueError("algorithm.kl.in_reward needs log-probs of the old policy and of the reference")
     log_ratio_T = log_ratio(old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T)
-    return -config.kl.coef * KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[batch.loss_mask_T]
+    return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[batch.loss_mask_T]
 
 
 def old_policy(batch: TrainBatch, config: AlgorithmConfig) -> Tensor | None:

@@ -11,10 +11,20 @@ class KLConfig:
     estimator: str = "k3"
     in_reward: bool = False
     """Take coef * KL of the old policy from the reward of each token, instead of adding it to the loss."""
+    target: float = 0.0
+    """in_reward: KL per token, in nats, that the coefficient is steered to from `coef` on; 0 keeps it."""
+    horizon: int = 10000
+    """target: samples over which the coefficient may grow or shrink by a fifth."""
 
     def __post_init__(self) -> None:
         known = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
         one_of("algorithm.kl.estimator", self.estimator, known)
+        positive("algorithm.kl.horizon", self.horizon)
+        if self.target and not (self.in_reward and self.coef > 0):
+            raise ValueError(
+                f"algorithm.kl.target={self.target} with in_reward={self.in_reward} and coef={self.coef}:"
+                " only a coefficient above 0 of a KL in the reward is steered"
+            )
 
 
 @dataclass

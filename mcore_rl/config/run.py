@@ -38,7 +38,7 @@ class DataConfig:
 @dataclass
 class RewardConfig:
     path: str = ""
-    """Python file; a relative path is looked up from the working directory, then beside the recipes."""
+    """Python file; a relative path is looked up from the working directory, then beside recipes/."""
     name: str = "reward"
     parts: list[str] = field(default_factory=list)
     """Names of the numbers that the function returns and rewards are the weighted sum of; empty: "score"."""

@@ -15,6 +15,8 @@ from typing import Any
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 ALL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+HOME = Path(__file__).resolve().parents[2]
+"""The folder that holds recipes/."""
 Fields = tuple[Any, ...]
 """What the function gets of one sample, in the order of ONE."""
 
@@ -61,9 +63,9 @@ def load_function(path: str, name: str) -> UserFunction:
 
     ValueError: no such file or function, or one that takes the arguments of neither form.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"reward.path={path}: no such file (looked from {Path.cwd()})")
+    file = next((f for f in (Path(path), HOME / path) if f.is_file()), None)
+    if file is None:
+        raise ValueError(f"reward.path={path}: no such file in {Path.cwd()} or {HOME}")
     spec = importlib.util.spec_from_file_location(f"mcore_rl_reward_{file.stem}", file)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

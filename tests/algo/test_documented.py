@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.algo.advantages import ADVANTAGES
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.build import make_advantages, make_policy_loss
+from mcore_rl.algo.build import Advantages, make_policy_loss
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.losses import LOSSES
 from mcore_rl.recipe import load_recipe
@@ -27,7 +27,7 @@ def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
     assert overrides_of(cell)
     for overrides in overrides_of(cell):
         config = load_recipe("tiny_moe_grpo", overrides)
-        make_advantages(config.algorithm, config.reward.part_weights)
+        Advantages(config.algorithm, config.reward.part_weights)
         make_policy_loss(config.algorithm)
 
 
