@@ -119,10 +119,11 @@ def test_failures_cost_their_sample_and_are_counted(
 
 def test_what_hangs_or_dies_in_a_process_of_its_own_costs_its_sample_alone(reward_file: str) -> None:
     texts = ["7", "hang", "7", "die", "raise", "7"]
+    before = set(psutil.Process(os.getpid()).children(recursive=True))
     with Scorer(RewardConfig(path=reward_file, name="wild", workers=2, timeout_s=3.0), 100) as scorer:
         scores = scorer(make_samples(*texts))
         again = scorer(make_samples("7", "7"))
-        started = psutil.Process(os.getpid()).children(recursive=True)
+        started = set(psutil.Process(os.getpid()).children(recursive=True)) - before
     assert scores.rewards_N == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
     assert scores.errors[1] == "TimeoutError: no answer within reward.timeout_s=3"
     assert "its process ended with status" in scores.errors[3]
