@@ -51,10 +51,8 @@ def run_train(config: Config) -> None:
     )
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = _make_scorer(config)
-    loss, advantages = (
-        make_policy_loss(config.algorithm),
-        Advantages(config.algorithm, config.reward.part_weights),
-    )
+    loss = make_policy_loss(config.algorithm)
+    advantages = Advantages(config.algorithm, config.reward.part_weights)
     _check_lens(config)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
     with _run(config, with_engines=True, with_trainer=True) as (folder, newest, processes), scorer:

@@ -13,9 +13,8 @@ import aiohttp
 
 from mcore_rl.roles import Trainer
 from mcore_rl.stream.engine_control import KV_CACHE, WEIGHTS, EngineControl
+from mcore_rl.stream.update import GRACE_S
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
-
-GRACE_S = 10.0
 
 
 class EngineMemory:

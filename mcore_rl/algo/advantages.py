@@ -31,9 +31,7 @@ def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
     std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards, gets 0.
     """
-    groups = Groups.of(outcomes.group_N)
-    centered_N = groups.centered(outcomes.scores_N)
-    return outcomes.spread(centered_N / (groups.std(centered_N) + STD_EPS))
+    return outcomes.spread(_standardised(Groups.of(outcomes.group_N), outcomes.scores_N))
 
 
 @ADVANTAGES.register("dr_grpo")
@@ -121,8 +119,7 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     groups = Groups.of(outcomes.group_N)
     advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
     for weight, values_N in outcomes.parts:
-        centered_N = groups.centered(values_N.double())
-        advantages_N += weight * centered_N / (groups.std(centered_N) + STD_EPS)
+        advantages_N += weight * _standardised(groups, values_N.double())
     return normalise(outcomes.spread(advantages_N).double())
 
 
@@ -148,15 +145,16 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
     groups, is_token_NM = Groups.of(outcomes.group_N), outcomes.is_token_NM
     weights_NM = outcomes.padded(outcomes.energy_R).cumsum(1).masked_fill(~is_token_NM, 0.0)
     to_go_R = outcomes.rewards_to_go(1.0)
-    sums = [
-        torch.zeros(len(groups.sizes_G), is_token_NM.shape[1], dtype=torch.float64).index_add_(
-            0, groups.index_N, values_NM
-        )[groups.index_N]
-        for values_NM in (weights_NM * outcomes.padded(to_go_R), weights_NM, is_token_NM.double())
-    ]
-    weighted_NM, total_NM, num_there_NM = sums
-    baseline_NM = torch.where(num_there_NM > 1, weighted_NM / (total_NM + WEIGHT_EPS), 0.0)
+    weighted_NM = groups.sum(weights_NM * outcomes.padded(to_go_R))
+    num_there_NM = groups.sum(is_token_NM.double())
+    baseline_NM = torch.where(num_there_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0)
     return (to_go_R - baseline_NM[is_token_NM]).float()
+
+
+def _standardised(groups: Groups, values_N: Tensor) -> Tensor:
+    """(x - mean(x)) / (std(x) + 1e-6) within each group."""
+    centered_N = groups.centered(values_N)
+    return centered_N / (groups.std(centered_N) + STD_EPS)
 
 
 def normalise(values_R: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Outcomes:
         """float64, all that each sample brought."""
         if self.token_rewards_R is None:
             return self.rewards_N.double()
-        return self.rewards_N.double() + sum_each(self.token_rewards_R, self.lens_N)
+        return self.rewards_N.double() + self.padded(self.token_rewards_R).sum(1)
 
     def spread(self, values_N: Tensor) -> Tensor:
         """The value of each sample at all of its tokens, float32 [R]."""
@@ -77,17 +77,9 @@ class Outcomes:
         has_tokens_N = self.lens_N > 0
         last_N = (self.lens_N - 1).clamp(min=0)
         rewards_NM[has_tokens_N, last_N[has_tokens_N]] += self.rewards_N.double()[has_tokens_N]
-        to_go_NM = rewards_NM.clone()
         for t in reversed(range(rewards_NM.shape[1] - 1)):
-            to_go_NM[:, t] += gamma * to_go_NM[:, t + 1]
-        return to_go_NM[is_token_NM]
-
-
-def sum_each(values_R: Tensor, lens_N: Tensor) -> Tensor:
-    """float64 [N]: the sum over each sequence's tokens."""
-    sums_N = torch.zeros(len(lens_N), dtype=torch.float64, device=values_R.device)
-    index_R = torch.arange(len(lens_N), device=values_R.device).repeat_interleave(lens_N)
-    return sums_N.index_add_(0, index_R, values_R.double())
+            rewards_NM[:, t] += gamma * rewards_NM[:, t + 1]
+        return rewards_NM[is_token_NM]
 
 
 @dataclass(frozen=True)
@@ -107,8 +99,9 @@ class Groups:
         return self.sizes_G[self.index_N]
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """The sum over each sample's group, at each sample."""
-        return torch.zeros_like(self.sizes_G).index_add_(0, self.index_N, values_N)[self.index_N]
+        """The sum over each sample's group, at each sample; of float64 [N] or [N, ...]."""
+        sums_G = self.sizes_G.new_zeros(len(self.sizes_G), *values_N.shape[1:])
+        return sums_G.index_add_(0, self.index_N, values_N)[self.index_N]
 
     def centered(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
         """values - (weighted) mean of the group. Equal values come out as exactly 0, not as rounding errors

@@ -121,8 +121,13 @@ class EngineGroup:
             meet = "{}:{}".format(*points[first]) if num_nodes > 1 else None
             on_each = spec.tp * spec.pp // num_nodes
             for node_rank in range(num_nodes):
-                of_node = replace(spec, num_nodes=num_nodes, node_rank=node_rank, dist_init_addr=meet)
-                of_node = replace(of_node, gpu_ids=tuple(islice(gpus, on_each)))
+                of_node = replace(
+                    spec,
+                    num_nodes=num_nodes,
+                    node_rank=node_rank,
+                    dist_init_addr=meet,
+                    gpu_ids=tuple(islice(gpus, on_each)),
+                )
                 args.append((_own_log(of_node), engine, timeout_s, max_restarts))
         self._building = self._group.start_build(EngineWorker, args, timeout_s)
 

@@ -75,7 +75,7 @@ class EngineControl:
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Return once no request is left; what their KV cache held is forgotten."""
-        await self._call("POST", f"/flush_cache?timeout={timeout_s:g}", None)
+        await self._call("POST", f"/flush_cache?timeout={timeout_s:g}", None, answers_json=False)
 
     async def release(self, kinds: Collection[str]) -> None:
         """Give up the GPU memory of `kinds` (WEIGHTS, KV_CACHE) and what is in it.
@@ -93,13 +93,13 @@ class EngineControl:
         if not answer.get("success", True):
             raise RefusedError(f"engine {self.url} refused {path}: {answer.get('message')}")
 
-    async def _call(self, method: str, path: str, body: Any) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: Any, *, answers_json: bool = True) -> dict[str, Any]:
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
                 is_json = response.content_type == "application/json"
                 answer = await response.json() if is_json else await response.text()
                 told = isinstance(answer, dict) and "success" in answer
-                if not response.ok and not told:
+                if (answers_json and not is_json) or (not response.ok and not told):
                     raise EngineError(
                         f"engine {self.url} answered {path} with {response.status}: {answer!r:.300}"
                     )
