@@ -120,6 +120,8 @@ class TrainBatch:
                          depend on how sequences are spread over micro-batches and ranks
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
                          float32. Log-probs are token-aligned: entry t is log p(token t | tokens before it)
+    values_T, returns_T  float32, a critic's values before the step, each of the state in which the token was
+                         drawn, and the returns that it learns
     stale_T              bool, True on tokens sampled from other weights than those that train
     routed_experts_TLK   int16, the engine's choice of experts for each token; -1 where it is not known
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
@@ -137,6 +139,8 @@ class TrainBatch:
     rollout_logprobs_T: Tensor | None = None
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
+    values_T: Tensor | None = None
+    returns_T: Tensor | None = None
     stale_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
     router_flips_T: Tensor | None = None

@@ -21,6 +21,7 @@ class Outcomes:
     parts             (weight, values_N) of each number that rewards are made of, where rewards have parts
     greedy_N          reward of the greedy response to the same prompt
     energy_R          squared norm of the gradient of each token's log-prob by the logits
+    values_R          a critic's, of the state in which each token was drawn
     """
 
     rewards_N: Tensor
@@ -30,6 +31,7 @@ class Outcomes:
     parts: Sequence[tuple[float, Tensor]] = ()
     greedy_N: Tensor | None = None
     energy_R: Tensor | None = None
+    values_R: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]
@@ -65,21 +67,23 @@ class Outcomes:
             is_token_NM, values_R.double()
         )
 
-    def rewards_to_go(self, gamma: float) -> Tensor:
-        """float64 [R]: sum over the sample's later tokens t' >= t of gamma^(t' - t) r_t'.
-
-        The reward of the whole response comes with its last token.
-        """
-        is_token_NM = self.is_token_NM
-        rewards_NM = torch.zeros(is_token_NM.shape, dtype=torch.float64)
+    @property
+    def rewards_NM(self) -> Tensor:
+        """float64 [N, M]; the reward of the whole response comes with its last token."""
+        rewards_NM = torch.zeros(self.is_token_NM.shape, dtype=torch.float64)
         if self.token_rewards_R is not None:
             rewards_NM = self.padded(self.token_rewards_R)
         has_tokens_N = self.lens_N > 0
         last_N = (self.lens_N - 1).clamp(min=0)
         rewards_NM[has_tokens_N, last_N[has_tokens_N]] += self.rewards_N.double()[has_tokens_N]
+        return rewards_NM
+
+    def rewards_to_go(self, gamma: float) -> Tensor:
+        """float64 [R]: sum over the sample's later tokens t' >= t of gamma^(t' - t) r_t'."""
+        rewards_NM = self.rewards_NM
         for t in reversed(range(rewards_NM.shape[1] - 1)):
             rewards_NM[:, t] += gamma * rewards_NM[:, t + 1]
-        return rewards_NM[is_token_NM]
+        return rewards_NM[self.is_token_NM]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf_config import padded_vocab_size
 from mcore_rl.train.hf_config import rotary_options
 from mcore_rl.train.router import TokenWeightedRouter
+from mcore_rl.train.value_head import ValueHead
 
 
 def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:
@@ -28,18 +30,22 @@ def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel
 
 
 def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None) -> GPTModel:
-    return GPTModel(
+    value_head = has_value_head(hf_config)
+    chunk = GPTModel(
         config,
         _make_spec(config, vp_stage),
         vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
-        share_embeddings_and_output_weights=hf_config.get("tie_word_embeddings", False),
+        share_embeddings_and_output_weights=not value_head and hf_config.get("tie_word_embeddings", False),
         parallel_output=True,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
-    ).cuda()
+    )
+    if value_head and chunk.post_process:
+        chunk.output_layer = ValueHead(config)  # type: ignore[assignment]
+    return chunk.cuda()
 
 
 def _make_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

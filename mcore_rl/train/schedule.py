@@ -34,15 +34,17 @@ def run_schedule(
     """
     iterators = [iter(batches) for _ in chunks]
     virtual = len(chunks) > 1
-    reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, output_fn, on_forward),
-        data_iterator=iterators if virtual else iterators[0],
-        model=list(chunks) if virtual else chunks[0],
-        num_microbatches=len(batches),
-        seq_length=1,  # shapes travel with the activations (variable_seq_lengths)
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    # forward_only alone would keep activations, and count the router's auxiliary loss
+    with torch.set_grad_enabled(not forward_only):
+        reports = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, output_fn, on_forward),
+            data_iterator=iterators if virtual else iterators[0],
+            model=list(chunks) if virtual else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=1,  # shapes travel with the activations (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     for iterator in iterators:
         assert next(iterator, None) is None, "the schedule left micro-batches over"
     return reports

@@ -15,6 +15,8 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.coverage import check_coverage
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.families.value_head import SCORE, has_value_head
+from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import load_into
 from mcore_rl.slices.training import training_padding, training_shards
 from mcore_rl.train.shards import local_parts, local_tensors, zero_padding
@@ -25,7 +27,7 @@ def fill_weights(
     chunks: Sequence[torch.nn.Module], model: ModelConfig, hf_config: HfConfig, seed: int
 ) -> None:
     """Give every parameter of the chunks its initial value; ValueError unless each element gets exactly
-    one.
+    one. A value head that starts from a policy, which has none, starts at 0: so does every value.
     """
     parts, family = local_parts(chunks), family_of(hf_config)
     shards, tensors = training_shards(parts, family, hf_config), local_tensors(chunks)
@@ -34,8 +36,13 @@ def fill_weights(
     zero_padding(chunks, hf_config)
     if model.init == "random":
         draw_weights(shards, tensors, hf_config, seed)
-    else:
-        load_into(shards, tensors, Path(model.path))
+        return
+    if has_value_head(hf_config) and not has_value_head(read_hf_config(model.path)):
+        heads = [shard for shard in shards if shard.box.name == SCORE]
+        shards = [shard for shard in shards if shard.box.name != SCORE]
+        for head in heads:
+            head.view(tensors).zero_()
+    load_into(shards, tensors, Path(model.path))
 
 
 @torch.no_grad()

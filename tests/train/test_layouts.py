@@ -1,15 +1,15 @@
 """Every layout computes what one process computes: loss, gradients, log-probs; and what transformers does."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.train.actor import Actor
 from tests.distributed import run_ranks
+from tests.train.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.train.tiny import (
     NUM_TOKENS,
     make_actor,
@@ -48,13 +48,6 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
     batches = my_batches(torch.load(Path(model.path) / BATCHES, weights_only=False))
     scores = actor.compute_logprobs(batches, temperature=0.8, sum_squares=True)
     stats = actor.train_step(batches, token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
-    gather_gradients(actor)
-    shards, _ = actor.weight_layout()
-    gradients = {
-        f"{i}.{name}": cast(Any, parameter).main_grad
-        for i, chunk in enumerate(actor.chunks)
-        for name, parameter in _inner(chunk).named_parameters()
-    }
     return {
         "layout": layout,
         "dp": dist.get_rank() if stats is None else _dp_rank(),
@@ -62,7 +55,7 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
         "logprobs": scores and [score.logprobs_T for score in scores],
         "squares": scores and [_present(score.sum_squares_T) for score in scores],
         "flips": scores and [score.router_flips_T for score in scores],
-        "gradients": [(shard.box, shard.view(gradients).clone()) for shard in shards],
+        "gradients": boxed_gradients(actor),
     }
 
 
@@ -70,22 +63,6 @@ def run_layouts(
     rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Layout]
 ) -> list[Any]:
     return [run_layout(rank, world_size, port, model, layout) for layout in layouts]
-
-
-def gather_gradients(actor: Actor) -> None:
-    """Undo the distributed optimizer's reduce-scatter: whole gradients on every rank."""
-    for chunk in actor.chunks:
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather(list(bucket.grad_data.chunk(group.size())), mine, group=group)
-
-
-def _inner(chunk: torch.nn.Module) -> torch.nn.Module:
-    from megatron.core.utils import unwrap_model
-
-    return unwrap_model(chunk)
 
 
 def _present(value: torch.Tensor | None) -> torch.Tensor:
@@ -117,24 +94,6 @@ def one_process(hf_dir: Path) -> dict[str, Any]:
     return run_ranks(run_layout, 1, ModelConfig(path=str(hf_dir)), {})[0]
 
 
-def global_gradients(one_process: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """HF name -> gradient, put together from the boxes of one process."""
-    whole: dict[str, torch.Tensor] = {}
-    for box, gradient in one_process["gradients"]:
-        start = whole.get(box.name, torch.empty(0))
-        if start.shape != torch.Size(box.stop):
-            grown = torch.zeros(tuple(max(a, b) for a, b in zip(box.stop, _shape(start, box), strict=True)))
-            if start.numel():
-                grown[tuple(map(slice, start.shape))] = start
-            whole[box.name] = grown
-        whole[box.name][tuple(map(slice, box.start, box.stop))] = gradient
-    return whole
-
-
-def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
-    return tuple(tensor.shape) if tensor.numel() else (0,) * len(box.stop)
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two_ranks", "four_ranks"])
 def test_layouts_agree_with_one_process(
@@ -152,18 +111,11 @@ def test_tied_embeddings_agree_with_one_process(tmp_path: Path) -> None:
 def check_layouts(model: ModelConfig, one_process: dict[str, Any], layouts: list[Layout]) -> None:
     world_size = ParallelConfig(**layouts[0]).world_size
     per_rank = run_ranks(run_layouts, world_size, model, layouts, timeout_s=300)
-    wanted = global_gradients(one_process)
-    largest = max(g.abs().max().item() for g in wanted.values())
+    wanted = whole_gradients(one_process["gradients"])
     for results in zip(*per_rank, strict=True):
         layout = results[0]["layout"]
         check_reports(results, one_process, layout)
-        covered: dict[str, int] = {}
-        for result in results:
-            for box, gradient in result["gradients"]:
-                difference = (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
-                assert difference <= 1e-6 * largest, (layout, box, difference.item(), largest)
-                covered[box.name] = covered.get(box.name, 0) + box.numel
-        assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout
+        check_gradients([result["gradients"] for result in results], wanted, layout)
 
 
 def check_reports(results: tuple[Any, ...], one_process: dict[str, Any], layout: Layout) -> None:

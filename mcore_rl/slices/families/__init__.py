@@ -3,11 +3,10 @@
 from mcore_rl.slices.families import deepseek, dense, qwen3_moe
 from mcore_rl.slices.families.settings import rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
+from mcore_rl.slices.families.value_head import classifier_of
 
-FAMILIES = {
-    family.architecture: family
-    for family in (qwen3_moe.FAMILY, dense.QWEN3, dense.QWEN2, dense.LLAMA, deepseek.V3, deepseek.V2)
-}
+CAUSAL = (qwen3_moe.FAMILY, dense.QWEN3, dense.QWEN2, dense.LLAMA, deepseek.V3, deepseek.V2)
+FAMILIES = {family.architecture: family for family in (*CAUSAL, *map(classifier_of, CAUSAL))}
 
 
 def family_of(hf_config: HfConfig) -> Family:

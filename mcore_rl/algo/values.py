@@ -1,0 +1,55 @@
+"""What a critic is for: values of tokens and rewards in, advantages, returns and the critic's loss out.
+
+Axes: N samples, R response tokens of all samples end to end, M tokens of the longest response.
+"""
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.losses import Metrics
+from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.types import TrainBatch
+
+
+def gae(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
+    """float64 [R]: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
+
+    Generalised advantage estimation, arXiv:1506.02438, eq. 16. Nothing comes after the last token: its
+    V_(t+1) and A_(t+1) are 0. A_t + V_t is the return that the critic learns.
+    """
+    if outcomes.values_R is None:
+        raise ValueError("advantages by GAE need a critic's values")
+    is_token_NM = outcomes.is_token_NM
+    values_NM = outcomes.padded(outcomes.values_R)
+    deltas_NM = outcomes.rewards_NM - values_NM
+    deltas_NM[:, :-1] += gamma * values_NM[:, 1:]
+    for t in reversed(range(deltas_NM.shape[1] - 1)):
+        deltas_NM[:, t] += gamma * lam * deltas_NM[:, t + 1]
+    return deltas_NM[is_token_NM]
+
+
+def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Tensor, Metrics]:
+    """(max((V - R)^2, (V_clipped - R)^2) / 2 per token, metrics_T), V_clipped within `clip` of the old value.
+
+    PPO's clipped value loss (openai/baselines, ppo2/model.py; arXiv:2005.12729, section 3, item 1); `clip` 0
+    leaves the values free. Nothing off the loss mask reaches loss, gradient or metrics.
+    """
+    if batch.values_T is None or batch.returns_T is None:
+        raise ValueError("value_loss needs batch.values_T and batch.returns_T")
+    mask_T = batch.loss_mask_T
+    fields = values_T, batch.values_T, batch.returns_T
+    values_T, old_T, returns_T = (torch.where(mask_T, field_T, 0.0) for field_T in fields)
+    squared_T = (values_T - returns_T).square()
+    clipped_T = torch.zeros_like(mask_T)
+    if clip:
+        within_T = old_T + (values_T - old_T).clamp(-clip, clip)
+        squared_clipped_T = (within_T - returns_T).square()
+        clipped_T = squared_clipped_T > squared_T
+        squared_T = torch.maximum(squared_T, squared_clipped_T)
+    metrics = {
+        "critic/value": values_T.detach(),
+        "critic/return": returns_T,
+        "critic/error": (values_T - returns_T).abs().detach(),
+        "critic/clipped_share": clipped_T.float(),
+    }
+    return 0.5 * squared_T, metrics

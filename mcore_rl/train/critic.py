@@ -1,0 +1,71 @@
+"""The critic on one training rank: a model with a value head that learns the returns of each token."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+from torch import Tensor
+
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.slices.families.value_head import with_value_head
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.train.packing import RankBatch
+from mcore_rl.train.runtime import on_last_stage, rank_coordinate
+from mcore_rl.train.schedule import Report
+from mcore_rl.train.trained_model import TrainedModel, gather_tokens
+from mcore_rl.types import StepStats, TrainBatch
+
+ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
+"""(values_T, batch of the same tokens) -> (loss_T, metrics_T)."""
+
+
+class Critic(TrainedModel):
+    """One rank's share of the critic and its optimizer.
+
+    The value at a token is that of the state in which the token was drawn: of the tokens before it.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        optimizer: OptimizerConfig,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        """`model` may be a policy, or a reward model with one label. Errors: see TrainedModel."""
+        hf_config = with_value_head(read_hf_config(model.path))
+        super().__init__(hf_config, model, parallel, train, optimizer, total_steps, seed)
+
+    def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
+        """float32 values of each micro-batch's tokens on the owning rank, None on the others; 0 for the first
+        token of a sequence.
+        """
+
+        def output(batch: RankBatch, values_T1: Tensor) -> tuple[Tensor, Report]:
+            return values_T1.new_zeros(()), {"values": values_T1[:, 0].detach()}
+
+        batches = self._rank_batches(microbatches)
+        reports, _ = self._run(batches, output, forward_only=True)
+        if not on_last_stage():
+            return None
+        values = [
+            gather_tokens(report["values"].float(), batch.targets_T, len(microbatch.token_ids_T))
+            for report, batch, microbatch in zip(reports, batches, microbatches, strict=True)
+        ]
+        return values if rank_coordinate().owns_output else None
+
+    def train_step(
+        self, microbatches: Sequence[TrainBatch], loss_fn: ValueLoss, *, num_tokens: int
+    ) -> StepStats | None:
+        """One optimizer step on sum(loss_weights * loss); stats on the owning rank, None on the others.
+
+        num_tokens   tokens of the whole step, over all data-parallel ranks
+        """
+
+        def output(batch: RankBatch, values_T1: Tensor) -> tuple[Tensor, Report]:
+            loss_T, metrics_T = loss_fn(values_T1[:, 0].float(), batch.batch)
+            loss = (loss_T * cast(Tensor, batch.batch.loss_weights_T)).sum()
+            return loss * num_tokens, {"loss": loss.detach().clone(), "metrics": metrics_T}
+
+        return self._optimizer_step(microbatches, output, num_tokens)

@@ -1,0 +1,65 @@
+"""Gradients of a model spread over ranks, as boxes of HF tensors, and whether layouts agree on them."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_rl.slices.box import Box
+from mcore_rl.train.trained_model import TrainedModel
+
+Boxed = list[tuple[Box, Tensor]]
+
+
+def boxed_gradients(model: TrainedModel) -> Boxed:
+    """Every gradient of the last step that this rank has a parameter for; collective."""
+    _gather_gradients(model)
+    gradients = {
+        f"{i}.{name}": cast(Any, parameter).main_grad
+        for i, chunk in enumerate(model.chunks)
+        for name, parameter in unwrap_model(chunk).named_parameters()
+    }
+    return [(shard.box, shard.view(gradients).clone()) for shard in model.weight_layout()[0]]
+
+
+def whole_gradients(boxed: Boxed) -> dict[str, torch.Tensor]:
+    """HF name -> gradient, put together from the boxes of one process."""
+    whole: dict[str, torch.Tensor] = {}
+    for box, gradient in boxed:
+        start = whole.get(box.name, torch.empty(0))
+        if start.shape != torch.Size(box.stop):
+            grown = torch.zeros(tuple(max(a, b) for a, b in zip(box.stop, _shape(start, box), strict=True)))
+            if start.numel():
+                grown[tuple(map(slice, start.shape))] = start
+            whole[box.name] = grown
+        whole[box.name][tuple(map(slice, box.start, box.stop))] = gradient
+    return whole
+
+
+def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
+    return tuple(tensor.shape) if tensor.numel() else (0,) * len(box.stop)
+
+
+def check_gradients(per_rank: Sequence[Boxed], wanted: dict[str, Tensor], layout: Any) -> None:
+    """All of `wanted` is there, to 1e-6 of the largest."""
+    largest = max(g.abs().max().item() for g in wanted.values())
+    covered: dict[str, int] = {}
+    for boxed in per_rank:
+        for box, gradient in boxed:
+            difference = (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
+            assert difference <= 1e-6 * largest, (layout, box, difference.item(), largest)
+            covered[box.name] = covered.get(box.name, 0) + box.numel
+    assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout
+
+
+def _gather_gradients(model: TrainedModel) -> None:
+    """Undo the distributed optimizer's reduce-scatter: whole gradients on every rank."""
+    for chunk in model.chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather(list(bucket.grad_data.chunk(group.size())), mine, group=group)
