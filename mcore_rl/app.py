@@ -32,6 +32,7 @@ from mcore_rl.report import make_report
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.served import ServedModel
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
 from mcore_rl.slices.carried import carried_tensors
@@ -55,8 +56,15 @@ def run_train(config: Config) -> None:
     advantages = Advantages(config.algorithm, config.reward.part_weights)
     _check_lens(config)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
-    with _run(config, with_engines=True, with_trainer=True) as (folder, newest, processes), scorer:
+    with (
+        _run(
+            config, with_engines=True, with_trainer=True, served=("judge", "reward_model", "teacher")
+        ) as run,
+        scorer,
+    ):
+        folder, newest, processes = run
         trainer, engines, memory = _start_both(config, processes, num_steps, loss)
+        _log_served(processes.served.wait())
         if config.algorithm.kl.coef:
             trainer.snapshot_reference()
         start_step = _resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
@@ -114,8 +122,10 @@ def run_eval(config: Config) -> None:
     tokenizer = _open(config, "eval.data", "reward.path")
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = _make_scorer(config)
-    with _run(config, "eval", with_engines=True) as (folder, _, processes), scorer:
+    served = ("judge", "reward_model")
+    with _run(config, "eval", with_engines=True, served=served) as (folder, _, processes), scorer:
         client = _make_client(config, processes.start_engines(), tokenizer)
+        _log_served(processes.served.wait())
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with _make_log(config, folder, None, 0) as log:
             metrics, samples, scores = evaluate(generator, held_out, scorer, config.eval, config.run.seed)
@@ -126,14 +136,19 @@ def run_eval(config: Config) -> None:
 
 @contextmanager
 def _run(
-    config: Config, subfolder: str = ".", *, with_engines: bool = False, with_trainer: bool = False
+    config: Config,
+    subfolder: str = ".",
+    *,
+    with_engines: bool = False,
+    with_trainer: bool = False,
+    served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
     folder = RunFolder(Path(config.run.dir) / subfolder)
     newest = folder.prepare(config)
     _log.info("start-up")
     with run_processes(
-        config, folder.logs, with_engines=with_engines, with_trainer=with_trainer
+        config, folder.logs, with_engines=with_engines, with_trainer=with_trainer, served=served
     ) as processes:
         yield folder, newest, processes
 
@@ -223,6 +238,11 @@ def _pack(config: Config, trainer: TrainerGroup, folder: RunFolder) -> PackedTra
         temperature=config.rollout.temperature,
         checkpoint=config.checkpoint,
     )
+
+
+def _log_served(served: Mapping[str, ServedModel]) -> None:
+    for role, model in served.items():
+        _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
 
 
 def _resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:

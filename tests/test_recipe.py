@@ -53,6 +53,13 @@ def test_overrides_reach_the_tree() -> None:
             ["cluster.colocated=true", "rollout.stage_weights=false"],
             r"cluster.colocated=true with rollout.restarts=1: .* set rollout.restarts=0",
         ),
+        (
+            ["judge.path=/a", "judge.url=http://b"],
+            r"judge.path=/a with judge.url=http://b: .* leave one empty",
+        ),
+        (["teacher.path=/a", "teacher.tp=3", "teacher.ep=2"], r"teacher.ep=2 does not divide teacher.tp=3"),
+        (["reward_model.path=/a", "reward_model.dtype=fp8"], r"reward_model.dtype='fp8': expected one of"),
+        (["judge.path=/a", "judge.api_key_env=KEY"], r"judge.api_key_env=KEY: .* it belongs to judge.url"),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
         (["run.steps"], r"overrides have the form key=value"),
     ],

@@ -92,11 +92,22 @@ class EngineGroup:
 
     rotation: Rotation
 
-    def __init__(self, slots: Sequence[Sequence[Slot]], log_dir: Path, call_timeout_s: float) -> None:
-        """Start the workers' processes, without waiting for them. `slots`: per engine, one per machine."""
+    def __init__(
+        self,
+        slots: Sequence[Sequence[Slot]],
+        log_dir: Path,
+        call_timeout_s: float,
+        role: str = "engine",
+        weights_stay: bool = False,
+    ) -> None:
+        """Start the workers' processes, without waiting for them. `slots`: per engine, one per machine.
+
+        `role` names them and their logs. `weights_stay`: an engine started again serves as soon as it is up.
+        """
+        self._weights_stay = weights_stay
         self._num_nodes = [len(of_engine) for of_engine in slots]
         self._restarts = [0] * len(slots)
-        self._group = RankGroup("engine", [slot for of_engine in slots for slot in of_engine], log_dir)
+        self._group = RankGroup(role, [slot for of_engine in slots for slot in of_engine], log_dir)
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
         self._addresses: list[EngineAddress] | None = None
@@ -140,7 +151,7 @@ class EngineGroup:
         self._addresses = addresses = self._firsts(
             self._group.call_all("address", deadline_s=self._call_timeout_s)
         )
-        self.rotation = Rotation([address.url for address in addresses])
+        self.rotation = Rotation([address.url for address in addresses], self._weights_stay)
         return addresses
 
     def server_pids(self) -> list[int]:

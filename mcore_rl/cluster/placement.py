@@ -26,22 +26,25 @@ def plan_trainer(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> li
     return [_bundle(cpus_per_rank, min(1, gpus_per_node))] * num_ranks
 
 
-def plan_engine(num_ranks: int, cpus_per_rank: float, gpus_per_node: int, num_nodes: int = 0) -> list[Bundle]:
+def plan_engine(
+    num_ranks: int, cpus_per_rank: float, gpus_per_node: int, num_nodes: int = 0, role: str = "rollout"
+) -> list[Bundle]:
     """One bundle per node that the engine spans, `num_nodes` or, for 0, as many as its GPUs fill.
 
-    ValueError if its ranks fill no whole number of nodes, or more of each than there is.
+    ValueError if its ranks fill no whole number of nodes, or more of each than there is; it names the options
+    of `role`.
     """
     if not num_nodes and gpus_per_node:
         num_nodes = -(-num_ranks // gpus_per_node)
         if num_nodes > 1 and num_ranks % gpus_per_node:
             raise ValueError(
-                f"rollout.tp * rollout.pp = {num_ranks} fills no whole number of nodes of {gpus_per_node}"
+                f"{role}.tp * {role}.pp = {num_ranks} fills no whole number of nodes of {gpus_per_node}"
                 " GPUs; take a multiple or less"
             )
     on_each = num_ranks // max(num_nodes, 1)
     if 0 < gpus_per_node < on_each:
         raise ValueError(
-            f"rollout.nodes_per_engine={num_nodes} puts {on_each} ranks on a node, which has {gpus_per_node}"
+            f"{role}.nodes_per_engine={num_nodes} puts {on_each} ranks on a node, which has {gpus_per_node}"
             " GPUs; take more nodes, or 0"
         )
     return [_bundle(cpus_per_rank * on_each, on_each if gpus_per_node else 0)] * max(num_nodes, 1)
@@ -99,7 +102,7 @@ def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Sl
         raise ValueError(
             f"the run needs {asked['CPU']:g} CPU and {asked['GPU']:g} GPU in {len(bundles)} bundles; after"
             f" {timeout_s:g} s the Ray cluster has free: {have}."
-            " Lower cluster.cpus_per_rank, parallel.* or rollout.*"
+            " Lower cluster.cpus_per_rank, parallel.*, rollout.* or what judge, reward_model and teacher take"
         )
     nodes = placement_group_table(group)["bundles_to_node_id"]
     slots, first = [], 0

@@ -1,8 +1,9 @@
 """The processes of a run: a checked Config in; training ranks and engines out, watched, gone at the end."""
 
 import json
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from mcore_rl.cluster.placement import (
     reserve,
     share,
 )
+from mcore_rl.cluster.served import ServedModels, plan_served
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
-from mcore_rl.config import Config, OptimizerConfig
+from mcore_rl.config import Config, OptimizerConfig, ServedModelConfig
 from mcore_rl.players import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.served import check_served_path, find_served
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.slices.hf_config import read_hf_config
@@ -38,9 +41,10 @@ class RunProcesses:
         event_loop: EventLoop,
         trainer: TrainerGroup | None,
         engines: EngineGroup | None,
+        served: ServedModels,
     ) -> None:
         self._config, self._log_dir, self._event_loop = config, log_dir, event_loop
-        self._trainer, self._engines = trainer, engines
+        self._trainer, self._engines, self.served = trainer, engines, served
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
         """Begin to build the model; the group's `wait_built` ends it."""
@@ -80,41 +84,62 @@ class RunProcesses:
     def watched(self, work: Awaitable[Any]) -> Any:
         """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
         groups = [group for group in (self._trainer, self._engines) if group is not None]
-        return self._event_loop.run(guard(work, *(group.watch() for group in groups)))
+        watches = [*(group.watch() for group in groups), *self.served.watches()]
+        return self._event_loop.run(guard(work, *watches))
 
 
 @contextmanager
 def run_processes(
-    config: Config, log_dir: Path, *, with_engines: bool, with_trainer: bool
+    config: Config, log_dir: Path, *, with_engines: bool, with_trainer: bool, served: Sequence[str] = ()
 ) -> Iterator[RunProcesses]:
-    """Ray, and the processes of the ranks and engines, gone at the end whatever happened."""
+    """Ray, and the processes of the ranks and engines, gone at the end whatever happened.
+
+    `served`: roles of the models that the command asks, where the recipe has them; their engines start here.
+    """
+    models = {role: model for role, model in config.served_models.items() if role in served}
+    for role, model in models.items():
+        if model.path:
+            check_served_path(role, model)
+    running = {role: find_served(role, model) for role, model in models.items() if model.url}
     num_ranks = config.parallel.world_size if with_trainer else 0
     num_engines = config.rollout.engines if with_engines else 0
     engine_ranks = config.rollout.engine_ranks * num_engines
     if config.cluster.colocated and engine_ranks:
         engine_ranks = max(engine_ranks, num_ranks)
-    num_cpus, timeout_s = config.cluster.cpus_per_rank * (num_ranks + engine_ranks), config.run.call_timeout_s
+    served_ranks = sum(model.engine_ranks * model.engines for model in models.values() if model.path)
+    num_cpus = config.cluster.cpus_per_rank * (num_ranks + engine_ranks + served_ranks)
+    timeout_s = config.run.call_timeout_s
     with ray_session(config.cluster, num_cpus):
-        trainer_slots, engine_slots = _reserve(config, num_ranks, num_engines)
+        trainer_slots, engine_slots, served_slots = _reserve(config, num_ranks, num_engines, models)
         trainer = TrainerGroup(trainer_slots, log_dir, timeout_s) if with_trainer else None
         engines = EngineGroup(engine_slots, log_dir, timeout_s) if with_engines else None
+        others = ServedModels(models, served_slots, log_dir, timeout_s, running)
         event_loop = EventLoop()
         try:
-            yield RunProcesses(config, log_dir, event_loop, trainer, engines)
+            yield RunProcesses(config, log_dir, event_loop, trainer, engines, others)
         finally:
             event_loop.close()
 
 
-def _reserve(config: Config, num_ranks: int, num_engines: int) -> tuple[list[Slot], list[list[Slot]]]:
-    """Room for that many training ranks and engines."""
+def _reserve(
+    config: Config, num_ranks: int, num_engines: int, models: Mapping[str, ServedModelConfig]
+) -> tuple[list[Slot], list[list[Slot]], dict[str, list[list[Slot]]]]:
+    """Room for that many training ranks and engines, and for the engines of `models`."""
     cpus, rollout, gpus = config.cluster.cpus_per_rank, config.rollout, gpus_per_node()
-    if config.cluster.colocated and num_ranks and num_engines:
-        [slots] = reserve([plan_colocated(num_ranks, cpus, gpus)], config.run.startup_timeout_s)
-        return share(slots, num_engines, rollout.engine_ranks, rollout.nodes_per_engine)
-    of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
-    plans = [plan_trainer(num_ranks, cpus, gpus), *[of_engine] * num_engines]
-    trainer_slots, *engine_slots = reserve(plans, config.run.startup_timeout_s)
-    return trainer_slots, engine_slots
+    served = plan_served(models, cpus, gpus)
+    colocated = config.cluster.colocated and num_ranks and num_engines
+    if colocated:
+        plans = [plan_colocated(num_ranks, cpus, gpus)]
+    else:
+        of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
+        plans = [plan_trainer(num_ranks, cpus, gpus), *[of_engine] * num_engines]
+    own = len(plans)
+    slots = reserve([*plans, *chain(*served.values())], config.run.startup_timeout_s)
+    rest = iter(slots[own:])
+    of_served = {role: list(islice(rest, len(of_role))) for role, of_role in served.items()}
+    if colocated:
+        return *share(slots[0], num_engines, rollout.engine_ranks, rollout.nodes_per_engine), of_served
+    return slots[0], slots[1:own], of_served
 
 
 def _engine_spec(config: Config, log_path: Path) -> EngineSpec:

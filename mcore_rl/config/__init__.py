@@ -27,6 +27,7 @@ from mcore_rl.config.run import (
     RewardConfig,
     RunConfig,
 )
+from mcore_rl.config.served import ServedModelConfig
 from mcore_rl.config.training import (
     ModelConfig,
     OptimizerConfig,
@@ -55,6 +56,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "ServedModelConfig",
     "SftConfig",
     "SyncConfig",
     "TrainConfig",
@@ -80,8 +82,19 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    judge: ServedModelConfig = field(default_factory=ServedModelConfig)
+    reward_model: ServedModelConfig = field(default_factory=ServedModelConfig)
+    teacher: ServedModelConfig = field(default_factory=ServedModelConfig)
+
+    @property
+    def served_models(self) -> dict[str, ServedModelConfig]:
+        """The models that are served beside the policy, by role."""
+        models = {"judge": self.judge, "reward_model": self.reward_model, "teacher": self.teacher}
+        return {role: model for role, model in models.items() if model.is_used}
 
     def __post_init__(self) -> None:
+        for role, model in self.served_models.items():
+            model.check(role)
         if self.rollout.quantization == "fp8" and self.model.dtype != "bfloat16":
             raise ValueError(
                 f"rollout.quantization=fp8 with model.dtype={self.model.dtype}: needs model.dtype=bfloat16"

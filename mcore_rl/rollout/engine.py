@@ -37,6 +37,7 @@ class EngineSpec:
     deterministic         honour the sampling seed of each request
     routed_experts        answer requests that ask which experts each token went to
     custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
+    tokenizer             it takes and gives text; else token ids alone, and needs no tokenizer
     port                  None finds a free one when the engine starts
     dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
     gives_up_memory       its GPU memory can be released and taken back while it runs
@@ -57,6 +58,7 @@ class EngineSpec:
     deterministic: bool = False
     routed_experts: bool = False
     custom_weight_loaders: tuple[str, ...] = ()
+    tokenizer: bool = False
     seed: int = 0
     host: str = "127.0.0.1"
     port: int | None = None
@@ -94,7 +96,9 @@ class EngineSpec:
         if self.num_nodes > 1:
             options |= {"--nnodes": self.num_nodes, "--node-rank": self.node_rank}
             options |= {"--dist-init-addr": self.dist_init_addr}
-        flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+        flags = ["--skip-server-warmup", "--sleep-on-idle"]
+        if not self.tokenizer:
+            flags.append("--skip-tokenizer-init")
         if self.attention_dp > 1:
             flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
         if self.deterministic:

@@ -17,10 +17,14 @@ class EngineLife:
 
 
 class Rotation:
-    """The engines that serve, and why the others don't. An engine started again waits for the next sync."""
+    """The engines that serve, and why the others don't. An engine started again waits for the next sync.
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    `weights_stay`: it waits only until it is up, as it serves what it served before.
+    """
+
+    def __init__(self, urls: Sequence[str], weights_stay: bool = False) -> None:
         """All of `urls` serve, until something else is learnt."""
+        self._weights_stay = weights_stay
         self._lives = {url: EngineLife(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
 
@@ -42,6 +46,9 @@ class Rotation:
             if life.restarts > self._lives[life.url].restarts:
                 self._why_out[life.url] = "its server died and was started again"
                 _log.warning("engine %s: %s", life.url, self._why_out[life.url])
+            elif self._weights_stay and life.healthy and self._why_out[life.url]:
+                self._why_out[life.url] = ""
+                _log.info("engine %s serves again", life.url)
             self._lives[life.url] = life
 
     def set_serving(self, urls: Collection[str], reasons: Mapping[str, str]) -> None:

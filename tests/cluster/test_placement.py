@@ -16,6 +16,8 @@ from mcore_rl.cluster.placement import (
     reserve,
     share,
 )
+from mcore_rl.cluster.served import plan_served
+from mcore_rl.config import ServedModelConfig
 
 NO_GROUP: Any = None
 
@@ -41,6 +43,20 @@ def test_an_engine_that_fits_no_nodes_is_refused() -> None:
         ValueError, match=r"rollout.nodes_per_engine=2 puts 16 ranks on a node, which has 8 GPUs"
     ):
         plan_engine(32, 1, 8, num_nodes=2)
+    with pytest.raises(ValueError, match=r"judge.tp \* judge.pp = 12 fills no whole number of nodes"):
+        plan_served({"judge": ServedModelConfig(path="/a", tp=12)}, 1, 8)
+
+
+def test_models_that_are_served_get_bundles_of_their_own_and_servers_at_a_url_none() -> None:
+    configs = {
+        "judge": ServedModelConfig(path="/a", engines=2, tp=2),
+        "reward_model": ServedModelConfig(url="http://b"),
+        "teacher": ServedModelConfig(path="/c", tp=16),
+    }
+    assert plan_served(configs, 0.5, 8) == {
+        "judge": [[{"CPU": 1.0, "GPU": 2}]] * 2,
+        "teacher": [[{"CPU": 4.0, "GPU": 8}] * 2],
+    }
 
 
 def slots_on(nodes: str) -> list[Slot]:

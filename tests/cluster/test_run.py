@@ -1,12 +1,14 @@
 """Real Megatron ranks and a real SGLang server under Ray: calls, weights, and what is told when one dies."""
 
 import asyncio
+import json
 import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,21 @@ from mcore_rl.algo.build import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.placement import plan_engine, plan_trainer, reserve
+from mcore_rl.cluster.served import ServedModels, plan_served
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
-from mcore_rl.config import ClusterConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import (
+    ClusterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ServedModelConfig,
+    TrainConfig,
+)
 from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.rollout.client import EngineAddress
 from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.served import find_served
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import TrainBatch
 
@@ -36,15 +47,21 @@ class Run:
     engines: EngineGroup
     address: EngineAddress
     log_dir: Path
+    judge: ServedModels
+
+
+JUDGE = ServedModelConfig(dtype="float32", kv_cache_len=4096, restarts=1)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Two expert-parallel ranks and one engine, both on the exported random weights of a tiny model."""
+    """Two expert-parallel ranks, one engine and one judge, on the exported random weights of a tiny model."""
     folder = tmp_path_factory.mktemp("run")
     prepare_arithmetic(folder / "data")
     with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
-        trainer_slots, engine_slots = reserve([plan_trainer(2, 0.5, 0), plan_engine(1, 0.5, 0)], timeout_s=20)
+        judge = {"judge": replace(JUDGE, path=str(folder / "hf"))}
+        plans = [plan_trainer(2, 0.5, 0), plan_engine(1, 0.5, 0), *plan_served(judge, 0.5, 0)["judge"]]
+        trainer_slots, engine_slots, judge_slots = reserve(plans, timeout_s=20)
         trainer = TrainerGroup(trainer_slots, folder / "logs", call_timeout_s=120)
         engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120)
         trainer.start_build(trainer_spec(folder / "data" / "model"), timeout_s=240)
@@ -57,8 +74,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             custom_weight_loaders=("mcore_rl.stream.receiver.load",),
         )
         engines.start_build([spec], timeout_s=240)
+        served = ServedModels(judge, {"judge": [judge_slots]}, folder / "logs", 120, running={})
         [address] = engines.wait_built()
-        yield Run(trainer, engines, address, folder / "logs")
+        yield Run(trainer, engines, address, folder / "logs", served)
 
 
 def trainer_spec(model: Path) -> TrainerSpec:
@@ -119,6 +137,51 @@ def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
     asyncio.run(run.engines.look())
     assert run.engines.rotation.serving == [run.address.url]
     asyncio.run(guard(refit(), run.trainer.watch(), run.engines.watch()))
+
+
+def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
+    judge = run.judge.wait()["judge"]
+    [engine] = judge.engines
+    assert Path(engine.log_path) == run.log_dir / "judge_0.log" and Path(engine.log_path).exists()
+    assert (run.log_dir / "judge_rank0.log").exists()
+    by_url = ServedModelConfig(url=f"{engine.url}/v1", request_timeout_s=10)
+    assert find_served("judge", by_url).model == judge.model
+    with pytest.raises(
+        ValueError, match=r"judge.url=.*: it has no model 'other', but .*; set judge.url_model"
+    ):
+        find_served("judge", replace(by_url, url_model="other"))
+    before = ask(engine.url)
+
+    async def serves(wanted: bool) -> None:
+        while (judge.rotation.serving == [engine.url]) is not wanted:
+            await asyncio.sleep(0.1)
+
+    [server] = run.judge.server_pids("judge")
+    os.kill(server, signal.SIGKILL)
+    for wanted in (False, True):
+        asyncio.run(guard(asyncio.wait_for(serves(wanted), 60), *run.judge.watches()))
+    assert ask(engine.url) == before
+    [server] = run.judge.server_pids("judge")
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"(?s)rank 0 \(judge.*died \(status -9\); its last lines:"):
+        asyncio.run(guard(asyncio.sleep(60), *run.judge.watches()))
+    with pytest.raises(ValueError, match=r"judge.url=.*: GET .*/v1/models does not list models: URLError"):
+        find_served("judge", by_url)
+
+
+def ask(url: str) -> str:
+    """The judge's greedy answer in a chat."""
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "Ada has 12 apples"}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
 
 
 def test_a_killed_server_and_a_killed_rank_are_told_at_once(run: Run) -> None:

@@ -26,3 +26,11 @@ def test_reasons_are_those_of_the_last_sync() -> None:
     rotation.set_serving([A], {})
     assert rotation.serving == [A]
     assert rotation.why_out(B)
+
+
+def test_an_engine_whose_weights_stay_serves_as_soon_as_it_is_up_again() -> None:
+    rotation = Rotation([A, B], weights_stay=True)
+    rotation.note([EngineLife(A), EngineLife(B, restarts=1, healthy=False)])
+    assert rotation.serving == [A]
+    rotation.note([EngineLife(A), EngineLife(B, restarts=1)])
+    assert rotation.serving == [A, B] and rotation.why_out(B) == ""
