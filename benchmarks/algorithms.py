@@ -41,6 +41,11 @@ ALGORITHMS: dict[str, list[str]] = {
         "rollout.dynamic_sampling=true",
         "reward.overlong_buffer_len=4",
     ],
+    "Online DPO": [
+        "algorithm.advantage=dpo",
+        "algorithm.loss=policy_gradient",
+        "algorithm.aggregation=token_sum",
+    ],
 }
 DEADLINE_S = 1800
 

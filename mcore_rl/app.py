@@ -17,14 +17,17 @@ from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape, run_processes
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.colocation import ColocatedTrainer, EngineMemory
-from mcore_rl.config import Config, ModelConfig
+from mcore_rl.config import AlgorithmConfig, Config, ModelConfig
+from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.sft import SftStream
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.dpo import optimise_preferences
 from mcore_rl.engine_sync import EngineSync
 from mcore_rl.evaluation import evaluate
 from mcore_rl.loop import train
 from mcore_rl.metrics import MetricsLogger
+from mcore_rl.pairs import sample_pairs, write_pairs
 from mcore_rl.planning import record_layouts
 from mcore_rl.players import EngineGenerator, PackedTrainer
 from mcore_rl.recipe import require
@@ -65,7 +68,7 @@ def run_train(config: Config) -> None:
         folder, newest, processes = run
         trainer, engines, memory = _start_both(config, processes, num_steps, loss)
         _log_served(processes.served.wait())
-        if config.algorithm.kl.coef:
+        if config.algorithm.needs_reference:
             trainer.snapshot_reference()
         start_step = _resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
         client = _make_client(config, engines, tokenizer)
@@ -78,7 +81,7 @@ def run_train(config: Config) -> None:
             relay=config.sync.relay,
             record=partial(record_layouts, config),
         )
-        packed, watched = _pack(config, trainer, folder), processes.watched
+        packed, watched = _pack(config, trainer, folder, config.rollout.temperature), processes.watched
         canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, watched)
         weights = EngineSync(refitter, canary, engines.rotation, engines.look, watched, memory)
         weights.sync(WeightVersion(start_step))
@@ -112,13 +115,50 @@ def run_sft(config: Config) -> None:
     print(folder.export)
 
 
+def run_dpo(config: Config) -> None:
+    """`mcore-rl dpo`: preference optimisation of the weights in model.path, to <run.dir>/hf."""
+    tokenizer = _open(config, "dpo.data")
+    options = config.dpo
+    stream = PreferenceStream(load_pairs(options.data, tokenizer, options.max_len), config.run.seed)
+    held_out = load_pairs(options.held_out, tokenizer, options.max_len) if options.held_out else []
+    batches = batches_of(held_out, options.batch_size)
+    loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference))
+    with _run(config, with_trainer=True) as (folder, newest, processes):
+        trainer = processes.start_trainer(options.optimizer, options.steps, loss)
+        trainer.wait_built()
+        if config.algorithm.preference.needs_reference:
+            trainer.snapshot_reference()
+        start_step = _resume(trainer, {"pairs": stream}, newest)
+        with _make_log(config, folder, options.steps, start_step) as log:
+            optimise_preferences(config, stream, batches, _pack(config, trainer, folder), log, start_step)
+        _finish(config, trainer, folder)
+    print(folder.export)
+
+
+def run_pairs(config: Config) -> None:
+    """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to <run.dir>/pairs."""
+    _check_no_trainer(config)
+    tokenizer = _open(config, "data.train", "reward.path")
+    splits = {
+        "train": _load(config, config.data.train, tokenizer)[: config.dpo.prompts or None],
+        "heldout": _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
+    }
+    scorer = _make_scorer(config)
+    num_samples, num_pairs = config.rollout.samples_per_prompt, config.dpo.pairs_per_prompt
+    served = ("judge", "reward_model")
+    with _run(config, "pairs", with_engines=True, served=served) as (folder, _, processes), scorer:
+        client = _make_client(config, processes.start_engines(), tokenizer)
+        _log_served(processes.served.wait())
+        generator = EngineGenerator(client, config.rollout, processes.watched)
+        for name, prompts in splits.items():
+            if prompts:
+                rows = sample_pairs(generator, scorer, prompts, num_samples, num_pairs, config.run.seed)
+                write_pairs(rows, folder.path / f"{name}.parquet", len(prompts))
+
+
 def run_eval(config: Config) -> None:
     """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
-    if config.rollout.quantization != "none":
-        raise ValueError(
-            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantise, and an evaluation"
-            " has none; use rollout.quantization=none"
-        )
+    _check_no_trainer(config)
     tokenizer = _open(config, "eval.data", "reward.path")
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = _make_scorer(config)
@@ -205,6 +245,14 @@ def _make_scorer(config: Config) -> Scorer:
     return Scorer(config.reward, config.rollout.max_response_len)
 
 
+def _check_no_trainer(config: Config) -> None:
+    if config.rollout.quantization != "none":
+        raise ValueError(
+            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantise, and an evaluation"
+            " has none; use rollout.quantization=none"
+        )
+
+
 def _check_lens(config: Config) -> None:
     longest = config.data.max_prompt_len + config.rollout.max_response_len
     if longest > config.train.max_tokens_per_microbatch:
@@ -228,14 +276,16 @@ def _make_client(config: Config, engines: EngineGroup, tokenizer: PreTrainedToke
     )
 
 
-def _pack(config: Config, trainer: TrainerGroup, folder: RunFolder) -> PackedTrainer:
+def _pack(
+    config: Config, trainer: TrainerGroup, folder: RunFolder, temperature: float = 1.0
+) -> PackedTrainer:
     return PackedTrainer(
         trainer,
         folder,
         dp_size=config.parallel.dp_size,
         multiple_of=config.parallel.pp if config.parallel.vpp else 1,
         max_tokens=config.train.max_tokens_per_microbatch,
-        temperature=config.rollout.temperature,
+        temperature=temperature,
         checkpoint=config.checkpoint,
     )
 

@@ -13,6 +13,8 @@ from mcore_rl.recipe import list_recipes, load_recipe
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
+    "dpo": "preference optimisation (DPO and relatives) on dpo.data; writes <run.dir>/hf",
+    "pairs": "preference data of model.path's own responses, for dpo; writes <run.dir>/pairs",
     "train": "reinforcement learning; continues from the newest checkpoint in run.dir",
     "eval": "accuracy of model.path on eval.data",
 }
@@ -108,7 +110,7 @@ def _run_recipe(args: argparse.Namespace) -> None:
     config = _load_settings(args.settings)
     from mcore_rl import app  # imports Ray, which --help need not wait for
 
-    {"sft": app.run_sft, "train": app.run_train, "eval": app.run_eval}[args.command](config)
+    getattr(app, f"run_{args.command}")(config)
 
 
 def _load_settings(settings: Sequence[str]) -> Config:

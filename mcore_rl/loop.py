@@ -75,7 +75,7 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
             router_flips_T=old.router_flips_T,
             sum_squares_T=old.sum_squares_T,
         )
-    if config.algorithm.kl.coef:
+    if algorithm.needs_reference:
         reference = trainer.compute_logprobs(batch, reference=True)
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
     return batch

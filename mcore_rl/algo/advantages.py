@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.outcomes import Groups, Outcomes
+from mcore_rl.algo.preferences import Likelihoods, pairs_of_groups, preference_weights
 from mcore_rl.algo.registry import Registry
-from mcore_rl.config import AlgorithmConfig
+from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 
 Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]
 """-> advantages_R, float32."""
@@ -149,6 +150,31 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
     num_there_NM = groups.sum(is_token_NM.double())
     baseline_NM = torch.where(num_there_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0)
     return (to_go_R - baseline_NM[is_token_NM]).float()
+
+
+@ADVANTAGES.register("dpo")
+def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """Minus the gradient, by each response's log-prob, of the loss of all pairs in a group that differ in
+    reward.
+
+    Online DPO, arXiv:2402.04792, with `algorithm.preference`; see preferences.py. Samples whose group has
+    equal rewards get 0.
+    """
+    weights_N, _ = weights_of_groups(outcomes, config.preference)
+    return outcomes.spread(weights_N)
+
+
+def weights_of_groups(outcomes: Outcomes, config: PreferenceConfig) -> tuple[Tensor, dict[str, float]]:
+    """See preference_weights."""
+    if outcomes.logprobs_R is None:
+        raise ValueError("algorithm.advantage=dpo needs log-probs of the policy")
+    ref_R = outcomes.ref_logprobs_R
+    likelihoods = Likelihoods(
+        outcomes.padded(outcomes.logprobs_R).sum(1),
+        outcomes.lens_N,
+        None if ref_R is None else outcomes.padded(ref_R).sum(1),
+    )
+    return preference_weights(likelihoods, pairs_of_groups(outcomes.scores_N, outcomes.group_N), config)
 
 
 def _standardised(groups: Groups, values_N: Tensor) -> Tensor:

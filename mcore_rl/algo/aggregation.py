@@ -53,3 +53,9 @@ def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) 
         )
     num_sequences = max(len(lens_N), 1)
     return torch.tensor(1 / (num_sequences * max_response_len), dtype=torch.float64, device=lens_N.device)
+
+
+@AGGREGATIONS.register("token_sum")
+def token_sum(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+    """1: for advantages that hold every denominator themselves."""
+    return torch.ones((), dtype=torch.float64, device=lens_N.device)

@@ -7,13 +7,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.advantages import ADVANTAGES
+from mcore_rl.algo.advantages import ADVANTAGES, weights_of_groups
 from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.correction import correction_weights
 from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.losses import LOSSES, LossTokens, Metrics
 from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.types import Sample, Scores, TrainBatch
@@ -63,7 +64,11 @@ class Advantages:
             parts=parts,
             energy_R=_energy(batch),
             greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None,
+            logprobs_R=_trained(batch, old_policy(batch, self._config)),
+            ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
         )
+        if self._config.advantage == "dpo":
+            metrics |= weights_of_groups(outcomes, self._config.preference)[1]
         if kl_R is not None:
             self._kl_coef = steered(self._kl_coef, float(kl_R.mean()), len(samples), self._config.kl)
         mask_T = batch.loss_mask_T
@@ -83,6 +88,10 @@ def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float
         return coef
     error = min(max(kl / config.target - 1, -0.2), 0.2)
     return coef * (1 + error * num_samples / config.horizon)
+
+
+def _trained(batch: TrainBatch, values_T: Tensor | None) -> Tensor | None:
+    return None if values_T is None else values_T[batch.loss_mask_T]
 
 
 def _energy(batch: TrainBatch) -> Tensor | None:
@@ -112,6 +121,7 @@ def old_policy(batch: TrainBatch, config: AlgorithmConfig) -> Tensor | None:
 def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
     """The loss of `config`, picklable. Raises ValueError naming the option that no function answers to."""
     LOSSES[config.loss](config)
+    _ = PAIR_LOSSES[config.preference.loss]
     _ = KL_ESTIMATORS[config.kl.estimator], AGGREGATIONS[config.aggregation]
     return partial(policy_loss, config=config)
 

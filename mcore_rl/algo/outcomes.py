@@ -22,6 +22,7 @@ class Outcomes:
     greedy_N          reward of the greedy response to the same prompt
     energy_R          squared norm of the gradient of each token's log-prob by the logits
     values_R          a critic's, of the state in which each token was drawn
+    logprobs_R, ref_logprobs_R   of the policy that the step starts from and of the reference
     """
 
     rewards_N: Tensor
@@ -32,6 +33,8 @@ class Outcomes:
     greedy_N: Tensor | None = None
     energy_R: Tensor | None = None
     values_R: Tensor | None = None
+    logprobs_R: Tensor | None = None
+    ref_logprobs_R: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]

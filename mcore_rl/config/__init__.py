@@ -10,6 +10,7 @@ from mcore_rl.config.algorithm import (
     CorrectionConfig,
     CovarianceConfig,
     KLConfig,
+    PreferenceConfig,
 )
 from mcore_rl.config.rollout import (
     CanaryConfig,
@@ -29,6 +30,7 @@ from mcore_rl.config.run import (
 )
 from mcore_rl.config.served import ServedModelConfig
 from mcore_rl.config.training import (
+    DpoConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -45,6 +47,7 @@ __all__ = [
     "CorrectionConfig",
     "CovarianceConfig",
     "DataConfig",
+    "DpoConfig",
     "DriftConfig",
     "EvalConfig",
     "KLConfig",
@@ -53,6 +56,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PlanConfig",
+    "PreferenceConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -82,6 +86,7 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     sft: SftConfig = field(default_factory=SftConfig)
+    dpo: DpoConfig = field(default_factory=DpoConfig)
     judge: ServedModelConfig = field(default_factory=ServedModelConfig)
     reward_model: ServedModelConfig = field(default_factory=ServedModelConfig)
     teacher: ServedModelConfig = field(default_factory=ServedModelConfig)
@@ -101,6 +106,12 @@ class Config:
             )
         if self.cluster.colocated:
             _check_colocated(self.parallel, self.rollout)
+        num_steps = self.train.mini_batches * self.train.epochs
+        if self.algorithm.advantage == "dpo" and num_steps > 1:
+            raise ValueError(
+                f"algorithm.advantage=dpo with train.mini_batches * train.epochs = {num_steps}: the pairs'"
+                " gradient is that of the policy before the first of these steps; set both to 1"
+            )
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples % self.train.mini_batches:
             raise ValueError(

@@ -79,6 +79,37 @@ class CovarianceConfig:
 
 
 @dataclass
+class PreferenceConfig:
+    """The loss of pairs of responses, of `mcore-rl dpo` and algorithm.advantage=dpo (algo/preferences.py)."""
+
+    loss: str = "dpo"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    """dpo, simpo: share of the pairs that are believed to be the wrong way round."""
+    target_margin: float = 0.0
+    """simpo: how much more implicit reward the chosen response shall have."""
+    nll_coef: float = 0.0
+    """Weight of the chosen responses' own negative log-likelihood, mean over tokens."""
+
+    def __post_init__(self) -> None:
+        positive("algorithm.preference.beta", self.beta)
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"algorithm.preference.label_smoothing={self.label_smoothing}: must lie in [0, 0.5)"
+            )
+        for name, losses in (("label_smoothing", ("dpo", "simpo")), ("target_margin", ("simpo",))):
+            if (value := getattr(self, name)) and self.loss not in losses:
+                raise ValueError(
+                    f"algorithm.preference.{name}={value} with algorithm.preference.loss={self.loss}: only"
+                    f" {' and '.join(losses)} read it; set it to 0"
+                )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss != "simpo"
+
+
+@dataclass
 class AlgorithmConfig:
     advantage: str = "grpo"
     gamma: float = 1.0
@@ -101,6 +132,7 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_ratio", "tau_positive", "tau_negative"):
@@ -116,12 +148,25 @@ class AlgorithmConfig:
             )
         if not 0 < self.gamma <= 1:
             raise ValueError(f"algorithm.gamma={self.gamma}: must lie in (0, 1]")
+        form = (self.loss, self.aggregation, self.correction.bypass)
+        if self.advantage == "dpo" and form != ("policy_gradient", "token_sum", False):
+            raise ValueError(
+                f"algorithm.advantage=dpo with loss={self.loss}, aggregation={self.aggregation} and"
+                f" correction.bypass={self.correction.bypass}: the whole loss of the pairs is in the"
+                " advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
+                " algorithm.correction.bypass=false"
+            )
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the trainer's own log-probs of a rollout must be known before its first step."""
         holds_back = self.loss in ("clip_cov", "kl_cov")
-        return (self.kl.in_reward and self.kl.coef != 0) or holds_back or self.needs_sum_squares
+        is_dpo = self.advantage == "dpo"
+        return (self.kl.in_reward and self.kl.coef != 0) or holds_back or self.needs_sum_squares or is_dpo
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coef != 0 or (self.advantage == "dpo" and self.preference.needs_reference)
 
     @property
     def needs_sum_squares(self) -> bool:

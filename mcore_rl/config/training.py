@@ -103,3 +103,24 @@ class SftConfig:
     batch_size: int = 64
     max_len: int = 1024
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass
+class DpoConfig:
+    data: list[str] = field(default_factory=list)
+    """Parquet or jsonl with `prompt`, `chosen` and `rejected`, as text or as messages."""
+    held_out: list[str] = field(default_factory=list)
+    """Likewise; every eval.every_steps the share of these pairs is logged that the policy gets right."""
+    steps: int = 100
+    batch_size: int = 64
+    """Pairs of an optimizer step."""
+    max_len: int = 1024
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    prompts: int = 0
+    """`mcore-rl pairs`: how many of data.train are sampled; 0: all."""
+    pairs_per_prompt: int = 1
+    """`mcore-rl pairs`: at most."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "max_len", "pairs_per_prompt"):
+            positive(f"dpo.{name}", getattr(self, name))

@@ -29,7 +29,7 @@ def load_prompts(
     overlong   what happens to prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
                "error" raises ValueError with their number and the first of them
     """
-    prompts = [_make_prompt(i, where, row, tokenizer) for i, (where, row) in enumerate(_rows(files))]
+    prompts = [_make_prompt(i, where, row, tokenizer) for i, (where, row) in enumerate(load_rows(files))]
     too_long = [p for p in prompts if len(p.token_ids) > max_prompt_len]
     if too_long and overlong == "error":
         first = too_long[0]
@@ -50,15 +50,15 @@ def load_prompts(
 def load_conversations(files: Sequence[str]) -> list[list[dict[str, str]]]:
     """The `messages` column; every conversation must end with the assistant's answer."""
     conversations = []
-    for where, row in _rows(files):
-        messages = [dict(m) for m in _field(row, "messages", where)]
+    for where, row in load_rows(files):
+        messages = [dict(m) for m in required(row, "messages", where)]
         if not messages or messages[-1].get("role") != "assistant":
             raise ValueError(f"{where}: `messages` must end with a message of role 'assistant'")
         conversations.append(messages)
     return conversations
 
 
-def _rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
+def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """(place for error messages, row) of every row."""
     for name in files:
         path = Path(name)
@@ -86,14 +86,14 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ValueError(f"{path} line {i + 1} is not JSON: {error}") from None
 
 
-def _field(row: Row, name: str, where: str) -> Any:
+def required(row: Row, name: str, where: str) -> Any:
     if row.get(name) is None:
         raise ValueError(f"{where} lacks `{name}`; it has {', '.join(sorted(row))}")
     return row[name]
 
 
 def _make_prompt(index: int, where: str, row: Row, tokenizer: Tokenizer) -> Prompt:
-    messages = tuple(dict(m) for m in _field(row, "prompt", where))
+    messages = tuple(dict(m) for m in required(row, "prompt", where))
     ids = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -101,7 +101,7 @@ def _make_prompt(index: int, where: str, row: Row, tokenizer: Tokenizer) -> Prom
         index=index,
         token_ids=tuple(ids),
         messages=messages,
-        data_source=_field(row, "data_source", where),
-        ground_truth=_field(_field(row, "reward_model", where), "ground_truth", where),
+        data_source=required(row, "data_source", where),
+        ground_truth=required(required(row, "reward_model", where), "ground_truth", where),
         extra_info=row.get("extra_info") or {},
     )

@@ -183,6 +183,7 @@ def test_equal_rewards_and_groups_of_one_get_exactly_zero(name: str, reward: flo
 
 def test_every_advantage_is_tested_here() -> None:
     others = [
+        "dpo",  # in test_preferences.py
         "gdpo",
         "optimal_token_baseline",
         "reinforce_plus_plus",

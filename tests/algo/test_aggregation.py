@@ -22,6 +22,8 @@ def expected_loss(kind: str, loss_T: torch.Tensor) -> float:
     if kind == "sequence_mean":
         means = [sum(r) / len(r) for r in responses if r]
         return sum(means) / len(means)
+    if kind == "token_sum":
+        return sum(map(sum, responses))
     assert kind == "constant"
     return sum(map(sum, responses)) / (len(responses) * MAX_LEN)
 

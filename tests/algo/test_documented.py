@@ -10,6 +10,7 @@ from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.build import Advantages, make_policy_loss
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.losses import LOSSES
+from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.recipe import load_recipe
 
 DOCUMENT = Path("docs/algorithms.md").read_text()
@@ -17,9 +18,10 @@ ROWS = [row for row in re.findall(r"^\| (.+?) \| (.+) \|$", DOCUMENT, re.MULTILI
 
 
 def overrides_of(cell: str) -> list[list[str]]:
-    """The options in each pair of backticks that sets any."""
+    """The options in each pair of backticks that sets any; the table's head may name what they begin with."""
     options = [code.split() for code in re.findall(r"`([^`]+)`", cell) if "=" in code]
-    return [[o if "." in o.split("=")[0] else f"algorithm.correction.{o}" for o in each] for each in options]
+    heads = re.findall(r"options, after `(.+?)`", DOCUMENT[: DOCUMENT.index(cell)])
+    return [[o if "." in o.split("=")[0] else f"{heads[-1]}{o}" for o in each] for each in options]
 
 
 @pytest.mark.parametrize(("name", "cell"), ROWS, ids=[name for name, _ in ROWS])
@@ -32,8 +34,10 @@ def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "registry", [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS], ids=lambda r: r.option
+    "registry", [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES], ids=lambda r: r.option
 )
 def test_every_choice_is_named(registry) -> None:
-    missing = [name for name in registry.names if f"`{name.removesuffix('+')}`" not in DOCUMENT]
+    missing = [
+        name for name in registry.names if not re.search(rf"(`|loss=){name.removesuffix('+')}\b", DOCUMENT)
+    ]
     assert not missing

@@ -1,0 +1,79 @@
+"""The preference loop: pairs -> log-probs of policy and reference -> a weight per sequence -> Megatron step.
+
+The loss of a pair couples two sequences, which may lie in different micro-batches and on different ranks. So
+a forward pass comes first, and the gradient of the pairs' loss by the log-probs is taken here
+(algo/preferences.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.preferences import Likelihoods, pairs_by_turns, preference_weights
+from mcore_rl.config import Config, PreferenceConfig
+from mcore_rl.data.summary import summarize_steps
+from mcore_rl.loop import is_due
+from mcore_rl.metrics import PhaseTimer
+from mcore_rl.roles import BatchStream, Log, Trainer
+from mcore_rl.types import TrainBatch
+
+
+def optimise_preferences(
+    config: Config,
+    pairs: BatchStream,
+    held_out: Sequence[TrainBatch],
+    trainer: Trainer,
+    log: Log,
+    start_step: int = 0,
+) -> None:
+    """Run steps start_step + 1 .. dpo.steps of dpo.batch_size pairs each."""
+    options, last_step = config.algorithm.preference, config.dpo.steps
+    for step in range(start_step + 1, last_step + 1):
+        timer = PhaseTimer(step)
+        batch = pairs.next_batch(2 * config.dpo.batch_size)
+        with timer("logprobs"):
+            batch, metrics = with_pair_gradient(batch, trainer, options)
+        with timer("train"):
+            stats = trainer.train_step(batch)
+        # what was differentiated has the gradient of the pairs' loss, but not its value
+        loss = {"loss/total": metrics["preference/loss"]}
+        speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
+        log.log(step, {**summarize_steps([stats]), **loss, **metrics, **speed, **timer.metrics()})
+        if held_out and is_due(step, config.eval.every_steps, last_step):
+            log.log(step, evaluate_pairs(held_out, trainer, options))
+        if is_due(step, config.checkpoint.every_steps, last_step):
+            with timer("checkpoint"):
+                trainer.save(step, {"step": step, "pairs": pairs.state_dict()})
+
+
+def evaluate_pairs(
+    held_out: Sequence[TrainBatch], trainer: Trainer, options: PreferenceConfig
+) -> dict[str, float]:
+    """Means over all pairs of the batches."""
+    metrics = [with_pair_gradient(batch, trainer, options)[1] for batch in held_out]
+    sizes = [len(batch.lens_N) for batch in held_out]
+    return {f"eval/{name}": fmean((m[name] for m in metrics), sizes) for name in metrics[0]}
+
+
+def with_pair_gradient(
+    batch: TrainBatch, trainer: Trainer, options: PreferenceConfig
+) -> tuple[TrainBatch, dict[str, float]]:
+    """The batch (chosen and rejected sequences by turns) with what the loss's gradient asks of each token."""
+    logprobs_T = trainer.compute_logprobs(batch).logprobs_T
+    ref_N = None
+    if options.needs_reference:
+        ref_N = of_responses(batch, trainer.compute_logprobs(batch, reference=True).logprobs_T)
+    ones_T = torch.ones_like(logprobs_T)
+    likelihoods = Likelihoods(of_responses(batch, logprobs_T), of_responses(batch, ones_T), ref_N)
+    weights_N, metrics = preference_weights(likelihoods, pairs_by_turns(len(batch.lens_N)), options)
+    advantages_T = weights_N.float().repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
+    return replace(batch, old_logprobs_T=logprobs_T, advantages_T=advantages_T), metrics
+
+
+def of_responses(batch: TrainBatch, values_T: Tensor) -> Tensor:
+    """float64 [N]: sums over the trained tokens of each sequence."""
+    values_T = torch.where(batch.loss_mask_T, values_T, 0.0).double()
+    return torch.segment_reduce(values_T, "sum", lengths=torch.tensor(batch.lens_N))

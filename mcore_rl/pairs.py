@@ -1,0 +1,58 @@
+"""Prompts in, preference pairs of a model's own responses out: a better and a worse one by the reward."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.algo.preferences import best_and_worst
+from mcore_rl.data.files import write_parquet
+from mcore_rl.data.preferences import preference_row
+from mcore_rl.roles import Generator, Reward
+from mcore_rl.types import Prompt, Sample
+
+Scored = tuple[Sample, float]
+
+
+def sample_pairs(
+    generator: Generator,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    pairs_per_prompt: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Rows of a preference file, from `num_samples` samples of each prompt.
+
+    Left out are responses that were cut off or whose reward failed, and prompts whose responses are all worth
+    the same.
+    """
+    samples = generator.generate(prompts, num_samples, greedy=False, seed=seed)
+    scores = reward(samples)
+    errors = scores.errors or [""] * len(samples)
+    scored = [
+        (sample, value)
+        for sample, value, error in zip(samples, scores.rewards_N, errors, strict=True)
+        if sample.finish_reason == "stop" and not error
+    ]
+    groups = groupby(scored, key=lambda each: each[0].prompt.index)
+    return [row for _, group in groups for row in _rows_of_prompt(list(group), pairs_per_prompt)]
+
+
+def write_pairs(rows: Sequence[dict[str, Any]], path: Path, num_prompts: int) -> None:
+    """ValueError if there are none."""
+    if not rows:
+        raise ValueError(
+            f"none of {num_prompts} prompts has two responses that differ in reward: nothing for {path};"
+            " raise rollout.samples_per_prompt or rollout.temperature, or give other prompts"
+        )
+    write_parquet(rows, path)
+    print(f"{len(rows)} pairs from {num_prompts} prompts in {path}")
+
+
+def _rows_of_prompt(group: Sequence[Scored], num_pairs: int) -> list[dict[str, Any]]:
+    texts, rewards = [sample.text for sample, _ in group], [value for _, value in group]
+    return [
+        preference_row(group[0][0].prompt.messages, texts[chosen], texts[rejected])
+        for chosen, rejected in best_and_worst(rewards, texts, num_pairs)
+    ]
