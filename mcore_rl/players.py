@@ -5,7 +5,10 @@ Batches are cut into micro-batches here, so the loop sees no parallel layout and
 
 import asyncio
 import logging
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,11 +17,13 @@ from torch import Tensor
 from mcore_rl.config import CheckpointConfig, RolloutConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
-from mcore_rl.rollout.client import EngineError, RolloutClient, Sampling
+from mcore_rl.rollout.client import EngineError, RolloutClient
+from mcore_rl.rollout.request import Sampling
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch
 
 T = TypeVar("T")
+CLOSE_S = 5.0
 _log = logging.getLogger(__name__)
 Watched = Callable[[Awaitable[T]], T]
 """Runs a coroutine to its end while ranks and engines are watched; raises as soon as one of them is lost."""
@@ -126,20 +131,19 @@ class EngineGenerator:
     ) -> None:
         """`revive`: waits for an engine when none serves; False if none will."""
         self._client, self._config, self._watched, self._revive = client, config, watched, revive
+        self._idle = time.monotonic(), client.idle_s
+        """When the engines' idle time was last looked at, and what it was."""
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
     ) -> list[Sample]:
-        config = self._config
-        sampling = Sampling(
-            max_response_len=config.max_response_len,
-            temperature=0.0 if greedy else config.temperature,
-            top_p=1.0 if greedy else config.top_p,
-            top_k=-1 if greedy else config.top_k,
-            seed=seed,
-            routed_experts=not greedy,
-        )
+        sampling = make_sampling(self._config, greedy=greedy, seed=seed)
         return self._watched(self._generate(prompts, num_samples, sampling))
+
+    def idle_share(self) -> float:
+        now_s, idle_s = time.monotonic(), self._client.idle_s
+        (before_s, idle_before_s), self._idle = self._idle, (now_s, idle_s)
+        return (idle_s - idle_before_s) / (now_s - before_s)
 
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -153,17 +157,55 @@ class EngineGenerator:
                 _log.warning("%s; all %d prompts are sampled again", error, len(prompts))
 
 
+def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling:
+    """As the recipe samples, or greedily."""
+    return Sampling(
+        max_response_len=config.max_response_len,
+        temperature=0.0 if greedy else config.temperature,
+        top_p=1.0 if greedy else config.top_p,
+        top_k=-1 if greedy else config.top_k,
+        seed=seed,
+        routed_experts=not greedy,
+    )
+
+
 class EventLoop:
-    """One event loop for all calls of a run, so that connections outlive a call."""
+    """One event loop for all calls of a run, in a thread of its own: connections outlive a call, and what was
+    begun goes on while the caller computes or waits for ranks.
+    """
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="event loop", daemon=True)
+        self._thread.start()
 
-    def run(self, work: Awaitable[T]) -> T:
+    def start(self, work: Awaitable[T]) -> "Future[T]":
+        """Begin `work`; cancelling the future cancels it."""
+
         async def whole() -> T:
             return await work
 
-        return self._runner.run(whole())
+        return asyncio.run_coroutine_threadsafe(whole(), self._loop)
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Wait for `work`, which is cancelled if the wait is interrupted."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def close(self) -> None:
-        self._runner.close()
+        """Cancel what is under way and end the thread; one that hangs is left behind after a few seconds."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.stop()

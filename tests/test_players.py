@@ -1,5 +1,9 @@
 """The packed trainer: whatever the layout, answers come back in the order of the batch."""
 
+import _thread
+import asyncio
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ import torch
 
 from mcore_rl.config import CheckpointConfig
 from mcore_rl.data.batch import with_loss_weights
-from mcore_rl.players import PackedTrainer
+from mcore_rl.players import EventLoop, PackedTrainer
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
@@ -87,3 +91,41 @@ def test_checkpoints_are_named_by_step_and_pruned(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         trainer.save(step, {})
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015"]
+
+
+def test_the_event_loop_goes_on_while_its_caller_does_something_else() -> None:
+    loop, ended = EventLoop(), []
+
+    async def count() -> None:
+        try:
+            while True:
+                counted.append(len(counted))
+                await asyncio.sleep(0.001)
+        finally:
+            ended.append("counting")
+
+    counted: list[int] = []
+    counting = loop.start(count())
+    while len(counted) < 3:
+        time.sleep(0.01)
+
+    async def fail() -> None:
+        raise ValueError("told to the caller")
+
+    with pytest.raises(ValueError, match="told to the caller"):
+        loop.run(fail())
+
+    async def wait() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("waiting")
+
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(wait())
+    before = len(counted)
+    while len(counted) <= before:
+        time.sleep(0.01)
+    loop.close()
+    assert sorted(ended) == ["counting", "waiting"] and counting.cancelled()

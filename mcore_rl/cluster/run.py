@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
@@ -86,6 +87,11 @@ class RunProcesses:
         groups = [group for group in (self._trainer, self._engines) if group is not None]
         watches = [*(group.watch() for group in groups), *self.served.watches()]
         return self._event_loop.run(guard(work, *watches))
+
+    def start_watched(self, work: Awaitable[Any]) -> "Future[Any]":
+        """Begin `work`, which goes on beside all else; it ends with RankError once an engine is lost."""
+        assert self._engines is not None
+        return self._event_loop.start(guard(work, self._engines.watch(), *self.served.watches()))
 
 
 @contextmanager

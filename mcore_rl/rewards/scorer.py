@@ -8,8 +8,10 @@ import asyncio
 import logging
 import math
 import multiprocessing
+import threading
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +35,8 @@ class Scorer:
         self._config, self._max_response_len = config, max_response_len
         self._function = load_function(config.path, config.name)
         self._pool: ProcessPool | None = None
+        self._lock = threading.Lock()
+        """Several threads may score samples; a function that is not async is called by one at a time."""
         if config.workers and self._function.takes_all:
             raise ValueError(
                 f"reward.workers={config.workers}: {config.path}:{config.name} takes all samples at once;"
@@ -84,14 +88,18 @@ class Scorer:
     def _answers(self, rows: Sequence[Fields]) -> list[Answer]:
         if self._config.workers:
             return self._in_processes(rows)
-        if self._function.takes_all:
-            try:
-                return [_guarded(numbers_of, answer) for answer in self._function.call_all(rows)]
-            except Exception as error:  # the user's code may raise anything
-                return [error] * len(rows)
-        if self._function.is_async:
+        if self._function.is_async and not self._function.takes_all:
             return asyncio.run(self._all_at_once(rows))
-        return [_guarded(lambda row=row: numbers_of(self._function.call(row))) for row in rows]
+        with nullcontext() if self._function.is_async else self._lock:
+            return self._in_this_thread(rows)
+
+    def _in_this_thread(self, rows: Sequence[Fields]) -> list[Answer]:
+        if not self._function.takes_all:
+            return [_guarded(lambda row=row: numbers_of(self._function.call(row))) for row in rows]
+        try:
+            return [_guarded(numbers_of, answer) for answer in self._function.call_all(rows)]
+        except Exception as error:  # the user's code may raise anything
+            return [error] * len(rows)
 
     async def _all_at_once(self, rows: Sequence[Fields]) -> list[Answer]:
         async def one(row: Fields) -> Answer:
@@ -109,11 +117,13 @@ class Scorer:
     def _in_processes(self, rows: Sequence[Fields]) -> list[Answer]:
         """A process that takes too long is killed and started anew."""
         config = self._config
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPool(max_workers=config.workers, context=context)
+        with self._lock:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPool(max_workers=config.workers, context=context)
+            pool = self._pool
         futures = [
-            self._pool.schedule(run_in_worker, args=(config.path, config.name, row), timeout=config.timeout_s)
+            pool.schedule(run_in_worker, args=(config.path, config.name, row), timeout=config.timeout_s)
             for row in rows
         ]
         answers: list[Answer] = []

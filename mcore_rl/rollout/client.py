@@ -1,25 +1,28 @@
 """Async client of the engines: prompts in, samples out (token ids, log-probs, weight versions)."""
 
 import asyncio
-import base64
-import hashlib
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import aiohttp
-import torch
-from torch import Tensor
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.rotation import Rotation
-from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types import Prompt, Sample
 
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.25
+_HOLD_POLL_S = 0.02
+_ABORT_S = 10.0
 _KEEPALIVE_S = 2.0
 """Below the 5 s after which SGLang closes an idle connection, lest a request meets the closing."""
 
@@ -33,22 +36,6 @@ class EngineAddress:
         return f"engine {self.url} (log {self.log_path})"
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn. temperature 0 is greedy, top_k -1 keeps the whole vocabulary.
-
-    Log-probs are those of the distribution at this temperature before top_p and top_k cut it. The seed counts
-    only on engines that sample deterministically. `routed_experts` asks which experts each token went to.
-    """
-
-    max_response_len: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    seed: int | None = None
-    routed_experts: bool = False
-
-
 class EngineError(RuntimeError):
     """An engine failed a request for good; the message names the engine, its log file and the prompt."""
 
@@ -57,10 +44,35 @@ class _Transient(Exception):
     """A failure worth another try."""
 
 
-@dataclass
+class _Aborted(_Transient):
+    """The engine ended the request."""
+
+
 class _Engine:
-    address: EngineAddress
-    num_in_flight: int = 0
+    """An engine and its requests; `idle` holds the seconds without any, and since when there are none."""
+
+    def __init__(self, address: EngineAddress) -> None:
+        self.address, self.num_in_flight = address, 0
+        self._idle: tuple[float, float | None] = (0.0, time.monotonic())
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        idle_s, since_s = self._idle
+        if since_s is not None:
+            self._idle = idle_s + time.monotonic() - since_s, None
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+            if not self.num_in_flight:
+                self._idle = self._idle[0], time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request, so far; may be asked from another thread."""
+        idle_s, since_s = self._idle
+        return idle_s if since_s is None else idle_s + time.monotonic() - since_s
 
 
 class RolloutClient:
@@ -87,55 +99,73 @@ class RolloutClient:
         self._decode = decode
         self._experts_shape = experts_shape
 
-    async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
-        """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
+    @property
+    def max_in_flight(self) -> int:
+        """Requests at once, all engines together."""
+        return self._config.max_concurrency * len(self._engines)
 
-        Connection losses, timeouts and aborted requests are tried again, on another engine if there is one.
-        Raises EngineError for a request that fails config.retries + 1 times, and then cancels the others.
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request so far, mean over the engines."""
+        return fmean(engine.idle_s for engine in self._engines)
+
+    async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
+        """`RolloutSession.generate` in a session of its own."""
+        async with self.open() as session:
+            return await session.generate(prompts, num_samples, sampling)
+
+    @asynccontextmanager
+    async def open(
+        self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
+    ) -> "AsyncIterator[RolloutSession]":
+        """Connections to the engines, closed with the block.
+
+        `max_in_flight`: requests at once, all engines together; 0: as many as they take. `on_done`: called
+        when a request was answered for good.
         """
-        slots = asyncio.Semaphore(self._config.max_concurrency * len(self._engines))
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    started = [
-                        tasks.create_task(self._one(session, slots, _Request(prompt, index, group), sampling))
-                        for prompt in prompts
-                        for group in [_Group(num_samples)]
-                        for index in range(num_samples)
-                    ]
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-        return [task.result() for task in started]
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+            yield RolloutSession(self, http, max_in_flight or self.max_in_flight, on_done)
 
-    async def _one(
-        self,
-        session: aiohttp.ClientSession,
-        slots: asyncio.Semaphore,
-        request: "_Request",
-        sampling: Sampling,
-    ) -> Sample:
-        """One sample, with its retries."""
-        body = self._body(request, sampling)
+    async def one(self, session: "RolloutSession", request: Request, sampling: Sampling) -> Sample:
+        """One sample, with its retries. What the session itself cut off is sampled again, which is none."""
+        answerable = replace(
+            sampling,
+            seed=sampling.seed if self._config.deterministic else None,
+            routed_experts=sampling.routed_experts and self._experts_shape is not None,
+        )
+        body = make_body(request, answerable, self._stop_token_ids)
         failed: list[_Engine] = []
-        async with slots:
-            while True:
+        while True:
+            async with session.slot():
                 engine = self._pick(request, failed)
                 try:
-                    answer = await self._post(session, engine, body)
-                    return _make_sample(request, answer, self._decode, self._experts_shape)
+                    answer = await self._post(session.http, engine, body)
+                    return make_sample(request, answer, self._decode, self._experts_shape)
                 except (aiohttp.ClientError, TimeoutError, _Transient) as failure:
+                    if session.is_held and isinstance(failure, _Aborted):
+                        session.num_cut_off += 1
+                        continue
                     failed.append(engine)
                     reason = f"{type(failure).__name__}: {failure}"
-                if len(failed) > self._config.retries:
-                    raise EngineError(
-                        f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
-                    )
-                _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
-                await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
+            if len(failed) > self._config.retries:
+                raise EngineError(
+                    f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
+                )
+            _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
+            await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
 
-    def _pick(self, request: "_Request", failed: Sequence[_Engine]) -> _Engine:
+    async def abort_all(self, http: aiohttp.ClientSession) -> None:
+        """Have the engines end what they were asked; requests tell of an engine that does not answer."""
+        for engine in self._engines:
+            if engine.num_in_flight:
+                url, timeout = f"{engine.address.url}/abort_request", aiohttp.ClientTimeout(_ABORT_S)
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with http.post(url, json={"abort_all": True}, timeout=timeout):
+                        pass
+
+    def _pick(self, request: Request, failed: Sequence[_Engine]) -> _Engine:
         """The engine of the prompt's other samples, which caches the prompt, unless it is too loaded."""
         in_rotation = [e for e in self._engines if not self._rotation.why_out(e.address.url)]
         if not in_rotation:
@@ -152,35 +182,13 @@ class RolloutClient:
         request.group.home = least_loaded
         return least_loaded
 
-    def _body(self, request: "_Request", sampling: Sampling) -> dict[str, Any]:
-        parameters: dict[str, Any] = {
-            "max_new_tokens": sampling.max_response_len,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": self._stop_token_ids,
-        }
-        if sampling.seed is not None and self._config.deterministic:
-            parameters["sampling_seed"] = sample_seed(
-                sampling.seed, request.prompt.index, request.sample_index
-            )
-        return {
-            "input_ids": request.prompt.token_ids,
-            "sampling_params": parameters,
-            "return_logprob": True,
-            "return_routed_experts": sampling.routed_experts and self._experts_shape is not None,
-        }
-
     async def _post(
-        self, session: aiohttp.ClientSession, engine: _Engine, body: Mapping[str, Any]
+        self, http: aiohttp.ClientSession, engine: _Engine, body: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The engine's answer; raises _Transient or aiohttp's errors where another try may help."""
-        engine.num_in_flight += 1
-        try:
-            async with session.post(f"{engine.address.url}/generate", json=body) as response:
+        with engine.request():
+            async with http.post(f"{engine.address.url}/generate", json=body) as response:
                 text = await response.text()
-        finally:
-            engine.num_in_flight -= 1
         if response.status >= 500:
             raise _Transient(f"HTTP {response.status}: {text[:500]}")
         if response.status != 200:
@@ -188,65 +196,84 @@ class RolloutClient:
         answer = json.loads(text)
         reason = answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
-            raise _Transient(f"aborted: {reason.get('message')}")
+            raise _Aborted(f"aborted: {reason.get('message')}")
         return answer
 
 
-@dataclass
-class _Group:
-    """The samples of one prompt and the engine they prefer."""
+class RolloutSession:
+    """Requests that share connections and, over all calls, a bound; they can be held while weights change."""
 
-    num_samples: int
-    home: _Engine | None = None
+    def __init__(
+        self,
+        client: RolloutClient,
+        http: aiohttp.ClientSession,
+        max_in_flight: int,
+        on_done: Callable[[], None],
+    ) -> None:
+        self._client, self.http, self._on_done = client, http, on_done
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._may_go = asyncio.Event()
+        self._may_go.set()
+        self._num_posted = 0
+        self.num_open = 0
+        """Samples begun and not done."""
+        self.num_cut_off = 0
+        """Responses that were cut off half-way, to be sampled again."""
 
+    @property
+    def is_held(self) -> bool:
+        return not self._may_go.is_set()
 
-@dataclass(frozen=True)
-class _Request:
-    prompt: Prompt
-    sample_index: int
-    group: _Group
+    async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
+        """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
 
-    def __str__(self) -> str:
-        return f"prompt {self.prompt.index} of {self.prompt.data_source!r}, sample {self.sample_index},"
+        Connection losses, timeouts and aborted requests are tried again, on another engine if there is one.
+        Raises EngineError for a request that fails config.retries + 1 times, and then cancels the others.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                started = [
+                    self._begin(tasks, Request(prompt, index, group), sampling)
+                    for prompt in prompts
+                    for group in [Group(num_samples)]
+                    for index in range(num_samples)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in started]
 
+    def _begin(self, tasks: asyncio.TaskGroup, request: Request, sampling: Sampling) -> asyncio.Task[Sample]:
+        def done(task: asyncio.Task[Sample]) -> None:
+            self.num_open -= 1
+            self._on_done()
 
-def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
-    """A seed in [0, 2**63) that differs between the samples of a run."""
-    digest = hashlib.blake2b(f"{seed} {prompt_index} {sample_index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+        self.num_open += 1
+        task = tasks.create_task(self._client.one(self, request, sampling))
+        task.add_done_callback(done)
+        return task
 
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Room for one request more, once none of them is held."""
+        async with self._slots:
+            while self.is_held:
+                await self._may_go.wait()
+            self._num_posted += 1
+            try:
+                yield
+            finally:
+                self._num_posted -= 1
 
-def _make_sample(
-    request: _Request,
-    answer: Mapping[str, Any],
-    decode: Callable[[Sequence[int]], str],
-    experts_shape: tuple[int, int] | None,
-) -> Sample:
-    meta = answer["meta_info"]
-    response_ids = tuple(answer["output_ids"])
-    logprobs, logprob_ids = zip(
-        *((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True
-    )
-    assert logprob_ids == response_ids, f"{request} log-probs are of {logprob_ids}, tokens are {response_ids}"
-    return Sample(
-        prompt=request.prompt,
-        sample_index=request.sample_index,
-        response_ids=response_ids,
-        logprobs=logprobs,
-        finish_reason=meta["finish_reason"]["type"],
-        versions=tuple(
-            VersionSpan(span["start"], span["end"], WeightVersion(int(span["version"])))
-            for span in meta["weight_versions"]
-        ),
-        text=decode(response_ids),
-        routed_experts=_routed_experts(meta, experts_shape),
-    )
+    async def hold(self, *, cut_off: bool) -> None:
+        """Send nothing more; return once nothing is under way. `cut_off`: what is, ends at once.
 
+        Each request has its own deadline, so this ends.
+        """
+        self._may_go.clear()
+        while self._num_posted:
+            if cut_off:  # again: one that was on its way is at its engine by now
+                await self._client.abort_all(self.http)
+            await asyncio.sleep(_HOLD_POLL_S)
 
-def _routed_experts(meta: Mapping[str, Any], shape: tuple[int, int] | None) -> Tensor | None:
-    """int16 [tokens that the engine ran, layers, experts per token]."""
-    encoded = meta.get("routed_experts")
-    if encoded is None or shape is None:
-        return None
-    flat = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
-    return flat.view(-1, *shape).to(torch.int16)
+    def go_on(self) -> None:
+        self._may_go.set()

@@ -41,8 +41,13 @@ class Rotation:
         return self._why_out[url]
 
     def note(self, lives: Sequence[EngineLife]) -> None:
-        """Take in what the engines' watch saw: what a new process serves is not the current weights."""
+        """Take in what the engines' watch saw: what a new process serves is not the current weights.
+
+        Several may watch at once; what was seen of an earlier process counts for nothing.
+        """
         for life in lives:
+            if life.restarts < self._lives[life.url].restarts:
+                continue
             if life.restarts > self._lives[life.url].restarts:
                 self._why_out[life.url] = "its server died and was started again"
                 _log.warning("engine %s: %s", life.url, self._why_out[life.url])

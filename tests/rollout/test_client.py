@@ -15,8 +15,9 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.rollout.client import EngineAddress, EngineError, RolloutClient, Sampling, sample_seed
+from mcore_rl.rollout.client import EngineAddress, EngineError, RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.request import Sampling, sample_seed
 from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.rollout.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
@@ -78,10 +79,14 @@ def logprob_error(model: Qwen3MoeForCausalLM, samples: list[Sample], temperature
     return worst
 
 
-def post(url: str, **body: str) -> None:
+def post(url: str, **body: object) -> None:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30):
         pass
+
+
+def relabel(engine: EngineProcess, version: str) -> None:
+    post(f"{engine.url}/update_weight_version", new_version=version, abort_all_requests=False)
 
 
 def test_logprobs_equal_transformers(engine, model):
@@ -137,6 +142,44 @@ def test_a_refused_request_names_the_engine(engine):
     too_long = [replace(make_prompts(1)[0], token_ids=(5,) * 2000)]
     with pytest.raises(EngineError, match=rf"{engine.url} \(log .*\) refused a request with HTTP 400"):
         generate(client_of(engine), too_long, 1, Sampling(max_response_len=4))
+
+
+def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
+    """Half done when the version changes: those that go on say which version drew which token, those that are
+    cut off are of the new one alone. As the weights are the same, all log-probs must be right.
+    """
+    prompts, client, changed = make_prompts(8), client_of(engine), Sampling(max_response_len=200)
+
+    async def sample(swap) -> list[Sample]:
+        async with client.open() as session:
+            work = asyncio.ensure_future(session.generate(prompts, 2, changed))
+            while session.num_open in (0, 16):
+                await asyncio.sleep(0.01)
+            await swap(session)
+            samples = await work
+            assert session.num_open == 0
+            return samples
+
+    async def go_on(session: RolloutSession) -> None:
+        await asyncio.to_thread(post, f"{engine.url}/pause_generation", mode="retract")
+        await asyncio.to_thread(relabel, engine, "8")
+        await asyncio.to_thread(post, f"{engine.url}/continue_generation")
+
+    async def begin_again(session: RolloutSession) -> None:
+        await session.hold(cut_off=True)
+        assert session.num_cut_off > 0
+        await asyncio.to_thread(relabel, engine, "7")
+        session.go_on()
+
+    samples = asyncio.run(sample(go_on))
+    assert logprob_error(model, samples) < 1e-4
+    spans = [[span.version for span in s.versions] for s in samples]
+    assert [7, 8] in spans and all(versions in ([7], [7, 8]) for versions in spans), spans
+
+    samples = asyncio.run(sample(begin_again))
+    assert logprob_error(model, samples) < 1e-4
+    spans = [[span.version for span in s.versions] for s in samples]
+    assert [7] in spans and all(versions in ([8], [7]) for versions in spans), spans
 
 
 def test_an_idle_engine_leaves_the_cpu_alone(engine):

@@ -11,6 +11,8 @@ def test_a_restarted_engine_waits_for_the_sync_that_names_it() -> None:
     rotation.note([EngineLife(A), EngineLife(B, restarts=1, healthy=False)])
     assert rotation.serving == [A]
     assert "started again" in rotation.why_out(B)
+    rotation.note([EngineLife(A), EngineLife(B)])
+    assert rotation.lives[1] == EngineLife(B, restarts=1, healthy=False), "seen before, told later"
     rotation.note([EngineLife(A), EngineLife(B, restarts=1)])
     assert rotation.serving == [A], "what a new process serves is not the current weights"
     rotation.set_serving([A], {})
