@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mcore_rl.algo.build import Advantages, make_policy_loss, sft_loss
+from mcore_rl.background import BackgroundSampler
 from mcore_rl.canary import Canary
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
@@ -85,7 +86,8 @@ def run_train(config: Config) -> None:
         canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, watched)
         weights = EngineSync(refitter, canary, engines.rotation, engines.look, watched, memory)
         weights.sync(WeightVersion(start_step))
-        with _make_log(config, folder, config.run.steps, start_step) as log:
+        background = _sample_beside(config, start_step, prompts, client, scorer, processes, weights)
+        with _make_log(config, folder, config.run.steps, start_step) as log, background as beside:
             roles = Roles(
                 prompts=prompts,
                 held_out=held_out,
@@ -95,6 +97,7 @@ def run_train(config: Config) -> None:
                 trainer=ColocatedTrainer(packed, memory, watched) if config.cluster.colocated else packed,
                 weights=weights,
                 log=log,
+                background=beside,
             )
             train(config, roles, start_step)
         _finish(config, trainer, folder)
@@ -208,6 +211,23 @@ def _start_both(
     trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
     trainer.wait_built()
     return trainer, engines, memory
+
+
+def _sample_beside(
+    config: Config,
+    start_step: int,
+    prompts: ShuffledStream[Prompt],
+    client: RolloutClient,
+    scorer: Scorer,
+    processes: RunProcesses,
+    weights: EngineSync,
+) -> AbstractContextManager[BackgroundSampler | None]:
+    """What samples beside training, if the recipe wants that."""
+    if config.rollout.mode == "sync":
+        return nullcontext()
+    version = WeightVersion(start_step)
+    watched, start = processes.watched, processes.start_watched
+    return BackgroundSampler(config, version, prompts, client, scorer, watched, start, weights.revive)
 
 
 def _open(config: Config, *needed: str) -> PreTrainedTokenizerBase:

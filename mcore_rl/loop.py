@@ -20,7 +20,7 @@ from mcore_rl.data.summary import summarize_samples, summarize_steps
 from mcore_rl.evaluation import evaluate
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles, Trainer
-from mcore_rl.rollout_step import sample_step
+from mcore_rl.rollout_step import WAITING, sample_step, sync_weights
 from mcore_rl.types import TrainBatch, WeightVersion
 
 
@@ -40,10 +40,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
                 batch = without_truncated(batch, samples)
         with timer("train"):
             stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
-        with timer("refit"):
-            refit = roles.weights.sync(WeightVersion(step), probe=batch)
+        refit = sync_weights(roles, timer, WeightVersion(step), batch)
         metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | summarize_steps(stats)
-        roles.log.log(step, {**metrics, **sampling, **estimated, **refit, **timer.metrics()})
+        roles.log.log(step, {**metrics, **sampling, **estimated, **refit, **timer.metrics(waiting=WAITING)})
         roles.log.log_samples(step, samples, scores)
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
@@ -86,6 +85,8 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
         metrics, samples, scores = evaluate(
             roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
         )
+    versions = {span.version for sample in samples for span in sample.versions}
+    assert versions <= {step}, f"evaluation of version {step} was drawn from weights {sorted(versions)}"
     roles.log.log(step, metrics)
     roles.log.log_samples(step, samples, scores, split="eval")
 

@@ -16,6 +16,11 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   kl/reward coef                            a KL in the reward: of the old policy, and its weight
   logprob_diff/mean token_max clipped_share |trainer - engine| in nats, same weights; share outside the clip
   time/<phase> time/step                    wall seconds; time/refit is the weight sync and its canary
+  idle/trainer engines                      share of the time without work (docs/async.md)
+  staleness/mean max                        versions from the oldest token to the weights that train on it
+  staleness/partial dropped                 samples drawn by several versions; samples that grew too stale
+  staleness/restarted                       responses that were cut off when weights changed, so far
+  buffer/finished unfinished                groups begun beside training that the step did not take
   logprob_diff/stale router arithmetic      parts that add up to the mean; stale_share, router_flip_share
   refit/seconds transfer_seconds mib trainer_mib engines_failed   the weight sync as it measured itself
   refit/pause_s                             the part in which an engine does not generate, worst engine
@@ -25,7 +30,7 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
 
 Token metrics are means over the trained tokens, those named *_max maxima.
 Rows of samples.jsonl: step, split (train or eval), prompt_index, prompt, response, reward, ground_truth,
-finish_reason.
+finish_reason, weights (the versions that drew it).
 """
 
 import json

@@ -19,6 +19,26 @@ class Generator(Protocol):
         """`num_samples` samples of each prompt, in the order of the prompts."""
         ...
 
+    def idle_share(self) -> float:
+        """Share of the time since the last call that an engine was without a request, mean over engines."""
+        ...
+
+
+class Background(Protocol):
+    """Samples while the trainer trains."""
+
+    def take(self, version: WeightVersion) -> tuple[list[Sample], Scores, dict[str, float]]:
+        """Samples for weights `version` to train on, group by group; metrics of how they came about."""
+        ...
+
+    def settle(self) -> None:
+        """Before weights change: return once what is half done is as they may change."""
+        ...
+
+    def go_on(self, version: WeightVersion) -> Mapping[str, float]:
+        """Once engines serve `version`; metrics of what was half done."""
+        ...
+
 
 class BatchStream(Protocol):
     def next_batch(self, num_sequences: int) -> TrainBatch:
@@ -89,3 +109,5 @@ class Roles:
     trainer: Trainer
     weights: WeightSync
     log: Log
+    background: Background | None = None
+    """Where samples come from that are drawn beside training; None: each step draws its own."""

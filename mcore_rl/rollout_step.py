@@ -1,4 +1,6 @@
-"""Samples of one step with their scores; with dynamic sampling, of as many rounds as it takes."""
+"""Samples of one step with their scores, drawn now or taken from what was drawn beside training; and the
+weight sync in between.
+"""
 
 import logging
 import math
@@ -8,9 +10,12 @@ from dataclasses import replace
 from mcore_rl.config import Config
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
-from mcore_rl.types import Prompt, Sample, Scores
+from mcore_rl.rollout.staleness import staleness_metrics
+from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, WeightVersion
 
 _log = logging.getLogger(__name__)
+WAITING = ("rollout", "reward", "settle")
+"""Phases in which the trainer ranks have nothing to do."""
 ROUND_SEEDS = 1_000_003
 """Between the seeds of one step's rounds, which no step number reaches."""
 
@@ -18,7 +23,35 @@ ROUND_SEEDS = 1_000_003
 def sample_step(
     config: Config, roles: Roles, timer: PhaseTimer, seed: int
 ) -> tuple[list[Sample], Scores, dict[str, float]]:
-    """What the step trains on, and metrics of how it came about.
+    """What the step trains on, and metrics of how it came about: sampled now, or beside the steps before."""
+    options, version = config.rollout, WeightVersion(timer.step - 1)
+    if roles.background is None:
+        samples, scores, metrics = sample_now(config, roles, timer, seed)
+    else:
+        with timer("rollout"):
+            samples, scores, metrics = roles.background.take(version)
+    bound = None if options.stale == "correct" else options.staleness_bound
+    metrics |= staleness_metrics(samples, version, bound)
+    return samples, scores, {**metrics, "idle/engines": roles.generator.idle_share()}
+
+
+def sync_weights(
+    roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: TrainBatch
+) -> dict[str, float]:
+    """The engines' weights are the trainer's; what is sampled beside training goes on with them."""
+    background = roles.background
+    if background is not None:
+        with timer("settle"):
+            background.settle()
+    with timer("refit"):
+        refit = roles.weights.sync(version, probe)
+    return {**refit, **(background.go_on(version) if background else {})}
+
+
+def sample_now(
+    config: Config, roles: Roles, timer: PhaseTimer, seed: int
+) -> tuple[list[Sample], Scores, dict[str, float]]:
+    """Samples from the engines' present weights, with dynamic sampling of as many rounds as it takes.
 
     DAPO, arXiv:2503.14476, section 3.2: groups whose rewards are all equal have no advantage; other prompts
     take their place until there are rollout.prompts_per_step, or rollout.max_rounds are over. Without any
@@ -42,8 +75,8 @@ def sample_step(
             return samples, scores, {}
         num_rounds, sampled = num_rounds + 1, sampled + len(samples)
         all_rewards += sum(scores.rewards_N)
-        telling = _telling(scores.rewards_N, options.samples_per_prompt)
-        chosen = telling[: missing * options.samples_per_prompt]
+        differing = telling(scores.rewards_N, options.samples_per_prompt)
+        chosen = differing[: missing * options.samples_per_prompt]
         kept, kept_scores = [*kept, *(samples[i] for i in chosen)], kept_scores.joined(scores.select(chosen))
         missing = options.prompts_per_step - len(kept) // options.samples_per_prompt
         if not missing or num_rounds == options.max_rounds:
@@ -70,7 +103,7 @@ def _with_greedy(
     return replace(scores, greedy_N=[reward for reward in rewards for _ in range(group_size)])
 
 
-def _telling(rewards_N: Sequence[float], group_size: int) -> list[int]:
+def telling(rewards_N: Sequence[float], group_size: int) -> list[int]:
     """Indices of the samples in groups, of `group_size` neighbours each, whose rewards differ."""
     groups = [range(i, i + group_size) for i in range(0, len(rewards_N), group_size)]
     return [i for group in groups if len({rewards_N[i] for i in group}) > 1 for i in group]

@@ -46,6 +46,27 @@ def test_overrides_reach_the_tree() -> None:
             r"rollout.engines \* rollout.tp \* rollout.pp = 4: there are parallel.world_size=2 trainer ranks",
         ),
         (
+            ["cluster.colocated=true", "rollout.mode=async"],
+            r"cluster.colocated=true with rollout.mode=async: .* set rollout.mode=sync",
+        ),
+        (["rollout.mode=later"], r"rollout.mode='later': expected one of 'sync'"),
+        (["rollout.partial=wait"], r"rollout.partial=wait with rollout.mode=sync, which has no use for it"),
+        (
+            ["rollout.mode=one_step_off", "rollout.max_staleness=2"],
+            r"rollout.max_staleness=2 with .*one_step",
+        ),
+        (
+            ["rollout.mode=async", "rollout.oversampling=2.0"],
+            r"rollout.oversampling=2.0 with rollout.mode=async",
+        ),
+        (["rollout.mode=async", "rollout.max_in_flight=4"], r"max_in_flight=4: .*samples_per_prompt=8"),
+        (
+            ["rollout.mode=async", "rollout.deterministic=true"],
+            r"deterministic=true: .*use rollout.mode=one_step",
+        ),
+        (["rollout.mode=async", "rollout.pp=2"], r"rollout.pp=2: .*use rollout.partial=wait"),
+        (["rollout.mode=async", "rollout.stale=correct"], r"rollout.stale=correct .*correction.weight=token"),
+        (
             ["cluster.colocated=true"],
             r"cluster.colocated=true with rollout.stage_weights=True: .* set rollout.stage_weights=false",
         ),

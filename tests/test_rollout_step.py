@@ -12,6 +12,7 @@ from mcore_rl.rollout_step import sample_step
 from mcore_rl.types import Prompt, Sample, Scores
 
 GROUP = 3
+ALWAYS = {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/partial": 0.0, "idle/engines": 0.25}
 
 
 class Numbered:
@@ -34,6 +35,9 @@ class Numbered:
             for i in range(num_samples)
         ]
 
+    def idle_share(self) -> float:
+        return 0.25
+
 
 def run(
     differing: set[int], advantage: str = "grpo", **options: object
@@ -50,6 +54,7 @@ def run(
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
     config = Config(rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
     samples, scores, metrics = sample_step(config, roles, PhaseTimer(1), seed=7)
+    assert {name: metrics.pop(name) for name in ALWAYS} == ALWAYS
     return [sample.text for sample in samples], scores, metrics, parts
 
 

@@ -112,6 +112,11 @@ class Config:
                 f"algorithm.advantage=dpo with train.mini_batches * train.epochs = {num_steps}: the pairs'"
                 " gradient is that of the policy before the first of these steps; set both to 1"
             )
+        if self.rollout.stale == "correct" and not self.algorithm.correction.is_on:
+            raise ValueError(
+                "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none corrects;"
+                " set algorithm.correction.weight=token, or rollout.stale=wait"
+            )
         num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_samples % self.train.mini_batches:
             raise ValueError(
@@ -128,6 +133,7 @@ def _check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
             f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
         )
     for name, needs, why in (
+        ("mode", "sync", "an engine cannot generate while its GPUs train"),
         ("stage_weights", False, "there is no memory for the weights twice"),
         ("restarts", 0, "a server that starts would take the memory that training uses"),
     ):

@@ -61,6 +61,11 @@ class CorrectionConfig:
                 " is no third policy between engine and trainer; set both to none"
             )
 
+    @property
+    def is_on(self) -> bool:
+        """Whether the loss knows the engine's probabilities at all."""
+        return self.weight != "none" or self.bypass
+
 
 @dataclass
 class CovarianceConfig:

@@ -17,6 +17,20 @@ class RolloutConfig:
     """Machines that an engine spans, with one server process on each; 0: as many as its GPUs fill."""
     quantization: str = "none"
     """fp8: engines serve projections in 128 x 128 blocks of FP8, which trainer ranks compute as they send."""
+    mode: str = "sync"
+    """sync: sample, then train, in turns; one_step_off: the next step's samples are drawn while this one
+    trains; async: engines never wait for the trainer (docs/async.md)."""
+    max_staleness: int = 1
+    """async: how many versions older than the weights that train on it a sample's oldest token may be."""
+    stale: str = "wait"
+    """async: what keeps samples from growing older than that. wait: a step takes those that would, and waits
+    for them; drop: they are dropped, their prompts sampled again; correct: nothing does, they are trained on
+    when they are done and weighed by algorithm.correction."""
+    partial: str = "continue"
+    """async: responses that are half done when weights change. continue: with the new weights, their KV cache
+    computed anew; wait: the change waits for them; restart: they are sampled again from their beginning."""
+    max_in_flight: int = 0
+    """one_step_off, async: samples begun and not done, all engines together; 0: max_concurrency of each."""
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     dynamic_sampling: bool = False
@@ -51,6 +65,7 @@ class RolloutConfig:
         if self.oversampling < 1:
             raise ValueError(f"rollout.oversampling={self.oversampling}: must be at least 1")
         one_of("rollout.quantization", self.quantization, ("none", "fp8"))
+        self._check_mode()
         for name in ("ep", "attention_dp"):
             if self.tp % getattr(self, name):
                 raise ValueError(f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}")
@@ -59,6 +74,41 @@ class RolloutConfig:
                 f"rollout.nodes_per_engine={self.nodes_per_engine} does not divide"
                 f" rollout.tp * rollout.pp = {self.engine_ranks}"
             )
+
+    def _check_mode(self) -> None:
+        one_of("rollout.mode", self.mode, ("sync", "one_step_off", "async"))
+        one_of("rollout.stale", self.stale, ("wait", "drop", "correct"))
+        one_of("rollout.partial", self.partial, ("continue", "wait", "restart"))
+        positive("rollout.max_staleness", self.max_staleness)
+        only_async = {"max_staleness": 1, "stale": "wait", "partial": "continue"}
+        unread = {} if self.mode == "async" else only_async
+        unread = unread | ({"max_in_flight": 0} if self.mode == "sync" else {"oversampling": 1.0})
+        for name, default in unread.items():
+            if getattr(self, name) != default:
+                raise ValueError(
+                    f"rollout.{name}={getattr(self, name)} with rollout.mode={self.mode}, which has no use"
+                    f" for it: leave rollout.{name} out, or choose another rollout.mode"
+                )
+        if self.max_in_flight and self.max_in_flight < self.samples_per_prompt:
+            raise ValueError(
+                f"rollout.max_in_flight={self.max_in_flight}: the samples of one prompt,"
+                f" rollout.samples_per_prompt={self.samples_per_prompt}, must fit"
+            )
+        if self.mode == "async" and self.deterministic:
+            raise ValueError(
+                "rollout.mode=async with rollout.deterministic=true: which weights draw a token depends on"
+                " when it is drawn, so no run is repeated; use rollout.mode=one_step_off or sync"
+            )
+        if self.mode == "async" and self.partial == "continue" and self.pp > 1:
+            raise ValueError(
+                f"rollout.partial=continue with rollout.pp={self.pp}: SGLang cannot pause an engine of"
+                " several stages half-way through responses; use rollout.partial=wait"
+            )
+
+    @property
+    def staleness_bound(self) -> int:
+        """Versions between the oldest token of a sample and the weights that train on it, at most."""
+        return {"sync": 0, "one_step_off": 1, "async": self.max_staleness}[self.mode]
 
     @property
     def engine_ranks(self) -> int:

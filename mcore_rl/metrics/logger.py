@@ -93,5 +93,6 @@ def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str
         "reward": reward,
         "ground_truth": sample.prompt.ground_truth,
         "finish_reason": sample.finish_reason,
+        "weights": sorted({span.version for span in sample.versions}),
     }
     return {**row, "reward_error": error} if error else row

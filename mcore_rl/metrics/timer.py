@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,12 @@ class PhaseTimer:
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
-        """time/<phase> of each phase so far and time/step, wall seconds since the timer was made."""
-        phases = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
-        return {**phases, "time/step": time.perf_counter() - self._start}
+    def metrics(self, waiting: Sequence[str] = ()) -> dict[str, float]:
+        """time/<phase> of each phase so far and time/step, wall seconds since the timer was made; with phases
+        in which the trainer is `waiting`, their share of the step as idle/trainer.
+        """
+        whole = time.perf_counter() - self._start
+        metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()} | {"time/step": whole}
+        if waiting:
+            metrics["idle/trainer"] = sum(self.seconds.get(phase, 0.0) for phase in waiting) / whole
+        return metrics

@@ -36,3 +36,20 @@ def test_state_of_other_data_is_refused() -> None:
         ShuffledStream(range(6), seed=0).load_state_dict(state)
     with pytest.raises(ValueError, match="seed=0, this run 1"):
         ShuffledStream(range(5), seed=1).load_state_dict(state)
+
+
+def test_items_that_were_begun_and_not_ended_are_begun_again_by_whoever_resumes() -> None:
+    stream = ShuffledStream(range(8), seed=0)
+    whole = ShuffledStream(range(8), seed=0).take(12)
+    begun = [stream.begin() for _ in range(5)]
+    assert [item for _, item in begun] == whole[:5]
+    stream.end([0, 3])
+    resumed = ShuffledStream(range(8), seed=0)
+    resumed.load_state_dict(stream.state_dict())
+    again = [resumed.begin() for _ in range(2)]
+    assert again == [begun[1], begun[2]]
+    resumed.end([1])
+    twice = ShuffledStream(range(8), seed=0)
+    twice.load_state_dict(resumed.state_dict())
+    assert twice.take(4) == [whole[2], whole[4], whole[5], whole[6]]
+    assert twice.state_dict()["open"] == []

@@ -39,10 +39,24 @@ def test_a_run_that_is_killed_in_every_phase_ends_whole(start: Start, tmp_path: 
     survive(start, tmp_path / "run", [(victim, phase) for phase in PHASES])
 
 
-def survive(start: Start, run_dir: Path, deaths: list[tuple[str, str]]) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_that_samples_beside_training_is_killed_again_and_again(start: Start, tmp_path: Path) -> None:
+    deaths = [
+        ("rank", "train"),
+        ("scheduler", "train"),
+        ("gcs", "rollout"),
+        ("controller", "save"),
+        ("raylet", "train"),
+        ("interrupted", "refit"),
+    ]
+    survive(start, tmp_path / "run", deaths, "rollout.mode=async", "rollout.deterministic=false")
+
+
+def survive(start: Start, run_dir: Path, deaths: list[tuple[str, str]], *settings: str) -> None:
     """Each launch resumes what the one before it left; the last one is left alone."""
     for victim, phase in deaths:
-        kill_in_phase(start("train", *SETTINGS, run_dir=run_dir), VICTIMS[victim], phase)
-    last = start("train", *SETTINGS, run_dir=run_dir)
+        kill_in_phase(start("train", *SETTINGS, *settings, run_dir=run_dir), VICTIMS[victim], phase)
+    last = start("train", *SETTINGS, *settings, run_dir=run_dir)
     assert last.finish() == 0, last.tail()
     assert_complete(last, NUM_STEPS)

@@ -33,6 +33,7 @@ def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixtu
         "reward": 0.0,
         "ground_truth": "2",
         "finish_reason": "stop",
+        "weights": [0],
     }
     printed = capsys.readouterr().out.splitlines()
     assert printed == ["step 0/2 | held-out 25.0%", "step 1/2 | reward 0.500 | rollout 1.0s"]

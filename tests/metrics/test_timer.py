@@ -19,6 +19,8 @@ def test_seconds_of_a_phase_add_up_and_survive_an_error() -> None:
     assert set(metrics) == {"time/train", "time/refit", "time/step"}
     assert 0.04 <= timer.seconds["train"] < 1.0
     assert metrics["time/step"] >= metrics["time/train"] + metrics["time/refit"]
+    waited = timer.metrics(waiting=("train", "rollout"))
+    assert waited["idle/trainer"] == pytest.approx(waited["time/train"] / waited["time/step"])
 
 
 def test_the_log_says_where_a_step_is_before_the_phase_ends(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,165 @@
+"""Bounded staleness: what may begin, what a step takes, what is dropped; whatever order groups finish in."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.rollout.groups import Group, GroupBuffer
+from mcore_rl.rollout.staleness import staleness_metrics
+from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+
+P = 3
+"""Groups of a step."""
+
+
+def prompt(position: int) -> Prompt:
+    return Prompt(position, (1,), (), "unit", "")
+
+
+def sample(*versions: int, of: int = 0) -> Sample:
+    """One token of each of `versions`."""
+    spans = tuple(VersionSpan(i, i + 1, WeightVersion(v)) for i, v in enumerate(versions))
+    return Sample(prompt(of), 0, (5,) * len(spans), (-1.0,) * len(spans), "stop", spans, "")
+
+
+def finish(group: Group, *versions: int) -> None:
+    group.samples, group.scores = [sample(*versions, of=group.position)], Scores([1.0])
+
+
+def make(bound: int, *, in_order: bool = False, waits: bool = True, version: int = 0) -> GroupBuffer:
+    return GroupBuffer(P, bound, WeightVersion(version), in_order=in_order, waits=waits)
+
+
+def begin_all(buffer: GroupBuffer) -> list[Group]:
+    return [buffer.begin(i, prompt(i)) for i in range(buffer.room())]
+
+
+def positions(groups: list[Group] | None) -> list[int] | None:
+    return None if groups is None else [group.position for group in groups]
+
+
+def test_room_is_for_as_many_steps_as_the_bound_allows() -> None:
+    for bound, version in ((0, 0), (1, 0), (2, 7)):
+        buffer = make(bound, version=version)
+        assert buffer.room() == (bound + 1) * P
+        groups = begin_all(buffer)
+        assert buffer.room() == 0
+        for group in groups:
+            finish(group, version)
+        assert positions(buffer.choose()) == [0, 1, 2]
+        assert buffer.room() == 0, "taking groups makes room with the next version only"
+        buffer.version = WeightVersion(version + 1)
+        assert buffer.room() == P
+        assert (buffer.num_finished, buffer.num_unfinished) == (bound * P, 0)
+
+
+def test_a_step_takes_what_is_finished_but_waits_for_what_would_be_too_stale() -> None:
+    buffer = make(1)
+    groups = begin_all(buffer)
+    for group in groups[2:]:
+        finish(group, 0)
+    assert positions(buffer.choose()) == [2, 3, 4]
+    buffer.version = WeightVersion(1)
+    for group in begin_all(buffer):
+        finish(group, 1)
+    assert buffer.choose() is None, "0 and 1 were begun with version 0 and are not finished"
+    finish(groups[0], 0)
+    assert buffer.choose() is None
+    finish(groups[1], 0, 1)
+    assert positions(buffer.choose()) == [0, 1, 5]
+
+
+def test_groups_that_finish_early_do_not_take_the_places_of_others() -> None:
+    """Nine groups of version 0 fill the three steps up to version 2: no place is left for version 1."""
+    buffer = make(2)
+    groups = begin_all(buffer)
+    for group in groups[:P]:
+        finish(group, 0)
+    assert positions(buffer.choose()) == [0, 1, 2]
+    buffer.version = WeightVersion(1)
+    for group in begin_all(buffer):
+        finish(group, 1)
+    assert buffer.choose() is None
+    for group in groups[-P:]:
+        finish(group, 0)
+    assert positions(buffer.choose()) == [6, 7, 8]
+
+
+def test_in_order_the_first_groups_are_taken_whatever_else_is_finished() -> None:
+    buffer = make(1, in_order=True)
+    groups = begin_all(buffer)
+    for group in groups[1:]:
+        finish(group, 0)
+    assert buffer.choose() is None
+    finish(groups[0], 0)
+    assert positions(buffer.choose()) == [0, 1, 2]
+
+
+def test_without_waiting_late_groups_are_named_by_their_tokens_or_else_by_their_birth() -> None:
+    buffer = make(1, waits=False)
+    old, fresh, unfinished = (buffer.begin(i, prompt(i)) for i in range(3))
+    finish(old, 0, 2)
+    finish(fresh, 1, 2)
+    buffer.version = WeightVersion(2)
+    assert buffer.late() == [old, unfinished]
+    buffer.remove(old)
+    buffer.remove(unfinished)
+    assert buffer.late() == [] and buffer.room() == 4 * P - 1
+
+
+@given(
+    bound=st.integers(1, 3),
+    waits=st.booleans(),
+    in_order=st.booleans(),
+    data=st.data(),
+)
+def test_no_step_gets_a_sample_beyond_the_bound(
+    bound: int, waits: bool, in_order: bool, data: st.DataObject
+) -> None:
+    """Groups finish in any order, their tokens drawn from any of the versions that passed; every prompt is
+    trained on once, and the bound is asserted from the spans.
+    """
+    buffer, under_way, trained, next_position = make(bound, waits=waits, in_order=in_order), [], [], 0
+    again: list[int] = []
+    for step in range(5):
+        version = WeightVersion(step)
+        buffer.version = version
+        while buffer.room() > 0:
+            position = again.pop() if again else next_position
+            next_position = max(next_position, position + 1)
+            under_way.append(buffer.begin(position, prompt(position)))
+        while True:
+            if not waits and not in_order:
+                for group in buffer.late():
+                    buffer.remove(group)
+                    under_way = [g for g in under_way if g is not group]
+                    again.append(group.position)
+                while buffer.room() > 0 and again:
+                    position = again.pop()
+                    under_way.append(buffer.begin(position, prompt(position)))
+            if (chosen := buffer.choose()) is not None:
+                break
+            assert under_way, "a step waits, but nothing is under way"
+            group = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
+            finish(group, data.draw(st.integers(group.born, version)), version)
+        samples = [s for g in chosen for s in g.samples]
+        assert len(samples) == P
+        metrics = staleness_metrics(samples, version, bound)
+        assert metrics["staleness/max"] <= bound
+        trained += positions(chosen) or []
+    assert len(set(trained)) == len(trained) == 5 * P
+
+
+def test_staleness_is_counted_from_the_oldest_token_and_its_bound_is_asserted() -> None:
+    samples = [sample(3, 4), sample(4), sample(2), replace(sample(), versions=())]
+    metrics = staleness_metrics(samples, WeightVersion(4), bound=2)
+    assert metrics == {
+        "staleness/mean": pytest.approx(1.0),
+        "staleness/max": 2.0,
+        "staleness/partial": 1.0,
+    }
+    with pytest.raises(AssertionError, match="bound 1"):
+        staleness_metrics(samples, WeightVersion(4), bound=1)
+    assert staleness_metrics(samples, WeightVersion(4), bound=None)["staleness/max"] == 2.0
