@@ -1,0 +1,70 @@
+"""Runs of the quickstart's model that differ in a few options, each over seeds and from one warm start.
+
+A run that is there already is not made again, so that a killed benchmark goes on where it was.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.metrics.rows import read_rows
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "recipe=tiny_moe_grpo"
+DEADLINE_S = 3600
+Folders = dict[str, list[Path]]
+"""Variant -> its run folders, by seed."""
+
+
+def train_variants(text: str, variants: Mapping[str, Sequence[str]], name: str) -> tuple[Folders, Path]:
+    """The folders of the runs that the command line asks for, all of them made, and the one above them."""
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--only", default=",".join(variants), help="comma-separated")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / name)
+    parser.add_argument("overrides", nargs="*", help="key=value, for every run")
+    args = parser.parse_args()
+    chosen, seeds = args.only.split(","), [int(seed) for seed in args.seeds.split(",")]
+    if unknown := sorted(set(chosen) - set(variants)):
+        parser.error(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
+    warm_start = make_warm_start(args.out)
+    folders: Folders = {variant: [args.out / f"{variant}_{seed}" for seed in seeds] for variant in chosen}
+    for i, seed in enumerate(seeds):
+        for variant in chosen:
+            settings = [f"model.path={warm_start}", f"run.seed={seed}", *variants[variant], *args.overrides]
+            train(folders[variant][i], settings)
+    return folders, args.out
+
+
+def make_warm_start(out: Path) -> Path:
+    data, folder = ROOT / "data" / "arithmetic", out / "warm_start"
+    if not (data / "train.parquet").exists():
+        mcore_rl(["data", "arithmetic", "--out", str(data)])
+    if not (folder / "hf" / "config.json").exists():
+        mcore_rl(["sft", RECIPE, "model.init=random", f"run.dir={folder}"])
+    return folder / "hf"
+
+
+def train(folder: Path, settings: Sequence[str]) -> None:
+    if not (folder / "summary.json").exists():
+        common = ["checkpoint.export_hf=false", "log.console=false"]
+        mcore_rl(["train", RECIPE, f"run.dir={folder}", *common, *settings])
+
+
+def mcore_rl(arguments: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "mcore_rl.cli", *arguments]
+    print(" ".join(arguments), flush=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL)
+
+
+def summaries_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    return [json.loads((folder / "summary.json").read_text()) for folder in folders]
+
+
+def step_rows(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of each training step."""
+    return [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
