@@ -235,11 +235,15 @@ class BackgroundSampler:
         self._tell()
 
     async def _finish_sampling(self) -> None:
-        """Of all that was begun, also what is not yet sent; unless that ends the sampling."""
-        while self._num_sampling and self._lost is None and not self._running.done():
+        """Of all groups that there is room for, those that take the place of others included."""
+        while (self._is_sampling() or self._has_room()) and not (self._lost or self._running.done()):
             self._may_take.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._may_take.wait(), LOOK_S)
+
+    def _is_sampling(self) -> bool:
+        """Or may have to: only its scores tell whether another group takes the place of one."""
+        return bool(self._tasks) if self._rollout.dynamic_sampling else self._num_sampling > 0
 
     async def _go_on(self, version: WeightVersion) -> None:
         self._buffer.version, self._lost = version, None
