@@ -37,6 +37,7 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
 from mcore_rl.slices.carried import carried_tensors
@@ -59,6 +60,8 @@ def run_train(config: Config) -> None:
     loss = make_policy_loss(config.algorithm)
     advantages = Advantages(config.algorithm, config.reward.part_weights)
     _check_lens(config)
+    if config.teacher.path:
+        _check_teacher(config, tokenizer)
     num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
     with (
         _run(
@@ -68,7 +71,8 @@ def run_train(config: Config) -> None:
     ):
         folder, newest, processes = run
         trainer, engines, memory = _start_both(config, processes, num_steps, loss)
-        _log_served(processes.served.wait())
+        others = processes.served.wait()
+        _log_served(others)
         if config.algorithm.needs_reference:
             trainer.snapshot_reference()
         start_step = _resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
@@ -98,6 +102,7 @@ def run_train(config: Config) -> None:
                 weights=weights,
                 log=log,
                 background=beside,
+                teacher=Teacher(others["teacher"], watched) if "teacher" in others else None,
             )
             train(config, roles, start_step)
         _finish(config, trainer, folder)
@@ -263,6 +268,14 @@ def _load(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBa
 
 def _make_scorer(config: Config) -> Scorer:
     return Scorer(config.reward, config.rollout.max_response_len)
+
+
+def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = config.teacher.path
+    try:
+        check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(path), config.model.path, path)
+    except OSError as error:
+        raise ValueError(f"teacher.path={path}: no tokenizer there ({error})") from None
 
 
 def _check_no_trainer(config: Config) -> None:

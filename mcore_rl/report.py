@@ -12,6 +12,7 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   clip/low_share high_share                 tokens whose gradient the clip took away
   ratio/mean token_max kl/old_new           policy against the old policy that sampled
   kl/ref                                    policy against the reference, by algorithm.kl.estimator
+  kl/teacher                                reverse KL of the policy to the teacher, per sampled token
   preference/loss accuracy margin chosen_reward rejected_reward chosen_logprob rejected_logprob   of pairs
   kl/reward coef                            a KL in the reward: of the old policy, and its weight
   logprob_diff/mean token_max clipped_share |trainer - engine| in nats, same weights; share outside the clip

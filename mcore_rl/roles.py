@@ -111,3 +111,5 @@ class Roles:
     log: Log
     background: Background | None = None
     """Where samples come from that are drawn beside training; None: each step draws its own."""
+    teacher: Callable[[Sequence[Sample]], list[tuple[float, ...]]] | None = None
+    """The log-probs that another model gives the response tokens of samples."""

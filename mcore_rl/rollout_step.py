@@ -71,6 +71,9 @@ def sample_now(
             scores = roles.reward(samples)
         if config.algorithm.advantage == "remax":
             scores = _with_greedy(scores, prompts, options.samples_per_prompt, roles, timer, seed)
+        if roles.teacher is not None:
+            with timer("teacher"):
+                scores = replace(scores, teacher_N=roles.teacher(samples))
         if not options.dynamic_sampling:
             return samples, scores, {}
         num_rounds, sampled = num_rounds + 1, sampled + len(samples)

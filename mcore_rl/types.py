@@ -78,19 +78,23 @@ class Scores:
     parts    the numbers that rewards were made of, by name
     errors   why a sample has no reward of its own; empty where it has
     greedy_N the reward of the greedy response to the same prompt, where it was asked for
+    teacher_N the teacher's log-prob of each response token, where there is a teacher
     """
 
     rewards_N: list[float]
     parts: Mapping[str, list[float]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     greedy_N: list[float] = field(default_factory=list)
+    teacher_N: list[tuple[float, ...]] = field(default_factory=list)
 
     def select(self, indices: Sequence[int]) -> "Scores":
         def pick(values: list[Any]) -> list[Any]:
             return [values[i] for i in indices] if values else []
 
         parts = {name: pick(values) for name, values in self.parts.items()}
-        return Scores(pick(self.rewards_N), parts, pick(self.errors), pick(self.greedy_N))
+        return Scores(
+            pick(self.rewards_N), parts, pick(self.errors), pick(self.greedy_N), pick(self.teacher_N)
+        )
 
     def joined(self, other: "Scores") -> "Scores":
         """The samples of both; parts that one of them has not count as 0 there."""
@@ -101,7 +105,8 @@ class Scores:
         }
         errors = (self.errors or [""] * here) + (other.errors or [""] * there)
         greedy_N = self.greedy_N + other.greedy_N
-        return Scores(self.rewards_N + other.rewards_N, parts, errors, greedy_N)
+        teacher_N = self.teacher_N + other.teacher_N
+        return Scores(self.rewards_N + other.rewards_N, parts, errors, greedy_N, teacher_N)
 
     def metrics(self) -> dict[str, float]:
         """Means of the parts, and how many samples failed."""

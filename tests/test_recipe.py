@@ -81,6 +81,15 @@ def test_overrides_reach_the_tree() -> None:
         (["teacher.path=/a", "teacher.tp=3", "teacher.ep=2"], r"teacher.ep=2 does not divide teacher.tp=3"),
         (["reward_model.path=/a", "reward_model.dtype=fp8"], r"reward_model.dtype='fp8': expected one of"),
         (["judge.path=/a", "judge.api_key_env=KEY"], r"judge.api_key_env=KEY: .* it belongs to judge.url"),
+        (
+            ["algorithm.advantage=distillation"],
+            r"algorithm.advantage=distillation with teacher.path='' .* set teacher.path",
+        ),
+        (["teacher.path=/a"], r"teacher.path=/a with algorithm.advantage=grpo: nothing asks the teacher"),
+        (
+            ["teacher.path=/a", "algorithm.advantage=distillation", "rollout.temperature=0.7"],
+            r"with rollout.temperature=0.7: .* set rollout.temperature=1",
+        ),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
         (["run.steps"], r"overrides have the form key=value"),
     ],

@@ -177,6 +177,24 @@ def weights_of_groups(outcomes: Outcomes, config: PreferenceConfig) -> tuple[Ten
     return preference_weights(likelihoods, pairs_of_groups(outcomes.scores_N, outcomes.group_N), config)
 
 
+@ADVANTAGES.register("distillation")
+def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """log teacher - log policy of each token, plus `algorithm.reward_coef` times GRPO's advantage.
+
+    The policy gradient of each token's own reverse KL(policy || teacher), later tokens left out: on-policy
+    distillation, https://thinkingmachines.ai/blog/on-policy-distillation; the on-policy case, with reverse
+    KL, of GKD, arXiv:2306.13649, section 3.
+    """
+    return (teacher_log_ratio(outcomes) + config.reward_coef * grpo(outcomes, config)).float()
+
+
+def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
+    """float64 [R], log teacher - log policy; its mean over samples of the policy is minus the reverse KL."""
+    if outcomes.teacher_logprobs_R is None or outcomes.logprobs_R is None:
+        raise ValueError("algorithm.advantage=distillation needs log-probs of the policy and of a teacher")
+    return outcomes.teacher_logprobs_R.double() - outcomes.logprobs_R.double()
+
+
 def _standardised(groups: Groups, values_N: Tensor) -> Tensor:
     """(x - mean(x)) / (std(x) + 1e-6) within each group."""
     centered_N = groups.centered(values_N)

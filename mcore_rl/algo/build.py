@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.advantages import ADVANTAGES, weights_of_groups
+from mcore_rl.algo.advantages import ADVANTAGES, teacher_log_ratio, weights_of_groups
 from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.correction import correction_weights
 from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
@@ -66,9 +66,14 @@ class Advantages:
             greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None,
             logprobs_R=_trained(batch, old_policy(batch, self._config)),
             ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
+            teacher_logprobs_R=torch.tensor([v for row in scores.teacher_N for v in row])
+            if scores.teacher_N
+            else None,
         )
         if self._config.advantage == "dpo":
             metrics |= weights_of_groups(outcomes, self._config.preference)[1]
+        if scores.teacher_N:
+            metrics["kl/teacher"] = -float(teacher_log_ratio(outcomes).mean())
         if kl_R is not None:
             self._kl_coef = steered(self._kl_coef, float(kl_R.mean()), len(samples), self._config.kl)
         mask_T = batch.loss_mask_T

@@ -22,7 +22,8 @@ class Outcomes:
     greedy_N          reward of the greedy response to the same prompt
     energy_R          squared norm of the gradient of each token's log-prob by the logits
     values_R          a critic's, of the state in which each token was drawn
-    logprobs_R, ref_logprobs_R   of the policy that the step starts from and of the reference
+    logprobs_R, ref_logprobs_R, teacher_logprobs_R
+                      of the policy that the step starts from, the reference and the teacher
     """
 
     rewards_N: Tensor
@@ -35,6 +36,7 @@ class Outcomes:
     values_R: Tensor | None = None
     logprobs_R: Tensor | None = None
     ref_logprobs_R: Tensor | None = None
+    teacher_logprobs_R: Tensor | None = None
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]

@@ -106,6 +106,7 @@ class Config:
             )
         if self.cluster.colocated:
             _check_colocated(self.parallel, self.rollout)
+        self._check_teacher()
         num_steps = self.train.mini_batches * self.train.epochs
         if self.algorithm.advantage == "dpo" and num_steps > 1:
             raise ValueError(
@@ -122,6 +123,24 @@ class Config:
             raise ValueError(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible by"
                 f" train.mini_batches={self.train.mini_batches}"
+            )
+
+    def _check_teacher(self) -> None:
+        distils = self.algorithm.advantage == "distillation"
+        if distils and not self.teacher.path:
+            raise ValueError(
+                f"algorithm.advantage=distillation with teacher.path='' and teacher.url={self.teacher.url!r}:"
+                " a teacher is asked about token ids, by SGLang's own interface; set teacher.path"
+            )
+        if self.teacher.is_used and not distils:
+            raise ValueError(
+                f"teacher.path={self.teacher.path} with algorithm.advantage={self.algorithm.advantage}:"
+                " nothing asks the teacher; set algorithm.advantage=distillation"
+            )
+        if distils and self.rollout.temperature != 1:
+            raise ValueError(
+                f"algorithm.advantage=distillation with rollout.temperature={self.rollout.temperature}: a"
+                " teacher's log-probs are those at temperature 1; set rollout.temperature=1"
             )
 
 

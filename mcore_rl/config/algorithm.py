@@ -131,6 +131,8 @@ class AlgorithmConfig:
     """sapo: temperature of tokens with positive advantage."""
     tau_negative: float = 1.05
     """sapo: of the others."""
+    reward_coef: float = 0.0
+    """distillation: weight of GRPO's advantages beside what the teacher says."""
     filter_overlong: bool = False
     """Do not train on responses that were cut off at rollout.max_response_len (DAPO)."""
     entropy_coef: float = 0.0
@@ -151,6 +153,11 @@ class AlgorithmConfig:
                 f"algorithm.advantage={self.advantage} with algorithm.correction.bypass=true: it needs the"
                 " pass that bypass leaves out"
             )
+        if self.reward_coef and self.advantage != "distillation":
+            raise ValueError(
+                f"algorithm.reward_coef={self.reward_coef} with algorithm.advantage={self.advantage}: only"
+                " distillation reads it; set it to 0"
+            )
         if not 0 < self.gamma <= 1:
             raise ValueError(f"algorithm.gamma={self.gamma}: must lie in (0, 1]")
         form = (self.loss, self.aggregation, self.correction.bypass)
@@ -166,8 +173,8 @@ class AlgorithmConfig:
     def needs_old_logprobs(self) -> bool:
         """Whether the trainer's own log-probs of a rollout must be known before its first step."""
         holds_back = self.loss in ("clip_cov", "kl_cov")
-        is_dpo = self.advantage == "dpo"
-        return (self.kl.in_reward and self.kl.coef != 0) or holds_back or self.needs_sum_squares or is_dpo
+        compares = self.advantage in ("dpo", "distillation")
+        return (self.kl.in_reward and self.kl.coef != 0) or holds_back or self.needs_sum_squares or compares
 
     @property
     def needs_reference(self) -> bool:

@@ -8,6 +8,10 @@ import aiohttp
 from mcore_rl.rollout.client import EngineError
 
 
+class UnreachableError(EngineError):
+    """The engine did not answer, or not for a reason that lies in the request: another try may help."""
+
+
 async def score_sequences(
     url: str, sequences: Sequence[Sequence[int]], timeout_s: float
 ) -> list[list[float]]:
@@ -17,26 +21,32 @@ async def score_sequences(
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        return list(await asyncio.gather(*(_score(http, url, tokens) for tokens in sequences)))
+        return list(await asyncio.gather(*(score_tokens(http, url, tokens, 0) for tokens in sequences)))
 
 
-async def _score(http: aiohttp.ClientSession, url: str, tokens: Sequence[int]) -> list[float]:
+async def score_tokens(
+    http: aiohttp.ClientSession, url: str, tokens: Sequence[int], start: int
+) -> list[float]:
+    """log p of tokens[start + 1:], at temperature 1; EngineError as above."""
     body = {
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
-        "logprob_start_len": 0,
+        "logprob_start_len": start,
     }
     try:
         async with http.post(f"{url}/generate", json=body) as response:
             if response.status != 200:
                 text = await response.text()
-                raise EngineError(f"engine {url} scored nothing: HTTP {response.status}: {text[:500]}")
+                kind = UnreachableError if response.status >= 500 else EngineError
+                raise kind(f"engine {url} scored nothing: HTTP {response.status}: {text[:500]}")
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineError(f"engine {url} scored nothing: {type(error).__name__}: {error}") from error
+        raise UnreachableError(f"engine {url} scored nothing: {type(error).__name__}: {error}") from error
     # The token ids beside the log-probs prove nothing: SGLang gives the vocabulary's last one as 0.
     entries = answer["meta_info"]["input_token_logprobs"]
-    if len(entries) != len(tokens):
-        raise EngineError(f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)}")
+    if len(entries) != len(tokens) - start:
+        raise EngineError(
+            f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)} from token {start} on"
+        )
     return [entry[0] for entry in entries[1:]]

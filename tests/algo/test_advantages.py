@@ -181,8 +181,45 @@ def test_equal_rewards_and_groups_of_one_get_exactly_zero(name: str, reward: flo
     assert not ADVANTAGES[name](outcomes_of(rows), AlgorithmConfig()).any()
 
 
+def test_distillation_pulls_each_token_to_the_teacher_and_adds_the_task() -> None:
+    rows = [(1.0, 0, 2), (0.0, 0, 1)]
+    student, teacher = [-1.0, -2.0, -0.5], [-0.4, -3.0, -0.5]
+    scored = replace(
+        outcomes_of(rows), logprobs_R=torch.tensor(student), teacher_logprobs_R=torch.tensor(teacher)
+    )
+    config = AlgorithmConfig(advantage="distillation")
+    assert ADVANTAGES["distillation"](scored, config).tolist() == pytest.approx([0.6, -1.0, 0.0])
+    mixed = ADVANTAGES["distillation"](scored, replace(config, reward_coef=0.5))
+    task = 0.5 * 0.5**0.5  # of two samples whose rewards differ by 1: 0.5 / std
+    assert mixed.tolist() == pytest.approx([0.6 + task, -1.0 + task, -task], abs=1e-5)
+    with pytest.raises(
+        ValueError, match=r"algorithm.advantage=distillation needs log-probs of the policy and"
+    ):
+        ADVANTAGES["distillation"](outcomes_of(rows), config)
+    with pytest.raises(
+        ValueError, match=r"algorithm.reward_coef=0.5 with algorithm.advantage=grpo: only dist"
+    ):
+        AlgorithmConfig(reward_coef=0.5)
+
+
+def test_the_expected_step_of_distillation_lowers_the_reverse_kl() -> None:
+    """Over a small vocabulary: the sum of p A grad log p is minus the gradient of KL(p || teacher)."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+    log_q, leaf = other.log_softmax(-1), logits.requires_grad_()
+    log_p = leaf.log_softmax(-1)
+    (gradient,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), leaf, retain_graph=True)
+    scored = replace(
+        outcomes_of([(0.0, i, 1) for i in range(5)]), logprobs_R=log_p.detach(), teacher_logprobs_R=log_q
+    )
+    advantages = ADVANTAGES["distillation"](scored, AlgorithmConfig(advantage="distillation")).double()
+    (step,) = torch.autograd.grad((log_p.exp().detach() * advantages * log_p).sum(), leaf)
+    torch.testing.assert_close(step, -gradient, rtol=0, atol=1e-6)
+
+
 def test_every_advantage_is_tested_here() -> None:
     others = [
+        "distillation",
         "dpo",  # in test_preferences.py
         "gdpo",
         "optimal_token_baseline",
