@@ -48,14 +48,23 @@ def run(
         rewards = [float(s.prompt.index in differing and s.sample_index == 0) for s in samples]
         return Scores(rewards, {"index": [float(s.prompt.index) for s in samples]}, [""] * len(samples))
 
+    def teacher(samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+        return [(float(s.prompt.index), float(s.sample_index)) for s in samples]
+
     parts = Numbered()
     fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    roles = Roles(**fields | {"prompts": parts, "generator": parts, "reward": reward})
+    given = {"prompts": parts, "generator": parts, "reward": reward, "teacher": teacher}
+    roles = Roles(**fields | given)
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
     config = Config(rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
     samples, scores, metrics = sample_step(config, roles, PhaseTimer(1), seed=7)
     assert {name: metrics.pop(name) for name in ALWAYS} == ALWAYS
     return [sample.text for sample in samples], scores, metrics, parts
+
+
+def test_what_a_teacher_says_stays_with_its_sample() -> None:
+    kept, scores, _, _ = run({1, 4, 5}, dynamic_sampling=True, oversampling=1.5)
+    assert [f"{prompt:.0f} {place:.0f}" for prompt, place in scores.teacher_N] == kept == texts(1, 4)
 
 
 def texts(*prompts: int) -> list[str]:
