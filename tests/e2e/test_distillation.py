@@ -21,7 +21,7 @@ def test_the_reverse_kl_to_the_teacher_falls(
     model.save_pretrained(teacher)
     options = [f"teacher.path={teacher}", "teacher.dtype=float32", "algorithm.advantage=distillation"]
     refused = start("train", *options)
-    assert refused.finish() == 2 and f"teacher.path={teacher}: no tokenizer there" in refused.tail()
+    assert refused.finish() == 2 and "the policy's vocabulary" in refused.tail()
 
     for path in (arithmetic / "model").glob("*token*"):
         (teacher / path.name).write_bytes(path.read_bytes())
