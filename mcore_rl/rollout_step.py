@@ -30,6 +30,9 @@ def sample_step(
     else:
         with timer("rollout"):
             samples, scores, metrics = roles.background.take(version)
+    if roles.teacher is not None:
+        with timer("teacher"):
+            scores = replace(scores, teacher_N=roles.teacher(samples))
     bound = None if options.stale == "correct" else options.staleness_bound
     metrics |= staleness_metrics(samples, version, bound)
     return samples, scores, {**metrics, "idle/engines": roles.generator.idle_share()}
@@ -71,9 +74,6 @@ def sample_now(
             scores = roles.reward(samples)
         if config.algorithm.advantage == "remax":
             scores = _with_greedy(scores, prompts, options.samples_per_prompt, roles, timer, seed)
-        if roles.teacher is not None:
-            with timer("teacher"):
-                scores = replace(scores, teacher_N=roles.teacher(samples))
         if not options.dynamic_sampling:
             return samples, scores, {}
         num_rounds, sampled = num_rounds + 1, sampled + len(samples)
