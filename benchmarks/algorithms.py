@@ -15,6 +15,7 @@ from variants import Folders, step_rows, summaries_of, train_variants
 
 ALGORITHMS: dict[str, list[str]] = {
     "GRPO": [],
+    "PPO": ["recipe=tiny_moe_ppo"],
     "GSPO": [
         "algorithm.loss=gspo",
         "algorithm.aggregation=sequence_mean",

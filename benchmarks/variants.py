@@ -52,7 +52,8 @@ def make_warm_start(out: Path) -> Path:
 def train(folder: Path, settings: Sequence[str]) -> None:
     if not (folder / "summary.json").exists():
         common = ["checkpoint.export_hf=false", "log.console=false"]
-        mcore_rl(["train", RECIPE, f"run.dir={folder}", *common, *settings])
+        recipe = [] if any(s.startswith("recipe=") for s in settings) else [RECIPE]
+        mcore_rl(["train", *recipe, f"run.dir={folder}", *common, *settings])
 
 
 def mcore_rl(arguments: Sequence[str]) -> None:
@@ -67,4 +68,4 @@ def summaries_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 def step_rows(folder: Path) -> list[dict[str, Any]]:
     """The metrics of each training step."""
-    return [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
+    return [row for row in read_rows(folder / "metrics.jsonl") if "rollout/samples" in row]

@@ -13,11 +13,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mcore_rl.algo.build import Advantages, make_policy_loss, sft_loss
 from mcore_rl.background import BackgroundSampler
 from mcore_rl.canary import Canary
+from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape, run_processes
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.colocation import ColocatedTrainer, EngineMemory
+from mcore_rl.colocation import ALL, CRITIC, TRAINER, SharedGpus, SharingCritic, SharingTrainer
 from mcore_rl.config import AlgorithmConfig, Config, ModelConfig
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.prompts import load_prompts
@@ -30,19 +31,21 @@ from mcore_rl.loop import train
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.pairs import sample_pairs, write_pairs
 from mcore_rl.planning import record_layouts
-from mcore_rl.players import EngineGenerator, PackedTrainer
+from mcore_rl.players import EngineGenerator, PackedCritic, PackedTrainer, Packing, at_once
 from mcore_rl.recipe import require
 from mcore_rl.report import make_report
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.roles import Roles
+from mcore_rl.roles import Critic, Roles, in_turn
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.served import ServedModel
 from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
 from mcore_rl.slices.carried import carried_tensors
+from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import open_hf_dir
+from mcore_rl.startup import start_training
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
 
@@ -58,11 +61,12 @@ def run_train(config: Config) -> None:
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = _make_scorer(config)
     loss = make_policy_loss(config.algorithm)
-    advantages = Advantages(config.algorithm, config.reward.part_weights)
+    advantages = Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda)
+    if config.has_critic:
+        _check_critic(config)
     _check_lens(config)
     if config.teacher.path:
         _check_teacher(config, tokenizer)
-    num_steps = config.run.steps * config.train.epochs * config.train.mini_batches
     with (
         _run(
             config, with_engines=True, with_trainer=True, served=("judge", "reward_model", "teacher")
@@ -70,12 +74,17 @@ def run_train(config: Config) -> None:
         scorer,
     ):
         folder, newest, processes = run
-        trainer, engines, memory = _start_both(config, processes, num_steps, loss)
+        started = start_training(config, processes, loss)
+        trainer, critic, engines, gpus = started.trainer, started.critic, started.engines, started.gpus
         others = processes.served.wait()
         _log_served(others)
+        gpus.take(TRAINER, ALL)
         if config.algorithm.needs_reference:
             trainer.snapshot_reference()
         start_step = _resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
+        if critic is not None and start_step:
+            gpus.take(CRITIC, ALL)
+            critic.load(str(folder.critic_checkpoint(start_step)))
         client = _make_client(config, engines, tokenizer)
         refitter = Refitter(
             trainer,
@@ -87,8 +96,10 @@ def run_train(config: Config) -> None:
             record=partial(record_layouts, config),
         )
         packed, watched = _pack(config, trainer, folder, config.rollout.temperature), processes.watched
-        canary = Canary(packed, config.canary, config.model.dtype, config.run.call_timeout_s, watched)
-        weights = EngineSync(refitter, canary, engines.rotation, engines.look, watched, memory)
+        canary = Canary(
+            packed, config.canary, config.model.dtype, config.run.call_timeout_s, watched, gpus.for_rollout
+        )
+        weights = EngineSync(refitter, canary, engines.rotation, engines.look, watched, gpus)
         weights.sync(WeightVersion(start_step))
         background = _sample_beside(config, start_step, prompts, client, scorer, processes, weights)
         with _make_log(config, folder, config.run.steps, start_step) as log, background as beside:
@@ -98,14 +109,22 @@ def run_train(config: Config) -> None:
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
                 reward=scorer,
                 advantages=advantages,
-                trainer=ColocatedTrainer(packed, memory, watched) if config.cluster.colocated else packed,
+                trainer=SharingTrainer(packed, gpus),
                 weights=weights,
                 log=log,
                 background=beside,
                 teacher=Teacher(others["teacher"], watched) if "teacher" in others else None,
+                critic=critic and _make_critic(config, critic, folder, gpus),
+                both=in_turn if config.critic.colocated else at_once,
             )
             train(config, roles, start_step)
-        _finish(config, trainer, folder)
+        if critic is not None:
+            with gpus.beside_engines(CRITIC):
+                critic.finish_save()
+                if config.checkpoint.export_hf:
+                    critic.export_hf(str(folder.critic_export))
+        with gpus.beside_engines(TRAINER):
+            _finish(config, trainer, folder)
     make_report(folder.path)
 
 
@@ -192,30 +211,13 @@ def _run(
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
-    folder = RunFolder(Path(config.run.dir) / subfolder)
+    folder = RunFolder(Path(config.run.dir) / subfolder, with_trainer and config.has_critic)
     newest = folder.prepare(config)
     _log.info("start-up")
     with run_processes(
         config, folder.logs, with_engines=with_engines, with_trainer=with_trainer, served=served
     ) as processes:
         yield folder, newest, processes
-
-
-def _start_both(
-    config: Config, processes: RunProcesses, num_steps: int, loss: Any
-) -> tuple[TrainerGroup, EngineGroup, EngineMemory]:
-    """Trainer ranks and engines at once or, if they share GPUs, one after the other."""
-    if not config.cluster.colocated:
-        trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
-        engines = processes.start_engines()
-        trainer.wait_built()
-        return trainer, engines, EngineMemory((), config.run.call_timeout_s)
-    engines = processes.start_engines()
-    memory = EngineMemory([engine.url for engine in engines.wait_built()], config.run.call_timeout_s)
-    processes.watched(memory.for_training())
-    trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
-    trainer.wait_built()
-    return trainer, engines, memory
 
 
 def _sample_beside(
@@ -248,6 +250,11 @@ def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
         hf_config = read_hf_config(path)
     except ValueError as error:
         raise ValueError(f"model.path={model.path}: {error}") from None
+    if has_value_head(hf_config):
+        raise ValueError(
+            f"model.path={model.path}: {hf_config['architectures'][0]} gives values, not log-probs; a critic"
+            " starts from it as critic.path"
+        )
     if model.init == "hf":
         if not any(path.glob("*.safetensors")):
             raise ValueError(
@@ -260,6 +267,20 @@ def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except OSError as error:
         raise ValueError(f"model.path={model.path}: no tokenizer there ({error})") from None
+
+
+def _check_critic(config: Config) -> None:
+    """ValueError if the critic cannot start from what the recipe names, or not learn with the policy."""
+    path = config.critic.path or config.model.path
+    try:
+        of_critic, of_policy = read_hf_config(path), read_hf_config(config.model.path)
+    except ValueError as error:
+        raise ValueError(f"critic.path={path}: {error}") from None
+    if of_critic["vocab_size"] != of_policy["vocab_size"]:
+        raise ValueError(
+            f"critic.path={path}: its vocabulary has {of_critic['vocab_size']} tokens, that of"
+            f" model.path={config.model.path} {of_policy['vocab_size']}; take one with the same tokenizer"
+        )
 
 
 def _load(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -315,9 +336,7 @@ def _pack(
     return PackedTrainer(
         trainer,
         folder,
-        dp_size=config.parallel.dp_size,
-        multiple_of=config.parallel.pp if config.parallel.vpp else 1,
-        max_tokens=config.train.max_tokens_per_microbatch,
+        packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
         temperature=temperature,
         checkpoint=config.checkpoint,
     )
@@ -326,6 +345,12 @@ def _pack(
 def _log_served(served: Mapping[str, ServedModel]) -> None:
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
+
+
+def _make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: SharedGpus) -> Critic:
+    packing = Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch)
+    critic = PackedCritic(ranks, folder, packing=packing, checkpoint=config.checkpoint)
+    return SharingCritic(critic, gpus) if config.critic.colocated else critic
 
 
 def _resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:

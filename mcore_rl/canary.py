@@ -1,7 +1,7 @@
 """After a weight sync a few sequences are scored by trainer and engine; who disagrees is named."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,10 @@ class Canary:
         dtype: str,
         timeout_s: float,
         watched: Callable[[Coroutine[Any, Any, Any]], Any],
+        ready: Callable[[], Awaitable[None]],
     ) -> None:
+        """`ready`: awaited once the trainer has scored, before the engines do."""
+        self._ready = ready
         self._trainer, self._config, self._watched = trainer, config, watched
         self._tolerance = TOLERANCE[dtype] if config.tolerance is None else config.tolerance
         self._timeout_s = timeout_s
@@ -70,6 +73,7 @@ class Canary:
         return report
 
     async def _score(self, urls: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[Any]:
+        await self._ready()
         calls = (score_sequences(url, sequences, self._timeout_s) for url in urls)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:

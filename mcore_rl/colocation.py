@@ -1,20 +1,29 @@
-"""GPUs that trainer ranks and engines share: whose memory is on them when.
+"""GPUs that trainer ranks, critic ranks and engines share: whose memory is on them when.
 
-rollout: an engine's weights and KV cache | training: nothing of an engine | weight sync: its weights
+rollout      an engine's weights and KV cache
+training     nothing of an engine; of the model that works, what it needs: weights, or all
+weight sync  the trainer's weights and an engine's
 
-What an engine gave up is lost: its weights come back by a weight sync only.
+What an engine gave up is lost: its weights come back by a weight sync only. Models give up theirs to host
+memory, with cluster.offload.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import aiohttp
+from torch import Tensor
 
-from mcore_rl.roles import Trainer
+from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.stream.update import GRACE_S
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
+
+TRAINER, CRITIC = "trainer", "critic"
+WEIGHTS_ONLY, ALL = ("weights",), ("weights", "training")
+"""Parts of a model, see train/offload.py."""
 
 
 class EngineMemory:
@@ -27,15 +36,15 @@ class EngineMemory:
 
     async def for_training(self) -> None:
         """All of it is free once this returns. EngineError names the engine that does not give it up."""
-        wanted = {WEIGHTS, KV_CACHE} - self._released
+        await self._give_up({WEIGHTS, KV_CACHE} - self._released)
 
-        async def release(engine: EngineControl) -> None:
-            await engine.wait_idle(self._timeout_s)
-            await engine.release(wanted)
+    @property
+    def are_guests(self) -> bool:
+        return bool(self._urls)
 
-        if wanted:
-            await self._on_all(release)
-            self._released |= wanted
+    async def for_saving(self) -> None:
+        """The KV cache is free, the weights stay."""
+        await self._give_up({KV_CACHE} - self._released)
 
     async def for_sync(self) -> None:
         """There is room for the weights."""
@@ -45,6 +54,15 @@ class EngineMemory:
         """The engines, which have their weights, can generate."""
         assert WEIGHTS not in self._released, "engines that gave up their weights generate after a sync only"
         await self._occupy({KV_CACHE} & self._released)
+
+    async def _give_up(self, wanted: Collection[str]) -> None:
+        async def release(engine: EngineControl) -> None:
+            await engine.wait_idle(self._timeout_s)
+            await engine.release(wanted)
+
+        if wanted:
+            await self._on_all(release)
+            self._released.update(wanted)
 
     async def _occupy(self, wanted: Collection[str]) -> None:
         if wanted:
@@ -57,13 +75,77 @@ class EngineMemory:
             await asyncio.gather(*(call(EngineControl(http, url)) for url in self._urls))
 
 
-class ColocatedTrainer:
-    """A trainer that works once the engines have given up their memory."""
+class Model(Protocol):
+    """Trainer or critic, as processes."""
 
-    def __init__(
-        self, trainer: Trainer, memory: EngineMemory, watched: Callable[[Awaitable[None]], None]
-    ) -> None:
-        self._trainer, self._memory, self._watched = trainer, memory, watched
+    async def hold(self, parts: Collection[str]) -> None:
+        """Have these parts of "weights" and "training" (gradients, optimizer) on the GPUs, and no others."""
+        ...
+
+
+class SharedGpus:
+    """The turns of all that share GPUs."""
+
+    def __init__(self, engines: EngineMemory, watched: Callable[[Awaitable[None]], None]) -> None:
+        self._engines, self._watched = engines, watched
+        self._models: dict[str, Model] = {}
+        self._held: dict[str, Collection[str]] = {}
+
+    def add(self, role: str, model: Model) -> None:
+        """A model, just built, that gives up its memory while others have the GPUs: from now on."""
+        self._models[role], self._held[role] = model, ALL
+        self._watched(self._hold_only("", ()))
+
+    def take(self, role: str, parts: Collection[str]) -> None:
+        """Room for these parts of one model, and nothing else there."""
+        if self._are_shared:
+            self._watched(self._take(role, parts))
+
+    @contextmanager
+    def beside_engines(self, role: str) -> Iterator[None]:
+        """All of one model, beside the engines' weights, which a checkpoint must not cost them."""
+        if self._are_shared:
+            self._watched(self._take_beside_engines(role))
+        yield
+        if self._are_shared:
+            self._watched(self.for_rollout())
+
+    @property
+    def _are_shared(self) -> bool:
+        return self._engines.are_guests or bool(self._models)
+
+    async def for_sync(self) -> None:
+        """The trainer's weights and room for the engines'."""
+        await self._hold_only(TRAINER, WEIGHTS_ONLY)
+        await self._engines.for_sync()
+
+    async def for_rollout(self) -> None:
+        """The engines, which have their weights, can generate."""
+        if self._engines.are_guests:
+            await self._hold_only("", ())
+        await self._engines.for_rollout()
+
+    async def _take(self, role: str, parts: Collection[str]) -> None:
+        await self._engines.for_training()
+        await self._hold_only(role, parts)
+
+    async def _take_beside_engines(self, role: str) -> None:
+        await self._engines.for_saving()
+        await self._hold_only(role, ALL)
+
+    async def _hold_only(self, role: str, parts: Collection[str]) -> None:
+        wanted = {name: parts if name == role else () for name in self._models}
+        for name in sorted(wanted, key=lambda name: name == role):  # first those that give up
+            if set(wanted[name]) != set(self._held[name]):
+                await self._models[name].hold(wanted[name])
+                self._held[name] = wanted[name]
+
+
+class SharingTrainer:
+    """A trainer that works once there is room for it."""
+
+    def __init__(self, trainer: Trainer, gpus: SharedGpus) -> None:
+        self._trainer, self._gpus = trainer, gpus
 
     def compute_logprobs(
         self,
@@ -73,15 +155,34 @@ class ColocatedTrainer:
         temperature: float | None = None,
         sum_squares: bool = False,
     ) -> TokenScores:
-        self._watched(self._memory.for_training())
+        self._gpus.take(TRAINER, WEIGHTS_ONLY)
         return self._trainer.compute_logprobs(
             batch, reference=reference, temperature=temperature, sum_squares=sum_squares
         )
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        self._watched(self._memory.for_training())
+        self._gpus.take(TRAINER, ALL)
         return self._trainer.train_step(batch)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Takes no memory to speak of: engines keep theirs."""
-        self._trainer.save(step, state)
+        with self._gpus.beside_engines(TRAINER):
+            self._trainer.save(step, state)
+
+
+class SharingCritic:
+    """A critic that works once there is room for it."""
+
+    def __init__(self, critic: Critic, gpus: SharedGpus) -> None:
+        self._critic, self._gpus = critic, gpus
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        self._gpus.take(CRITIC, WEIGHTS_ONLY)
+        return self._critic.compute_values(batch)
+
+    def train_step(self, batch: TrainBatch) -> StepStats:
+        self._gpus.take(CRITIC, ALL)
+        return self._critic.train_step(batch)
+
+    def save(self, step: int) -> None:
+        with self._gpus.beside_engines(CRITIC):
+            self._critic.save(step)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from mcore_rl.canary import Canary, CanaryReport
-from mcore_rl.colocation import EngineMemory
+from mcore_rl.colocation import SharedGpus
 from mcore_rl.players import Watched
 from mcore_rl.rollout.rotation import EngineLife, Rotation
 from mcore_rl.stream.refit import RefitError, Refitter
@@ -34,7 +34,7 @@ class EngineSync:
         rotation: Rotation,
         look: Callable[[], Awaitable[None]],
         watched: Watched[Any],
-        memory: EngineMemory,
+        memory: SharedGpus,
     ) -> None:
         """`look` brings `rotation` up to date; it raises if an engine died for good."""
         self._refitter, self._canary, self._rotation = refitter, canary, rotation
@@ -49,6 +49,7 @@ class EngineSync:
             report, reasons = self._watched(self._bring(version))
             urls = self._holding()
             checked = CanaryReport() if probe is None else self._canary.check(version, probe, urls)
+            self._watched(self._memory.for_rollout())
             serving = [url for url in urls if url not in checked.failed]
             if serving:
                 self._rotation.set_serving(serving, {**reasons, **checked.failed})
@@ -62,6 +63,7 @@ class EngineSync:
         if not await self._is_any_coming() or self._rotation.serving:
             return False
         _, reasons = await self._bring(self._version)
+        await self._memory.for_rollout()
         self._rotation.set_serving(self._holding(), reasons)
         return bool(self._rotation.serving)
 
@@ -78,7 +80,6 @@ class EngineSync:
                     raise
                 _log.warning("%s; waiting for an engine that is starting again", error)
             else:
-                await self._memory.for_rollout()
                 return report, {**reasons, **report.failed}
 
     async def _link(self) -> dict[str, str]:

@@ -3,25 +3,16 @@
 Its roles are Protocols; who plays them (Ray actors on many nodes, or plain objects) is not seen from here.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-
-from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
-from mcore_rl.data.batch import (
-    make_train_batch,
-    plan_mini_batches,
-    select,
-    with_loss_weights,
-    without_truncated,
-)
-from mcore_rl.data.summary import summarize_samples, summarize_steps
+from mcore_rl.data.batch import make_train_batch, without_truncated
+from mcore_rl.data.summary import summarize_samples
 from mcore_rl.evaluation import evaluate
 from mcore_rl.metrics import PhaseTimer
-from mcore_rl.roles import Roles, Trainer
+from mcore_rl.roles import Roles
 from mcore_rl.rollout_step import WAITING, sample_step, sync_weights
-from mcore_rl.types import TrainBatch, WeightVersion
+from mcore_rl.train_step import add_logprobs_and_values, train_policy_and_critic
+from mcore_rl.types import WeightVersion
 
 
 def train(config: Config, roles: Roles, start_step: int = 0) -> None:
@@ -33,15 +24,14 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         samples, scores, sampling = sample_step(config, roles, timer, config.run.seed + step)
         with timer("logprobs"):
             batch = make_train_batch(samples, WeightVersion(step - 1))
-            batch = add_logprobs(config, roles.trainer, batch)
-            advantages_T, estimated = roles.advantages(scores, samples, batch)
-            batch = replace(batch, advantages_T=advantages_T)
+            batch = add_logprobs_and_values(config, roles, batch)
+            batch, estimated = roles.advantages(scores, samples, batch)
             if config.algorithm.filter_overlong:
                 batch = without_truncated(batch, samples)
         with timer("train"):
-            stats = [roles.trainer.train_step(b) for b in mini_batches(config, batch, step)]
+            trained = train_policy_and_critic(config, roles, batch, step)
         refit = sync_weights(roles, timer, WeightVersion(step), batch)
-        metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | summarize_steps(stats)
+        metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | trained
         roles.log.log(step, {**metrics, **sampling, **estimated, **refit, **timer.metrics(waiting=WAITING)})
         roles.log.log_samples(step, samples, scores)
         check_drift(config.drift, step, metrics)
@@ -51,33 +41,10 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
             # after the step was logged: a resumed run drops the rows beyond its checkpoint, and no others
             with timer("checkpoint"):
                 state = {"prompts": roles.prompts.state_dict(), "advantages": roles.advantages.state_dict()}
+                if roles.critic:
+                    roles.critic.save(step)
                 roles.trainer.save(step, {"step": step, **state})
             roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
-
-
-def mini_batches(config: Config, batch: TrainBatch, seed: int) -> Iterator[TrainBatch]:
-    """The batch of each optimizer step, its loss weights set."""
-    algorithm, train = config.algorithm, config.train
-    for i, indices in enumerate(plan_mini_batches(len(batch.lens_N), train.mini_batches, train.epochs, seed)):
-        chosen = with_held_back(select(batch, indices), algorithm, seed * 1009 + i)
-        yield with_loss_weights(chosen, algorithm.aggregation, config.rollout.max_response_len)
-
-
-def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
-    """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
-    algorithm, num_steps = config.algorithm, config.train.epochs * config.train.mini_batches
-    if not algorithm.correction.bypass and (num_steps > 1 or algorithm.needs_old_logprobs):
-        old = trainer.compute_logprobs(batch, sum_squares=algorithm.needs_sum_squares)
-        batch = replace(
-            batch,
-            old_logprobs_T=old.logprobs_T,
-            router_flips_T=old.router_flips_T,
-            sum_squares_T=old.sum_squares_T,
-        )
-    if algorithm.needs_reference:
-        reference = trainer.compute_logprobs(batch, reference=True)
-        batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
-    return batch
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:

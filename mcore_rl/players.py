@@ -8,13 +8,14 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mcore_rl.config import CheckpointConfig, RolloutConfig
+from mcore_rl.config import CheckpointConfig, ParallelConfig, RolloutConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.rollout.client import EngineError, RolloutClient
@@ -23,6 +24,7 @@ from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch
 
 T = TypeVar("T")
+S = TypeVar("S")
 CLOSE_S = 5.0
 _log = logging.getLogger(__name__)
 Watched = Callable[[Awaitable[T]], T]
@@ -50,6 +52,34 @@ class RankCalls(Protocol):
     def finish_save(self) -> None: ...
 
 
+class CriticCalls(Protocol):
+    """The critic's ranks, likewise."""
+
+    def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[Tensor]]: ...
+
+    def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats: ...
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None: ...
+
+    def finish_save(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a batch is cut for ranks: see plan_microbatches."""
+
+    dp_size: int
+    multiple_of: int
+    max_tokens: int
+
+    @staticmethod
+    def of(parallel: ParallelConfig, max_tokens: int) -> "Packing":
+        return Packing(parallel.dp_size, parallel.pp if parallel.vpp else 1, max_tokens)
+
+    def plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+        return plan_microbatches(batch.lens_N, self.dp_size, self.max_tokens, self.multiple_of)
+
+
 class PackedTrainer:
     """Packs each batch for the ranks and puts their answers back in the order of the batch."""
 
@@ -58,14 +88,11 @@ class PackedTrainer:
         ranks: RankCalls,
         folder: RunFolder,
         *,
-        dp_size: int,
-        multiple_of: int,
-        max_tokens: int,
+        packing: Packing,
         temperature: float,
         checkpoint: CheckpointConfig,
     ) -> None:
-        self._ranks, self._folder = ranks, folder
-        self._dp_size, self._multiple_of, self._max_tokens = dp_size, multiple_of, max_tokens
+        self._ranks, self._folder, self._packing = ranks, folder, packing
         self._temperature, self._checkpoint = temperature, checkpoint
 
     def compute_logprobs(
@@ -76,12 +103,12 @@ class PackedTrainer:
         temperature: float | None = None,
         sum_squares: bool = False,
     ) -> TokenScores:
-        plan = self._plan(batch)
+        plan = self._packing.plan(batch)
         temperature = self._temperature if temperature is None else temperature
         answers = self._ranks.compute_logprobs(
             _cut(batch, plan), reference=reference, temperature=temperature, sum_squares=sum_squares
         )
-        flat = [(i, s) for of_rank in zip(plan, answers, strict=True) for i, s in zip(*of_rank, strict=True)]
+        flat = _flat(plan, answers)
         logprobs_T = _put_back(batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat])
         flips = [(i, s.router_flips_T) for i, s in flat if s.router_flips_T is not None]
         squares = [(i, s.sum_squares_T) for i, s in flat if s.sum_squares_T is not None]
@@ -89,9 +116,8 @@ class PackedTrainer:
         return TokenScores(logprobs_T, *others)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        per_dp = _cut(batch, self._plan(batch))
-        num_tokens = sum(sum(microbatch.lens_N) for rank in per_dp for microbatch in rank)
-        return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
+        per_dp = _cut(batch, self._packing.plan(batch))
+        return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=_num_tokens(per_dp))
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, after the previous save is complete; then drop what is older than the newest
@@ -102,8 +128,60 @@ class PackedTrainer:
             self._ranks.finish_save()
         self._folder.prune(self._checkpoint.keep)
 
-    def _plan(self, batch: TrainBatch) -> list[list[list[int]]]:
-        return plan_microbatches(batch.lens_N, self._dp_size, self._max_tokens, self._multiple_of)
+
+class PackedCritic:
+    """The same for the critic, whose ranks get what they read of a batch."""
+
+    def __init__(
+        self, ranks: CriticCalls, folder: RunFolder, *, packing: Packing, checkpoint: CheckpointConfig
+    ) -> None:
+        self._ranks, self._folder, self._packing = ranks, folder, packing
+        self._checkpoint = checkpoint
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        plan = self._packing.plan(batch)
+        answers = self._ranks.compute_values(_cut(_for_critic(batch), plan))
+        return _put_back(batch.lens_N, _flat(plan, answers))
+
+    def train_step(self, batch: TrainBatch) -> StepStats:
+        per_dp = _cut(_for_critic(batch), self._packing.plan(batch))
+        return self._ranks.train_step(per_dp, num_tokens=_num_tokens(per_dp))
+
+    def save(self, step: int) -> None:
+        """As a trainer's; what is too old goes with the trainer's save, which comes after."""
+        self._ranks.save(str(self._folder.critic_checkpoint(step)), {})
+        if not self._checkpoint.asynchronous:
+            self._ranks.finish_save()
+
+
+def _for_critic(batch: TrainBatch) -> TrainBatch:
+    return TrainBatch(
+        token_ids_T=batch.token_ids_T,
+        loss_mask_T=batch.loss_mask_T,
+        lens_N=batch.lens_N,
+        loss_weights_T=batch.loss_weights_T,
+        values_T=batch.values_T,
+        returns_T=batch.returns_T,
+    )
+
+
+def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
+    """(first(), second()), the latter in a thread of its own; raises what either raises."""
+    other = ThreadPoolExecutor(1, "at_once")
+    try:
+        running = other.submit(second)
+        return first(), running.result()
+    finally:
+        other.shutdown(wait=False)
+
+
+def _num_tokens(per_dp: Sequence[Sequence[TrainBatch]]) -> int:
+    return sum(sum(microbatch.lens_N) for rank in per_dp for microbatch in rank)
+
+
+def _flat(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:
+    """Each micro-batch's indices with its answer."""
+    return [pair for of_rank in zip(plan, answers, strict=True) for pair in zip(*of_rank, strict=True)]
 
 
 def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from mcore_rl.types import Prompt, Sample, Scores, StepStats, TokenScores, TrainBatch, WeightVersion
 
+T = TypeVar("T")
+S = TypeVar("S")
 Reward = Callable[[Sequence[Sample]], Scores]
 """One reward per sample, in order."""
 
@@ -57,8 +59,8 @@ class PromptStream(Protocol):
 class AdvantageEstimator(Protocol):
     def __call__(
         self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, /
-    ) -> tuple[Tensor, Mapping[str, float]]:
-        """(advantages_T of the batch that was made of the samples, metrics)."""
+    ) -> tuple[TrainBatch, Mapping[str, float]]:
+        """(the batch that was made of the samples with advantages and what a critic learns, metrics)."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -83,6 +85,22 @@ class Trainer(Protocol):
     def save(self, step: int, state: Mapping[str, Any]) -> None: ...
 
 
+class Critic(Protocol):
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        """values_T; see TrainBatch."""
+        ...
+
+    def train_step(self, batch: TrainBatch) -> StepStats: ...
+
+    def save(self, step: int) -> None:
+        """Part of the checkpoint of `step`, which counts once the trainer's part is there as well."""
+        ...
+
+
+class BothAtOnce(Protocol):
+    def __call__(self, first: Callable[[], T], second: Callable[[], S], /) -> tuple[T, S]: ...
+
+
 class WeightSync(Protocol):
     def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
         """Bring every engine to `version`, see that they and the trainer agree on the sequences of `probe`;
@@ -99,8 +117,14 @@ class Log(Protocol):
     ) -> None: ...
 
 
+def in_turn(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
+    return first(), second()
+
+
 @dataclass(frozen=True)
 class Roles:
+    """`both` runs what trainer and critic do: in turn, or at once where they have a GPU each."""
+
     prompts: PromptStream
     held_out: Sequence[Prompt]
     generator: Generator
@@ -113,3 +137,5 @@ class Roles:
     """Where samples come from that are drawn beside training; None: each step draws its own."""
     teacher: Callable[[Sequence[Sample]], list[tuple[float, ...]]] | None = None
     """The log-probs that another model gives the response tokens of samples."""
+    critic: Critic | None = None
+    both: BothAtOnce = in_turn

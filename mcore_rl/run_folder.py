@@ -3,8 +3,8 @@ newest.
 
     logs/            controller.log, one file per rank and per engine
     config.yaml      the recipe with all overrides and defaults
-    checkpoints/     step_000010, ...; a folder that bears its own name is complete
-    hf/              the exported policy
+    checkpoints/     step_000010, critic_000010, ...; a folder that bears its own name is complete
+    hf/, critic_hf/  the exported policy, and critic
     metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
 """
 
@@ -22,11 +22,12 @@ DELETED = ".deleted"
 
 
 class RunFolder:
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()
+    def __init__(self, path: str | Path, has_critic: bool = False) -> None:
+        """`has_critic`: a checkpoint counts once that of the critic is there as well."""
+        self.path, self._has_critic = Path(path).absolute(), has_critic
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
-        self.export = self.path / "hf"
+        self.export, self.critic_export = self.path / "hf", self.path / "critic_hf"
 
     def prepare(self, config: Config) -> Path | None:
         """Make the folder, keep the configuration in it, and send this process's log records to its file.
@@ -48,16 +49,28 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
+    def critic_checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"critic_{step:06d}"
+
     def newest_checkpoint(self) -> Path | None:
         """The complete checkpoint of the highest step."""
-        return max(self._complete(), default=None)
+        steps = self._complete()
+        return self.checkpoint(max(steps)) if steps else None
 
     def prune(self, keep: int) -> None:
         """Delete all complete checkpoints but the newest `keep`; what is half deleted bears no such name."""
-        for path in sorted(self._complete())[:-keep]:
-            path.rename(path.with_name(path.name + DELETED))
+        for step in sorted(self._complete())[:-keep]:
+            for path in (self.checkpoint(step), self.critic_checkpoint(step)):
+                if path.exists():
+                    path.rename(path.with_name(path.name + DELETED))
         for path in self.checkpoints.glob(f"*{DELETED}"):
             shutil.rmtree(path)
 
-    def _complete(self) -> list[Path]:
-        return [p for p in self.checkpoints.glob("step_*") if re.fullmatch(r"step_\d{6}", p.name)]
+    def _complete(self) -> set[int]:
+        """Steps of which everything is there."""
+        parts = ("step", "critic") if self._has_critic else ("step",)
+        return set.intersection(*(self._steps_of(part) for part in parts))
+
+    def _steps_of(self, part: str) -> set[int]:
+        names = (re.fullmatch(part + r"_(\d{6})", path.name) for path in self.checkpoints.glob(f"{part}_*"))
+        return {int(name[1]) for name in names if name}

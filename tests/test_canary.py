@@ -63,9 +63,13 @@ def make_batch() -> TrainBatch:
     return TrainBatch(ids_T, torch.ones(sum(lens_N), dtype=torch.bool), lens_N)
 
 
+async def ready() -> None:
+    """Engines always are, here."""
+
+
 def test_engines_that_compute_otherwise_are_named(model_path: str, engine: EngineProcess) -> None:
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    canary = Canary(TransformersTrainer(model), CanaryConfig(), "float32", 20.0, asyncio.run)
+    canary = Canary(TransformersTrainer(model), CanaryConfig(), "float32", 20.0, asyncio.run, ready)
     absent = "http://127.0.0.1:9"
     report = canary.check(WeightVersion(5), make_batch(), [engine.url, absent])
     assert report.differences[engine.url] < 1e-4
@@ -78,5 +82,7 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
     assert report.differences[engine.url] > 1e-3
     assert "claims weights 6" in report.failed[engine.url] and "canary.tolerance" in report.failed[engine.url]
 
-    nothing = Canary(TransformersTrainer(model), CanaryConfig(sequences=0), "float32", 20.0, asyncio.run)
+    nothing = Canary(
+        TransformersTrainer(model), CanaryConfig(sequences=0), "float32", 20.0, asyncio.run, ready
+    )
     assert nothing.check(WeightVersion(6), make_batch(), [engine.url]).metrics() == {}

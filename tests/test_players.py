@@ -5,6 +5,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from mcore_rl.config import CheckpointConfig
 from mcore_rl.data.batch import with_loss_weights
-from mcore_rl.players import EventLoop, PackedTrainer
+from mcore_rl.players import EventLoop, PackedCritic, PackedTrainer, Packing, at_once
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
@@ -63,9 +64,7 @@ def make_trainer(tmp_path: Path, dp_size: int, multiple_of: int, asynchronous: b
     return PackedTrainer(
         EchoRanks(),
         RunFolder(tmp_path),
-        dp_size=dp_size,
-        multiple_of=multiple_of,
-        max_tokens=12,
+        packing=Packing(dp_size, multiple_of, max_tokens=12),
         temperature=1.0,
         checkpoint=CheckpointConfig(keep=2, asynchronous=asynchronous),
     )
@@ -129,3 +128,49 @@ def test_the_event_loop_goes_on_while_its_caller_does_something_else() -> None:
         time.sleep(0.01)
     loop.close()
     assert sorted(ended) == ["counting", "waiting"] and counting.cancelled()
+
+
+class EchoCritics:
+    """Ranks whose values are the token ids."""
+
+    def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[torch.Tensor]]:
+        return [[batch.token_ids_T.float() for batch in rank] for rank in per_dp]
+
+    def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
+        batches = [batch for rank in per_dp for batch in rank]
+        read = {name for batch in batches for name in batch.token_fields()}
+        assert read == {"token_ids_T", "loss_mask_T", "loss_weights_T", "values_T", "returns_T"}
+        assert num_tokens == sum(len(b.token_ids_T) for b in batches)
+        return StepStats(0.0, 0.0, 0.0, num_tokens)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        Path(folder).mkdir(parents=True)
+
+    def finish_save(self) -> None: ...
+
+
+def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(tmp_path: Path) -> None:
+    folder, checkpoint = RunFolder(tmp_path, has_critic=True), CheckpointConfig(keep=1)
+    packing = Packing(2, 2, max_tokens=12)
+    critic = PackedCritic(EchoCritics(), folder, packing=packing, checkpoint=checkpoint)
+    trainer = PackedTrainer(EchoRanks(), folder, packing=packing, temperature=1.0, checkpoint=checkpoint)
+    batch = make_batch((5, 3, 9, 2, 7, 4, 4))
+    zeros_T = torch.zeros(len(batch.token_ids_T))
+    batch = replace(batch, values_T=zeros_T, returns_T=zeros_T, rollout_logprobs_T=zeros_T)
+    assert torch.equal(critic.compute_values(batch), batch.token_ids_T.float())
+    assert critic.train_step(batch).num_tokens == len(batch.token_ids_T)
+    for step in (1, 2):
+        critic.save(step)
+        assert folder.newest_checkpoint() == (folder.checkpoint(1) if step == 2 else None)
+        trainer.save(step, {})
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["critic_000002", "step_000002"]
+    folder.critic_checkpoint(2).rmdir()
+    assert folder.newest_checkpoint() is None
+
+
+def test_two_calls_run_at_once_and_either_may_fail() -> None:
+    meet = threading.Barrier(2, timeout=10)
+    assert at_once(lambda: meet.wait() >= 0, lambda: meet.wait() >= 0) == (True, True)
+    for calls in ((lambda: 1 / 0, lambda: 1), (lambda: 1, lambda: 1 / 0)):
+        with pytest.raises(ZeroDivisionError):
+            at_once(*calls)

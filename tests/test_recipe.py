@@ -91,6 +91,13 @@ def test_overrides_reach_the_tree() -> None:
             r"with rollout.temperature=0.7: .* set rollout.temperature=1",
         ),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
+        (["algorithm.advantage=gae", "critic.mini_batches=7"], r"is not divisible by critic.mini_batches=7"),
+        (["critic.gae_lambda=1.5"], r"critic.gae_lambda=1.5: must lie in \[0, 1\]"),
+        (
+            ["algorithm.advantage=gae", "critic.colocated=true", "critic.parallel.tp=4"],
+            r"critic.colocated=true with 4 ranks by critic.parallel: there are 2 by parallel to share",
+        ),
+        (["cluster.offload=true", "critic.colocated=true"], r"cluster.offload=true: nobody else is on"),
         (["run.steps"], r"overrides have the form key=value"),
     ],
 )

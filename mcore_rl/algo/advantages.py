@@ -11,6 +11,7 @@ from torch import Tensor
 from mcore_rl.algo.outcomes import Groups, Outcomes
 from mcore_rl.algo.preferences import Likelihoods, pairs_of_groups, preference_weights
 from mcore_rl.algo.registry import Registry
+from mcore_rl.algo.values import generalised
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 
 Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]
@@ -106,6 +107,15 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) within each group, normalised over all tokens; arXiv:2501.03262, section 3.3."""
     return normalise(outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double())
+
+
+@ADVANTAGES.register("gae")
+def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
+    """A critic's generalised advantages, normalised over all tokens; PPO, arXiv:1707.06347, eq. 11.
+
+    `algorithm.gamma` and `algorithm.gae_lambda` are those of the estimate (algo/values.py).
+    """
+    return normalise(generalised(outcomes, config.gamma, config.gae_lambda))
 
 
 @ADVANTAGES.register("gdpo")

@@ -1,6 +1,7 @@
 """Recipe options in, the functions of a run out: advantages from rewards, token losses from log-probs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -16,7 +17,8 @@ from mcore_rl.algo.losses import LOSSES, LossTokens, Metrics
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
-from mcore_rl.config import AlgorithmConfig, KLConfig
+from mcore_rl.algo.values import explained_variance, generalised, value_loss
+from mcore_rl.config import AlgorithmConfig, CriticConfig, KLConfig
 from mcore_rl.types import Sample, Scores, TrainBatch
 
 
@@ -33,15 +35,27 @@ class TokenLoss(Protocol):
         ...
 
 
+class ValueLoss(Protocol):
+    def __call__(self, values_T: Tensor, batch: TrainBatch, /) -> tuple[Tensor, Metrics]:
+        """(loss_T, metrics_T), as a TokenLoss."""
+        ...
+
+
 class Advantages:
-    """Advantages of a run's batches, and the coefficient of a KL in the reward where that is steered.
+    """Advantages of a run's batches and what a critic learns; the coefficient of a KL in the reward where
+    that is steered.
 
     Samples of the same prompt (by Prompt.index) are one group.
     """
 
-    def __init__(self, config: AlgorithmConfig, part_weights: Mapping[str, float] | None = None) -> None:
-        """`part_weights`: the recipe's reward.parts."""
-        self._config, self._part_weights = config, part_weights or {}
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        part_weights: Mapping[str, float] | None = None,
+        return_lambda: float = 1.0,
+    ) -> None:
+        """`part_weights`: the recipe's reward.parts; `return_lambda`: critic.gae_lambda."""
+        self._config, self._part_weights, self._return_lambda = config, part_weights or {}, return_lambda
         self._function = ADVANTAGES[config.advantage]
         self._kl_coef = config.kl.coef
         if config.advantage == "gdpo" and not part_weights:
@@ -49,8 +63,11 @@ class Advantages:
 
     def __call__(
         self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch
-    ) -> tuple[Tensor, dict[str, float]]:
-        """(advantages_T of the batch made of `samples`, 0 off its loss mask; metrics)."""
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """(the batch made of `samples` with advantages_T and, where it has values, returns_T; metrics).
+
+        Both are 0 off its loss mask.
+        """
         kl_R, metrics = None, {}
         if self._config.kl.in_reward and self._config.kl.coef:
             kl_R = kl_of_tokens(batch, self._config)
@@ -69,6 +86,7 @@ class Advantages:
             teacher_logprobs_R=torch.tensor([v for row in scores.teacher_N for v in row])
             if scores.teacher_N
             else None,
+            values_R=None if batch.values_T is None else batch.values_T[batch.loss_mask_T],
         )
         if self._config.advantage == "dpo":
             metrics |= weights_of_groups(outcomes, self._config.preference)[1]
@@ -76,15 +94,24 @@ class Advantages:
             metrics["kl/teacher"] = -float(teacher_log_ratio(outcomes).mean())
         if kl_R is not None:
             self._kl_coef = steered(self._kl_coef, float(kl_R.mean()), len(samples), self._config.kl)
-        mask_T = batch.loss_mask_T
-        advantages_R = self._function(outcomes, self._config)
-        return torch.zeros(len(mask_T)).masked_scatter_(mask_T, advantages_R), metrics
+        advantages_T = _at_tokens(batch, self._function(outcomes, self._config))
+        batch = replace(batch, advantages_T=advantages_T)
+        if outcomes.values_R is not None:
+            returns_R = generalised(outcomes, self._config.gamma, self._return_lambda) + outcomes.values_R
+            batch = replace(batch, returns_T=_at_tokens(batch, returns_R.float()))
+            metrics["critic/explained_variance"] = explained_variance(outcomes.values_R, returns_R)
+        return batch, metrics
 
     def state_dict(self) -> dict[str, float]:
         return {"kl_coef": self._kl_coef}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self._kl_coef = state["kl_coef"]
+
+
+def _at_tokens(batch: TrainBatch, values_R: Tensor) -> Tensor:
+    mask_T = batch.loss_mask_T
+    return torch.zeros(len(mask_T)).masked_scatter_(mask_T, values_R)
 
 
 def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float:
@@ -129,6 +156,11 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
     _ = PAIR_LOSSES[config.preference.loss]
     _ = KL_ESTIMATORS[config.kl.estimator], AGGREGATIONS[config.aggregation]
     return partial(policy_loss, config=config)
+
+
+def make_value_loss(config: CriticConfig) -> ValueLoss:
+    """The critic's loss, picklable."""
+    return partial(value_loss, clip=config.value_clip)
 
 
 def policy_loss(

@@ -70,7 +70,9 @@ class DriftError(RuntimeError):
 
 def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) -> None:
     """Warn or stop on this step's mean |trainer - engine|, saying where the difference comes from."""
-    mean = metrics["logprob_diff/mean"]
+    mean = metrics.get("logprob_diff/mean")
+    if mean is None:  # the policy took no step
+        return
     parts = {name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")}
     split = ", ".join(f"{name} {value:.1e}" for name, value in parts.items() if value is not None)
     message = f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average ({split})"

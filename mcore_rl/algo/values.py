@@ -11,14 +11,14 @@ from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.types import TrainBatch
 
 
-def gae(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
+def generalised(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
     """float64 [R]: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
     Generalised advantage estimation, arXiv:1506.02438, eq. 16. Nothing comes after the last token: its
     V_(t+1) and A_(t+1) are 0. A_t + V_t is the return that the critic learns.
     """
     if outcomes.values_R is None:
-        raise ValueError("advantages by GAE need a critic's values")
+        raise ValueError("algorithm.advantage=gae needs a critic's values")
     is_token_NM = outcomes.is_token_NM
     values_NM = outcomes.padded(outcomes.values_R)
     deltas_NM = outcomes.rewards_NM - values_NM
@@ -47,9 +47,17 @@ def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Ten
         clipped_T = squared_clipped_T > squared_T
         squared_T = torch.maximum(squared_T, squared_clipped_T)
     metrics = {
-        "critic/value": values_T.detach(),
-        "critic/return": returns_T,
-        "critic/error": (values_T - returns_T).abs().detach(),
-        "critic/clipped_share": clipped_T.float(),
+        "value": values_T.detach(),
+        "return": returns_T,
+        "error": (values_T - returns_T).abs().detach(),
+        "clipped_share": clipped_T.float(),
     }
     return 0.5 * squared_T, metrics
+
+
+def explained_variance(values_R: Tensor, returns_R: Tensor) -> float:
+    """1 - var(R - V) / var(R): 1 where the critic knows the returns, 0 where a constant would do as well."""
+    if len(returns_R) < 2:
+        return 0.0
+    spread = returns_R.double().var()
+    return float(1 - (returns_R.double() - values_R.double()).var() / spread) if spread > 0 else 0.0

@@ -21,8 +21,8 @@ class Slot:
     node: str
 
 
-def plan_trainer(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
-    """One bundle per training rank, with one GPU where there are any."""
+def plan_ranks(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
+    """One bundle per rank of trainer or critic, with one GPU where there are any."""
     return [_bundle(cpus_per_rank, min(1, gpus_per_node))] * num_ranks
 
 
@@ -50,15 +50,20 @@ def plan_engine(
     return [_bundle(cpus_per_rank * on_each, on_each if gpus_per_node else 0)] * max(num_nodes, 1)
 
 
-def plan_colocated(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
-    """One bundle per training rank, with CPUs for the engine's rank beside it; `share` divides them."""
-    return [_bundle(2 * cpus_per_rank, min(1, gpus_per_node))] * num_ranks
+def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:
+    """The slots of one of so many processes that each bundle hosts: that which has the bundle's GPU."""
+    return [replace(s, bundle={**s.bundle, "CPU": s.bundle["CPU"] / num_tenants}) for s in slots]
 
 
-def share(
+def beside(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
+    """Slots for ranks beside the first of `slots`, on their GPUs, which Ray does not assign twice."""
+    return [replace(slot, bundle=_bundle(slot.bundle["CPU"], 0)) for slot in slots[:num_ranks]]
+
+
+def engines_beside(
     slots: Sequence[Slot], num_engines: int, ranks_per_engine: int, num_nodes: int = 0
-) -> tuple[list[Slot], list[list[Slot]]]:
-    """Of a colocated plan: the slots of the training ranks and, per engine, one for each node it spans.
+) -> list[list[Slot]]:
+    """Slots of engines on the GPUs of training ranks: per engine, one for each node it spans.
 
     Engine e lies beside the ranks from e * `ranks_per_engine` on; a slot of an engine stands for all its
     ranks on that node and takes no GPU, as those belong to the training ranks. `num_nodes` 0: as few as
@@ -66,21 +71,20 @@ def share(
     """
     most_on_a_node = max(Counter(slot.node for slot in slots).values())
     on_each = ranks_per_engine // (num_nodes or -(-ranks_per_engine // most_on_a_node))
-    halves = [replace(s, bundle={**s.bundle, "CPU": s.bundle["CPU"] / 2}) for s in slots]
     of_engines = []
     for engine in range(num_engines):
         first = engine * ranks_per_engine
-        beside = halves[first : first + ranks_per_engine]
-        parts = [beside[i : i + on_each] for i in range(0, ranks_per_engine, on_each)]
+        neighbours = slots[first : first + ranks_per_engine]
+        parts = [neighbours[i : i + on_each] for i in range(0, ranks_per_engine, on_each)]
         if any(len({slot.node for slot in part}) > 1 or len(part) < on_each for part in parts):
             raise ValueError(
                 f"cluster.colocated=true: training ranks {first} to {first + ranks_per_engine - 1} lie on"
-                f" {len({slot.node for slot in beside})} nodes, on which engine {engine} of rollout.tp *"
+                f" {len({slot.node for slot in neighbours})} nodes, on which engine {engine} of rollout.tp *"
                 f" rollout.pp = {ranks_per_engine} ranks does not lie evenly; take a divisor of the GPUs of a"
                 " node, or a multiple"
             )
-        of_engines.append([replace(part[0], bundle=_bundle(part[0].bundle["CPU"], 0)) for part in parts])
-    return halves, of_engines
+        of_engines.append(beside([part[0] for part in parts], len(parts)))
+    return of_engines
 
 
 def gpus_per_node() -> int:

@@ -1,28 +1,22 @@
 """The processes of a run: a checked Config in; training ranks and engines out, watched, gone at the end."""
 
 import json
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import chain, islice
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
-from mcore_rl.cluster.placement import (
-    Slot,
-    gpus_per_node,
-    plan_colocated,
-    plan_engine,
-    plan_trainer,
-    reserve,
-    share,
-)
-from mcore_rl.cluster.served import ServedModels, plan_served
+from mcore_rl.cluster.model_group import ModelSpec
+from mcore_rl.cluster.served import ServedModels
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
-from mcore_rl.config import Config, OptimizerConfig, ServedModelConfig
+from mcore_rl.cluster.slots import RunSize, reserve_slots
+from mcore_rl.cluster.trainer import TrainerGroup
+from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.players import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.served import check_served_path, find_served
@@ -41,28 +35,51 @@ class RunProcesses:
         log_dir: Path,
         event_loop: EventLoop,
         trainer: TrainerGroup | None,
+        critic: CriticGroup | None,
         engines: EngineGroup | None,
         served: ServedModels,
     ) -> None:
         self._config, self._log_dir, self._event_loop = config, log_dir, event_loop
-        self._trainer, self._engines, self.served = trainer, engines, served
+        self._trainer, self._critic, self._engines, self.served = trainer, critic, engines, served
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
         """Begin to build the model; the group's `wait_built` ends it."""
-        config = self._config
         assert self._trainer is not None
-        spec = TrainerSpec(
-            model=config.model,
-            parallel=config.parallel,
-            train=config.train,
-            optimizer=optimizer,
-            total_steps=num_steps,
-            seed=config.run.seed,
-            loss=loss,
-            collective_timeout_s=config.run.call_timeout_s,
-        )
+        config = self._config
+        spec = self._spec(config.model, config.parallel, optimizer, num_steps, loss)
         self._trainer.start_build(spec, config.run.startup_timeout_s)
         return self._trainer
+
+    def start_critic(self, num_steps: int, loss: Any) -> CriticGroup | None:
+        """Likewise of the critic, if the recipe has one."""
+        if self._critic is None:
+            return None
+        config, critic = self._config, self._config.critic
+        model = replace(config.model, path=critic.path or config.model.path)
+        spec = self._spec(model, critic.parallel, critic.optimizer, num_steps, loss)
+        assert self._trainer is not None
+        gpu_ids = self._trainer.gpu_ids() if critic.colocated else []
+        self._critic.start_build(spec, config.run.startup_timeout_s, gpu_ids)
+        return self._critic
+
+    def _spec(
+        self,
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig,
+        num_steps: int,
+        loss: Any,
+    ) -> ModelSpec:
+        return ModelSpec(
+            model=model,
+            parallel=parallel,
+            train=self._config.train,
+            optimizer=optimizer,
+            total_steps=num_steps,
+            seed=self._config.run.seed,
+            loss=loss,
+            collective_timeout_s=self._config.run.call_timeout_s,
+        )
 
     def start_engines(self) -> EngineGroup:
         """Begin to start the servers; the group's `wait_built` ends it.
@@ -84,7 +101,7 @@ class RunProcesses:
 
     def watched(self, work: Awaitable[Any]) -> Any:
         """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
-        groups = [group for group in (self._trainer, self._engines) if group is not None]
+        groups = [group for group in (self._trainer, self._critic, self._engines) if group is not None]
         watches = [*(group.watch() for group in groups), *self.served.watches()]
         return self._event_loop.run(guard(work, *watches))
 
@@ -107,45 +124,19 @@ def run_processes(
         if model.path:
             check_served_path(role, model)
     running = {role: find_served(role, model) for role, model in models.items() if model.url}
-    num_ranks = config.parallel.world_size if with_trainer else 0
-    num_engines = config.rollout.engines if with_engines else 0
-    engine_ranks = config.rollout.engine_ranks * num_engines
-    if config.cluster.colocated and engine_ranks:
-        engine_ranks = max(engine_ranks, num_ranks)
-    served_ranks = sum(model.engine_ranks * model.engines for model in models.values() if model.path)
-    num_cpus = config.cluster.cpus_per_rank * (num_ranks + engine_ranks + served_ranks)
+    size = RunSize.of(config, models, with_engines=with_engines, with_trainer=with_trainer)
     timeout_s = config.run.call_timeout_s
-    with ray_session(config.cluster, num_cpus):
-        trainer_slots, engine_slots, served_slots = _reserve(config, num_ranks, num_engines, models)
-        trainer = TrainerGroup(trainer_slots, log_dir, timeout_s) if with_trainer else None
-        engines = EngineGroup(engine_slots, log_dir, timeout_s) if with_engines else None
-        others = ServedModels(models, served_slots, log_dir, timeout_s, running)
+    with ray_session(config.cluster, size.num_cpus(config)):
+        slots = reserve_slots(config, size)
+        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
+        critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
+        engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
+        others = ServedModels(models, slots.served, log_dir, timeout_s, running)
         event_loop = EventLoop()
         try:
-            yield RunProcesses(config, log_dir, event_loop, trainer, engines, others)
+            yield RunProcesses(config, log_dir, event_loop, trainer, critic, engines, others)
         finally:
             event_loop.close()
-
-
-def _reserve(
-    config: Config, num_ranks: int, num_engines: int, models: Mapping[str, ServedModelConfig]
-) -> tuple[list[Slot], list[list[Slot]], dict[str, list[list[Slot]]]]:
-    """Room for that many training ranks and engines, and for the engines of `models`."""
-    cpus, rollout, gpus = config.cluster.cpus_per_rank, config.rollout, gpus_per_node()
-    served = plan_served(models, cpus, gpus)
-    colocated = config.cluster.colocated and num_ranks and num_engines
-    if colocated:
-        plans = [plan_colocated(num_ranks, cpus, gpus)]
-    else:
-        of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
-        plans = [plan_trainer(num_ranks, cpus, gpus), *[of_engine] * num_engines]
-    own = len(plans)
-    slots = reserve([*plans, *chain(*served.values())], config.run.startup_timeout_s)
-    rest = iter(slots[own:])
-    of_served = {role: list(islice(rest, len(of_role))) for role, of_role in served.items()}
-    if colocated:
-        return *share(slots[0], num_engines, rollout.engine_ranks, rollout.nodes_per_engine), of_served
-    return slots[0], slots[1:own], of_served
 
 
 def _engine_spec(config: Config, log_path: Path) -> EngineSpec:

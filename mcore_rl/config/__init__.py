@@ -30,6 +30,7 @@ from mcore_rl.config.run import (
 )
 from mcore_rl.config.served import ServedModelConfig
 from mcore_rl.config.training import (
+    CriticConfig,
     DpoConfig,
     ModelConfig,
     OptimizerConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "CovarianceConfig",
+    "CriticConfig",
     "DataConfig",
     "DpoConfig",
     "DriftConfig",
@@ -73,6 +75,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -118,12 +121,33 @@ class Config:
                 "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none corrects;"
                 " set algorithm.correction.weight=token, or rollout.stale=wait"
             )
-        num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
-        if num_samples % self.train.mini_batches:
+        if self.has_critic and self.critic.colocated:
+            _check_critic_fits(self.critic.parallel, self.parallel)
+        shared = self.cluster.colocated or (self.has_critic and self.critic.colocated)
+        if self.cluster.offload and not shared:
             raise ValueError(
-                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible by"
-                f" train.mini_batches={self.train.mini_batches}"
+                "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
+                " critic.colocated=true or cluster.offload=false"
             )
+        num_samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        for name, mini_batches in (("train", self.train.mini_batches), ("critic", self.critic.mini_batches)):
+            if num_samples % mini_batches:
+                raise ValueError(
+                    f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible"
+                    f" by {name}.mini_batches={mini_batches}"
+                )
+
+    @property
+    def has_critic(self) -> bool:
+        return self.algorithm.needs_critic
+
+
+def _check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
+    if critic.world_size > trainer.world_size:
+        raise ValueError(
+            f"critic.colocated=true with {critic.world_size} ranks by critic.parallel: there are"
+            f" {trainer.world_size} by parallel to share a GPU with; lower critic.parallel.*"
+        )
 
     def _check_teacher(self) -> None:
         distils = self.algorithm.advantage == "distillation"

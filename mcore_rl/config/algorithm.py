@@ -119,6 +119,8 @@ class AlgorithmConfig:
     advantage: str = "grpo"
     gamma: float = 1.0
     """Discount of later rewards, where advantages are computed token by token."""
+    gae_lambda: float = 1.0
+    """gae: 1 takes the whole future from rewards, 0 all but the next token's from the critic."""
     loss: str = "ppo_clip"
     aggregation: str = "token_mean"
     clip_low: float = 0.2
@@ -158,6 +160,8 @@ class AlgorithmConfig:
                 f"algorithm.reward_coef={self.reward_coef} with algorithm.advantage={self.advantage}: only"
                 " distillation reads it; set it to 0"
             )
+        if not 0 <= self.gae_lambda <= 1:
+            raise ValueError(f"algorithm.gae_lambda={self.gae_lambda}: must lie in [0, 1]")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"algorithm.gamma={self.gamma}: must lie in (0, 1]")
         form = (self.loss, self.aggregation, self.correction.bypass)
@@ -168,6 +172,10 @@ class AlgorithmConfig:
                 " advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
                 " algorithm.correction.bypass=false"
             )
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
 
     @property
     def needs_old_logprobs(self) -> bool:

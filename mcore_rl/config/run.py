@@ -104,5 +104,7 @@ class ClusterConfig:
     """Ray address to join; None starts Ray on this machine for the length of the run."""
     colocated: bool = False
     """Engines run on the trainer ranks' GPUs, rank by rank, and give up their memory while those train."""
+    offload: bool = False
+    """Trainer, and critic, have weights, gradients and optimizer in host memory while others use the GPU."""
     cpus_per_rank: float = 1.0
     object_store_mib: int = 512

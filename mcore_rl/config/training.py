@@ -96,6 +96,37 @@ class TrainConfig:
 
 
 @dataclass
+class CriticConfig:
+    """The critic that algorithm.advantage=gae needs."""
+
+    path: str = ""
+    """HuggingFace directory to start from: a policy, or a reward model of one label; empty: model.path."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    mini_batches: int = 1
+    """Optimizer steps per pass over a rollout."""
+    epochs: int = 1
+    """Passes over a rollout."""
+    warmup_steps: int = 0
+    """Loop steps at first in which only the critic learns."""
+    gae_lambda: float = 1.0
+    """Of the returns that the critic learns; 1 are the discounted rewards themselves."""
+    value_clip: float = 0.2
+    """How far a value may move from the one before the step and still earn less loss; 0: any distance."""
+    colocated: bool = False
+    """Run on the trainer ranks' GPUs, rank by rank, in turn with them; else on GPUs of its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("mini_batches", "epochs"):
+            positive(f"critic.{name}", getattr(self, name))
+        for name in ("warmup_steps", "value_clip"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"critic.{name}={getattr(self, name)}: must be at least 0")
+        if not 0 <= self.gae_lambda <= 1:
+            raise ValueError(f"critic.gae_lambda={self.gae_lambda}: must lie in [0, 1]")
+
+
+@dataclass
 class SftConfig:
     data: list[str] = field(default_factory=list)
     """Parquet or jsonl with a `messages` list that ends in the assistant's answer."""

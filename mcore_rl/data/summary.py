@@ -39,6 +39,11 @@ def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
     }
 
 
+def summarize_critic(stats: Sequence[StepStats]) -> dict[str, float]:
+    """The same of the critic, every name under critic/."""
+    return {f"critic/{name.rpartition('/')[2]}": value for name, value in summarize_steps(stats).items()}
+
+
 def _merge(name: str, metrics: Sequence[Mapping[str, float]]) -> float:
     values = [m[name] for m in metrics]
     return max(values) if name.endswith("_max") else fmean(values)

@@ -46,6 +46,17 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """uint8, uninitialised, from which and to which copies are asynchronous."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_cuda())
+
+
+def empty_cache() -> None:
+    """Give memory that no tensor has back to the device, where another process may take it."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
 def megatron_options() -> dict[str, Any]:
     """Options of megatron-core's TransformerConfig that choose between fused CUDA kernels and plain torch."""
     fused = has_cuda()

@@ -4,7 +4,7 @@ What actor and critic have in common; they differ in what they make of the last 
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.hf_config import make_transformer_config
 from mcore_rl.train.model import make_chunks
+from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
 from mcore_rl.train.packing import RankBatch, make_rank_batch
 from mcore_rl.train.router import RouterFlips
@@ -71,12 +72,17 @@ class TrainedModel:
         self.chunks = wrap_chunks(self._config, chunks)
         self._flips = RouterFlips(chunks, full_recompute=train.recompute == "full")
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
+        self._memory = DeviceMemory(self.chunks, self._optimizer)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
         _freeze_garbage()
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """(shards of HF tensors on this rank, the parameters they lie in)."""
         return weight_layout(self.chunks, self.hf_config)
+
+    def hold(self, parts: Collection[str]) -> None:
+        """Have these parts, and no others, in device memory; see train/offload.py."""
+        self._memory.hold(parts)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Start a checkpoint of weights, optimizer, step, generators and `extra` (equal on all ranks).

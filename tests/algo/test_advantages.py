@@ -217,10 +217,11 @@ def test_the_expected_step_of_distillation_lowers_the_reverse_kl() -> None:
     torch.testing.assert_close(step, -gradient, rtol=0, atol=1e-6)
 
 
-def test_every_advantage_is_tested_here() -> None:
+def test_every_advantage_is_tested() -> None:
     others = [
         "distillation",
         "dpo",  # in test_preferences.py
+        "gae",  # in test_values.py
         "gdpo",
         "optimal_token_baseline",
         "reinforce_plus_plus",

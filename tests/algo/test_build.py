@@ -154,12 +154,20 @@ def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
     ]  # fmt: skip
 
 
+def advantages_of(advantages: Advantages, scores: Scores, samples: list[Sample], batch: TrainBatch) -> Tensor:
+    advantages_T = advantages(scores, samples, batch)[0].advantages_T
+    assert advantages_T is not None
+    return advantages_T
+
+
 def test_samples_of_a_prompt_are_its_group_and_empty_ones_count() -> None:
     samples = make_samples([1, 2, 0, 1], [11, 5, 11, 5])
     batch = make_train_batch(samples)
-    advantages_T, metrics = Advantages(AlgorithmConfig(advantage="dr_grpo"))(
+    advised, metrics = Advantages(AlgorithmConfig(advantage="dr_grpo"))(
         Scores([1.0, 3.0, 0.0, 2.0]), samples, batch
     )
+    advantages_T = advised.advantages_T
+    assert advantages_T is not None
     assert advantages_T.tolist() == [0, 0, 0.5, 0, 0, 0.5, 0.5, 0, 0, -0.5]
     assert advantages_T.dtype == torch.float32 and metrics == {}
 
@@ -169,7 +177,9 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
     old, ref = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
     batch = replace(make_train_batch(samples), old_logprobs_T=old, ref_logprobs_T=ref)
     config = AlgorithmConfig(advantage="dr_grpo", kl=KLConfig(0.5, "k1", in_reward=True))
-    advantages_T, metrics = Advantages(config)(Scores([1.0, 0.0]), samples, batch)
+    advised, metrics = Advantages(config)(Scores([1.0, 0.0]), samples, batch)
+    advantages_T = advised.advantages_T
+    assert advantages_T is not None
     assert metrics["kl/coef"] == 0.5
     assert metrics["kl/reward"] == pytest.approx((old - ref)[batch.loss_mask_T].mean().item(), abs=1e-6)
     penalties = 0.5 * (old - ref)
@@ -214,9 +224,8 @@ def test_the_energy_of_a_token_is_the_norm_of_its_gradient_by_the_logits() -> No
     leaf = logits.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(leaf.log_softmax(-1)[:, 3].sum(), leaf)
     energy = gradient.square().sum(-1)
-    advantages_T, _ = Advantages(AlgorithmConfig(advantage="optimal_token_baseline"))(
-        Scores([1.0, 0.0]), samples, batch
-    )
+    baseline = Advantages(AlgorithmConfig(advantage="optimal_token_baseline"))
+    advantages_T = advantages_of(baseline, Scores([1.0, 0.0]), samples, batch)
     first = energy[2] / (energy[2] + energy[6])
     both = (energy[2] + energy[3]) / (energy[2] + energy[3] + energy[6] + energy[7])
     expected = torch.stack([1 - first, 1 - both, -first, -both]).float()
@@ -228,11 +237,13 @@ def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> N
     batch = make_train_batch(samples)
     scores = Scores([1.2, 0.2], {"right": [1.0, 0.0], "form": [0.2, 0.2]}, greedy_N=[0.5, 0.5])
     gdpo = Advantages(AlgorithmConfig(advantage="gdpo"), {"right": 1.0, "form": 1.0})
-    assert gdpo(scores, samples, batch)[0][batch.loss_mask_T].tolist() == pytest.approx(
+    assert advantages_of(gdpo, scores, samples, batch)[batch.loss_mask_T].tolist() == pytest.approx(
         [0.7071, -0.7071], abs=1e-4
     )
     remax = Advantages(AlgorithmConfig(advantage="remax"))
-    assert remax(scores, samples, batch)[0][batch.loss_mask_T].tolist() == pytest.approx([0.7, -0.3])
+    assert advantages_of(remax, scores, samples, batch)[batch.loss_mask_T].tolist() == pytest.approx(
+        [0.7, -0.3]
+    )
     with pytest.raises(ValueError, match=r"algorithm.advantage=remax needs the rewards of greedy"):
         remax(Scores([1.0, 0.0]), samples, batch)
     with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import plan_trainer, reserve
+from mcore_rl.cluster.placement import plan_ranks, reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from tests.cluster.workers import Worker
@@ -12,7 +12,7 @@ from tests.cluster.workers import Worker
 
 def main(log_dir: Path, then: str) -> None:
     with ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
-        [slots] = reserve([plan_trainer(2, 0.5, gpus_per_node=0)], timeout_s=20)
+        [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
         group = RankGroup("trainer", slots, log_dir)
         group.build(Worker, [(0,), (1,)], deadline_s=60)
         group.call_all("start_child", deadline_s=60)

@@ -14,7 +14,7 @@ import pytest
 from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.group import RankError, RankGroup, guard
-from mcore_rl.cluster.placement import plan_trainer, reserve
+from mcore_rl.cluster.placement import plan_ranks, reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from tests.cluster.workers import Worker
@@ -33,7 +33,7 @@ def make_group(tmp_path: Path) -> Iterator[Callable[[int], RankGroup]]:
     groups, placements = [], []
 
     def make(num_ranks: int, first_rank: int = 0) -> RankGroup:
-        [slots] = reserve([plan_trainer(num_ranks, 0.5, gpus_per_node=0)], timeout_s=20)
+        [slots] = reserve([plan_ranks(num_ranks, 0.5, gpus_per_node=0)], timeout_s=20)
         placements.append(slots[0].group)
         groups.append(RankGroup("trainer", slots, tmp_path / "logs"))
         groups[-1].build(Worker, [(first_rank + k,) for k in range(num_ranks)], deadline_s=60)
@@ -180,7 +180,7 @@ async def wait_for_text(path: Path, text: str, timeout_s: float = 20.0) -> None:
 
 def test_what_the_cluster_cannot_hold_is_refused_by_number() -> None:
     with pytest.raises(ValueError, match=r"needs 12 CPU and 0 GPU in 24 bundles.*of 8 CPU"):
-        reserve([plan_trainer(24, 0.5, gpus_per_node=0)], timeout_s=1)
+        reserve([plan_ranks(24, 0.5, gpus_per_node=0)], timeout_s=1)
 
 
 def wait_until_gone(pids: list[int], timeout_s: float = 5.0) -> list[int]:

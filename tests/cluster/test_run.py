@@ -17,10 +17,11 @@ import torch
 from mcore_rl.algo.build import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
-from mcore_rl.cluster.placement import plan_engine, plan_trainer, reserve
+from mcore_rl.cluster.model_group import ModelSpec
+from mcore_rl.cluster.placement import plan_engine, plan_ranks, reserve
 from mcore_rl.cluster.served import ServedModels, plan_served
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.trainer import TrainerGroup, TrainerSpec
+from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
     ClusterConfig,
     ModelConfig,
@@ -60,7 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     prepare_arithmetic(folder / "data")
     with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
         judge = {"judge": replace(JUDGE, path=str(folder / "hf"))}
-        plans = [plan_trainer(2, 0.5, 0), plan_engine(1, 0.5, 0), *plan_served(judge, 0.5, 0)["judge"]]
+        plans = [plan_ranks(2, 0.5, 0), plan_engine(1, 0.5, 0), *plan_served(judge, 0.5, 0)["judge"]]
         trainer_slots, engine_slots, judge_slots = reserve(plans, timeout_s=20)
         trainer = TrainerGroup(trainer_slots, folder / "logs", call_timeout_s=120)
         engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120)
@@ -79,8 +80,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield Run(trainer, engines, address, folder / "logs", served)
 
 
-def trainer_spec(model: Path) -> TrainerSpec:
-    return TrainerSpec(
+def trainer_spec(model: Path) -> ModelSpec:
+    return ModelSpec(
         model=ModelConfig(path=str(model), init="random"),
         parallel=ParallelConfig(ep=2),
         train=TrainConfig(),

@@ -65,7 +65,12 @@ REINFORCE_PLUS_PLUS = [
     "algorithm.kl.estimator=k1",
     "algorithm.kl.in_reward=true",
 ]
-KL_COV = ["algorithm.loss=kl_cov", "algorithm.covariance.share=0.1", "train.mini_batches=2"]
+KL_COV = [
+    "algorithm.advantage=optimal_token_baseline",
+    "algorithm.loss=kl_cov",
+    "algorithm.covariance.share=0.1",
+    "train.mini_batches=2",
+]
 DAPO = [
     "rollout.dynamic_sampling=true",
     "rollout.oversampling=1.5",
@@ -74,9 +79,12 @@ DAPO = [
     "reward.workers=1",
     "reward.overlong_buffer_len=4",
 ]
+OTHER_LAYOUT = ["parallel.ep=1", "parallel.pp=2", "critic.parallel.pp=2"]
+CRITIC = ("critic/loss", "critic/value", "critic/grad_norm")
+PPO = ["algorithm.advantage=gae", "critic.optimizer.lr=1e-3"]
+SHARED_CRITIC = ["critic.colocated=true", "critic.parallel.tp=2", "cluster.offload=true", *PPO]
 GSPO = [
     "algorithm.loss=gspo",
-    "algorithm.advantage=optimal_token_baseline",
     "algorithm.aggregation=sequence_mean",
     "algorithm.correction.weight=sequence",
 ]
@@ -87,9 +95,9 @@ GSPO = [
     [
         ["parallel.tp=2", "rollout.tp=2", "rollout.nodes_per_engine=2", *REINFORCE_PLUS_PLUS],
         ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2", *KL_COV, *DAPO],
-        ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *GSPO],
+        ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *SHARED_CRITIC, *GSPO],
     ],
-    ids=["tp2-ep2-engine-tp2-on-two-nodes", "pp2-two-engines", "cp2-ep2-colocated"],
+    ids=["tp2-ep2-engine-tp2-on-two-nodes", "pp2-two-engines", "cp2-ep2-colocated-with-critic"],
 )
 def test_weights_reach_the_engine_from_every_layout(start: Start, layout: list[str]) -> None:
     run = start("train", "run.steps=2", "train.optimizer.lr=1e-3", "eval.data=[]", *layout)
@@ -104,6 +112,16 @@ def test_weights_reach_the_engine_from_every_layout(start: Start, layout: list[s
             assert 0 < line["clip/held_back_share"] < 0.3
         if "algorithm.correction.weight=sequence" in layout:
             assert line["correction/weight"] == pytest.approx(1, abs=1e-4)
+    if "algorithm.advantage=gae" in layout:
+        assert_critic_learns(run)
+
+
+def assert_critic_learns(run: Run) -> None:
+    first, second = steps_of(run)
+    assert first["critic/value"] == 0.0 and second["critic/value"] != 0.0
+    assert {"critic/explained_variance", "critic/grad_norm", "critic/clipped_share"} <= first.keys()
+    config = json.loads((run.run_dir / "critic_hf" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
 
 
 def test_resume_continues_exactly_also_in_another_layout(start: Start, tmp_path) -> None:
@@ -112,17 +130,20 @@ def test_resume_continues_exactly_also_in_another_layout(start: Start, tmp_path)
         "eval.data=[]",
         "checkpoint.every_steps=2",
         "checkpoint.export_hf=false",
+        "critic.warmup_steps=1",
+        *PPO,
     )
     whole = start("train", "run.steps=4", *common)
     assert whole.finish() == 0, whole.tail()
     parted = tmp_path / "parted"
     first = start("train", "run.steps=2", *common, run_dir=parted)
     assert first.finish() == 0, first.tail()
-    second = start("train", "run.steps=4", "parallel.ep=1", "parallel.pp=2", *common, run_dir=parted)
+    second = start("train", "run.steps=4", *OTHER_LAYOUT, *common, run_dir=parted)
     assert second.finish() == 0, second.tail()
     expected, got = steps_of(whole), steps_of(second)
     assert [line["step"] for line in got] == [1, 2, 3, 4]
-    for name in ("loss/total", "loss/policy", "loss/entropy", "reward/mean", "rollout/response_len"):
-        assert [line[name] for line in got] == pytest.approx(
-            [line[name] for line in expected], rel=1e-6, abs=1e-6
+    assert "loss/policy" not in got[0]
+    for name in ("loss/total", "loss/policy", "loss/entropy", "reward/mean", "rollout/response_len", *CRITIC):
+        assert [line.get(name, 0.0) for line in got] == pytest.approx(
+            [line.get(name, 0.0) for line in expected], rel=1e-6, abs=1e-6
         ), name

@@ -1,0 +1,38 @@
+"""The critic's ranks: a train.Critic in each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mcore_rl.cluster.model_group import ModelGroup, ModelSpec, ModelWorker
+from mcore_rl.types import StepStats, TrainBatch
+
+
+class CriticWorker(ModelWorker):
+    """One rank; `spec.loss` is a ValueLoss."""
+
+    def _build(self, spec: ModelSpec) -> Any:
+        from mcore_rl.train.critic import Critic
+
+        return Critic(spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed)
+
+    def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
+        return self._model.compute_values(microbatches)
+
+    def train_step(self, microbatches: Sequence[TrainBatch], *, num_tokens: int) -> StepStats | None:
+        return self._model.train_step(microbatches, self._loss, num_tokens=num_tokens)
+
+
+class CriticGroup(ModelGroup):
+    """All ranks of the critic."""
+
+    role = "critic"
+    worker_cls = CriticWorker
+
+    def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[Tensor]]:
+        return self._group.dispatch("compute_values", per_dp, deadline_s=self._call_timeout_s)
+
+    def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
+        deadline_s = self._call_timeout_s
+        return self._group.dispatch("train_step", per_dp, deadline_s=deadline_s, num_tokens=num_tokens)[0]

@@ -1,0 +1,140 @@
+"""Megatron ranks of one model as Ray workers, and all of them as one object that the players call."""
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.cluster.answers import Answers
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import Slot
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.device import environment_of
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What every rank builds; `loss` is picklable."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    total_steps: int
+    seed: int
+    loss: Any
+    collective_timeout_s: float
+
+
+class ModelWorker:
+    """One rank of a model in training. Megatron is imported inside the process only."""
+
+    def __init__(
+        self, spec: ModelSpec, rank: int, master_addr: str, master_port: int, gpu_ids: Sequence[str] = ()
+    ) -> None:
+        """`gpu_ids`: GPUs to use, where Ray assigned none."""
+        os.environ.update(environment_of(gpu_ids))
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        from mcore_rl.train.runtime import init_distributed
+
+        world_size = spec.parallel.world_size
+        self._coordinate = init_distributed(
+            rank, world_size, master_addr, master_port, spec.parallel, spec.seed, spec.collective_timeout_s
+        )
+        self._rank, self._loss = rank, spec.loss
+        self._model = self._build(spec)
+
+    def _build(self, spec: ModelSpec) -> Any:
+        """The rank's train.TrainedModel."""
+        raise NotImplementedError
+
+    def coordinate(self) -> Any:
+        return self._coordinate
+
+    def hold(self, parts: Collection[str]) -> None:
+        self._model.hold(parts)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        self._model.save(Path(folder), extra)
+
+    def finish_save(self, timeout_s: float) -> None:
+        self._model.finish_save(timeout_s)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        return self._model.load(Path(folder))
+
+    def export_hf(self, folder: str) -> None:
+        self._model.export_hf(Path(folder))
+
+
+class ModelGroup:
+    """All ranks; micro-batches go out by data-parallel coordinate, answers come from the ranks that own them.
+
+    Every call raises RankError when a rank raises, dies, or does not answer within `call_timeout_s`.
+    """
+
+    role: str
+    worker_cls: type[ModelWorker]
+
+    def __init__(self, slots: Sequence[Slot], log_dir: Path, call_timeout_s: float) -> None:
+        """Start the processes, without waiting for them."""
+        self._group = RankGroup(self.role, slots, log_dir)
+        self._call_timeout_s = call_timeout_s
+        self._building: Answers | None = None
+
+    def start_build(self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()) -> None:
+        """Begin to build the model on every rank; `wait_built` ends it. `gpu_ids`: those of each rank, where
+        Ray assigned none.
+        """
+        address, port = self._group.meeting_points(timeout_s)[0]
+        num_ranks = spec.parallel.world_size
+        gpus = gpu_ids or [()] * num_ranks
+        args = [(spec, rank, address, port, gpus[rank]) for rank in range(num_ranks)]
+        self._building = self._group.start_build(self.worker_cls, args, timeout_s)
+
+    def wait_built(self) -> None:
+        """Return once every rank holds its share of the model."""
+        assert self._building is not None, "start_build comes first"
+        self._group.finish(self._building)
+        self._group.find_coordinates(self._call_timeout_s)
+
+    @property
+    def world_size(self) -> int:
+        return len(self._group.ranks)
+
+    async def hold(self, parts: Collection[str]) -> None:
+        """Have these parts of every rank's model, and no others, in device memory."""
+        await self._group.call_all_async("hold", tuple(parts), deadline_s=self._call_timeout_s)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        """Begin to save; the state is copied when this returns, and written while training goes on."""
+        self._call("save", folder, extra)
+
+    def finish_save(self) -> None:
+        """Wait until the save under way, if there is one, is complete."""
+        self._call("finish_save", self._call_timeout_s)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Restore the checkpoint; what was saved beside the model comes back."""
+        return self._call("load", folder)[0]
+
+    def export_hf(self, folder: str) -> None:
+        self._call("export_hf", folder)
+
+    async def watch(self) -> None:
+        """Return never; raise RankError once a rank's process is gone."""
+        await self._group.watch()
+
+    def gpu_ids(self) -> list[tuple[str, ...]]:
+        """GPUs of its machine by rank; none where there are none. Before the model is built, too."""
+        return self._group.gpu_ids(self._call_timeout_s)
+
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its own machine."""
+        return self._group.pids(self._call_timeout_s)
+
+    def _call(self, method: str, *args: object) -> list[Any]:
+        return self._group.call_all(method, *args, deadline_s=self._call_timeout_s)

@@ -1,0 +1,51 @@
+"""The processes of a training run, started in an order in which those that share GPUs have room."""
+
+from dataclasses import dataclass
+
+from mcore_rl.algo.build import TokenLoss, make_value_loss
+from mcore_rl.cluster.critic import CriticGroup
+from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.run import RunProcesses
+from mcore_rl.cluster.trainer import TrainerGroup
+from mcore_rl.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
+from mcore_rl.config import Config
+
+
+@dataclass(frozen=True)
+class Started:
+    """All of it is built but engines that have GPUs of their own, for which `engines.wait_built` waits."""
+
+    trainer: TrainerGroup
+    critic: CriticGroup | None
+    engines: EngineGroup
+    gpus: SharedGpus
+
+
+def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> Started:
+    """At once what has GPUs of its own; what shares them one after the other, each giving up its memory."""
+    steps = config.run.steps
+    num_steps = steps * config.train.epochs * config.train.mini_batches
+    num_critic_steps = steps * config.critic.epochs * config.critic.mini_batches
+    timeout_s, watched = config.run.call_timeout_s, processes.watched
+
+    engines = processes.start_engines()
+    guests = EngineMemory((), timeout_s)
+    if config.cluster.colocated:
+        guests = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s)
+        watched(guests.for_training())
+    gpus = SharedGpus(guests, watched)
+
+    trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
+    critic = None
+    if not config.critic.colocated:
+        critic = processes.start_critic(num_critic_steps, make_value_loss(config.critic))
+    trainer.wait_built()
+    if config.cluster.offload:
+        gpus.add(TRAINER, trainer)
+    if config.critic.colocated:
+        critic = processes.start_critic(num_critic_steps, make_value_loss(config.critic))
+    if critic is not None:
+        critic.wait_built()
+        if config.cluster.offload and config.critic.colocated:
+            gpus.add(CRITIC, critic)
+    return Started(trainer, critic, engines, gpus)

@@ -1,0 +1,125 @@
+"""Generalised advantages and the critic's loss against loops over tokens, and the loss's gradient."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.advantages import ADVANTAGES
+from mcore_rl.algo.build import Advantages
+from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.algo.values import explained_variance, generalised, value_loss
+from mcore_rl.config import AlgorithmConfig
+from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, VersionSpan, WeightVersion
+
+GAMMA, LAM = 0.9, 0.7
+LENS = [3, 1, 0, 4]
+
+
+def outcomes() -> Outcomes:
+    generator = torch.Generator().manual_seed(0)
+    values, extra = torch.randn(2, sum(LENS), generator=generator, dtype=torch.float64)
+    return Outcomes(
+        rewards_N=torch.tensor([1.0, -2.0, 5.0, 0.5], dtype=torch.float64),
+        group_N=torch.arange(4),
+        lens_N=torch.tensor(LENS),
+        token_rewards_R=extra,
+        values_R=values,
+    )
+
+
+def by_loops(given: Outcomes, gamma: float, lam: float) -> list[float]:
+    """The sum over later tokens of (gamma lam)^l delta, written out: arXiv:1506.02438, eq. 16."""
+    assert given.values_R is not None and given.token_rewards_R is not None
+    advantages, first = [], 0
+    for reward, length in zip(given.rewards_N.tolist(), LENS, strict=True):
+        values = [*given.values_R[first : first + length].tolist(), 0.0]
+        rewards = given.token_rewards_R[first : first + length].tolist()
+        if length:
+            rewards[-1] += reward
+        deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(length)]
+        advantages += [
+            sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, length))
+            for t in range(length)
+        ]
+        first += length
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (GAMMA, LAM), (1.0, 0.0)])
+def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -> None:
+    expected = torch.tensor(by_loops(outcomes(), gamma, lam), dtype=torch.float64)
+    torch.testing.assert_close(generalised(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
+    got = ADVANTAGES["gae"](outcomes(), AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam))
+    whitened = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
+    torch.testing.assert_close(got, whitened.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_with_lambda_one_the_returns_are_the_rewards_to_go_whatever_the_critic_says() -> None:
+    given = outcomes()
+    assert given.values_R is not None
+    returns_R = generalised(given, GAMMA, 1.0) + given.values_R
+    torch.testing.assert_close(returns_R, given.rewards_to_go(GAMMA), rtol=0, atol=1e-12)
+
+
+def test_without_values_there_are_no_advantages() -> None:
+    with pytest.raises(ValueError, match=r"algorithm.advantage=gae needs a critic's values"):
+        generalised(replace(outcomes(), values_R=None), 1.0, 1.0)
+
+
+def test_policy_and_critic_may_have_a_lambda_each() -> None:
+    samples = [
+        Sample(
+            Prompt(0, (1, 2), (), "unit", "4"), 0, (3,) * 3, (-0.5,) * 3, "stop",
+            (VersionSpan(0, 3, WeightVersion(0)),), "",
+        )
+    ]  # fmt: skip
+    mask_T = torch.tensor([False, False, True, True, True])
+    batch = TrainBatch(torch.arange(5), mask_T, (5,), values_T=torch.tensor([9.0, 9.0, 0.5, 0.25, 1.0]))
+    config = AlgorithmConfig(advantage="gae", gae_lambda=0.0)
+    got, metrics = Advantages(config, return_lambda=1.0)(Scores([2.0]), samples, batch)
+    assert got.returns_T is not None and got.returns_T.tolist() == [0, 0, 2, 2, 2]
+    deltas = torch.tensor([-0.25, 0.75, 1.0])
+    expected = (deltas - deltas.mean()) / deltas.std()
+    assert got.advantages_T is not None
+    torch.testing.assert_close(got.advantages_T[mask_T], expected, rtol=1e-5, atol=1e-6)
+    assert metrics == {"critic/explained_variance": 0.0}
+
+
+def make_batch() -> tuple[Tensor, TrainBatch]:
+    generator = torch.Generator().manual_seed(1)
+    values, old, returns = torch.randn(3, 12, generator=generator, dtype=torch.float64)
+    mask_T = torch.rand(12, generator=generator) > 0.3
+    old[~mask_T] = torch.nan
+    return values, TrainBatch(torch.arange(12), mask_T, (12,), values_T=old, returns_T=returns)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_the_critics_loss_and_gradient(clip: float) -> None:
+    values, batch = make_batch()
+    values.requires_grad_()
+    loss_T, metrics = value_loss(values, batch, clip=clip)
+    assert batch.values_T is not None and batch.returns_T is not None
+    expected, slopes, num_clipped = [], [], 0
+    rows = zip(values.tolist(), batch.values_T.tolist(), batch.returns_T.tolist(), strict=True)
+    for (value, old, target), trained in zip(rows, batch.loss_mask_T.tolist(), strict=True):
+        bounded = min(max(value, old - clip), old + clip) if clip else value
+        is_clipped = (bounded - target) ** 2 > (value - target) ** 2
+        loss = 0.5 * max((value - target) ** 2, (bounded - target) ** 2)
+        expected.append(loss if trained else 0.0)
+        slopes.append(value - target if trained and not is_clipped else 0.0)
+        num_clipped += trained and is_clipped
+    assert loss_T.tolist() == pytest.approx(expected, abs=1e-12)
+    (gradient,) = torch.autograd.grad(loss_T.sum(), values)
+    assert gradient.tolist() == pytest.approx(slopes, abs=1e-12)
+    assert float(metrics["clipped_share"].sum()) == num_clipped
+    assert (num_clipped > 0) == (clip > 0)
+
+
+def test_explained_variance() -> None:
+    returns = torch.tensor([0.0, 1.0, 2.0])
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(torch.full((3,), 7.0), returns) == 0.0
+    assert explained_variance(-returns, returns) == pytest.approx(-3.0)
+    assert explained_variance(returns, torch.ones(3)) == 0.0
