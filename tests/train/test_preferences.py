@@ -21,7 +21,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.data.preferences import make_pair_batch
 from mcore_rl.dpo import with_pair_gradient
-from mcore_rl.players import PackedTrainer
+from mcore_rl.players import PackedTrainer, Packing
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
@@ -88,9 +88,7 @@ def one_step(
     trainer = PackedTrainer(
         Calls(actor),
         RunFolder("unused"),
-        dp_size=parallel.dp_size,
-        multiple_of=1,
-        max_tokens=max_tokens,
+        packing=Packing.of(parallel, max_tokens),
         temperature=1.0,
         checkpoint=CheckpointConfig(),
     )
