@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from mcore_rl.slices.carried import carried_tensors
 from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import open_hf_dir
+from mcore_rl.slices.routing import check_routing
 from mcore_rl.startup import start_training
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
@@ -55,6 +56,7 @@ _log = logging.getLogger(__name__)
 def run_train(config: Config) -> None:
     """`mcore-rl train`: everything that can be refused is refused before a process is started."""
     tokenizer = _open(config, "data.train", "reward.path")
+    check_routing(config.train, read_hf_config(config.model.path))
     prompts = ShuffledStream(
         _load(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle
     )
@@ -131,6 +133,7 @@ def run_train(config: Config) -> None:
 def run_sft(config: Config) -> None:
     """`mcore-rl sft`: from the weights in model.path, or from random ones, to <run.dir>/hf."""
     tokenizer = _open(config, "sft.data")
+    config = _without_replay(config)
     batches = SftStream(config.sft.data, tokenizer, config.sft.max_len, config.run.seed)
     with _run(config, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(config.sft.optimizer, config.sft.steps, sft_loss)
@@ -145,6 +148,7 @@ def run_sft(config: Config) -> None:
 def run_dpo(config: Config) -> None:
     """`mcore-rl dpo`: preference optimisation of the weights in model.path, to <run.dir>/hf."""
     tokenizer = _open(config, "dpo.data")
+    config = _without_replay(config)
     options = config.dpo
     stream = PreferenceStream(load_pairs(options.data, tokenizer, options.max_len), config.run.seed)
     held_out = load_pairs(options.held_out, tokenizer, options.max_len) if options.held_out else []
@@ -241,6 +245,13 @@ def _open(config: Config, *needed: str) -> PreTrainedTokenizerBase:
     """The tokenizer; ValueError if a leaf of `needed` is empty or the model cannot be what the run needs."""
     require(config, *needed, "run.dir", "model.path")
     return _open_model(config.model)
+
+
+def _without_replay(config: Config) -> Config:
+    """For sequences that no engine sampled: nobody knows their experts. ValueError: see check_routing."""
+    train = replace(config.train, router_replay="none")
+    check_routing(train, read_hf_config(config.model.path))
+    return replace(config, train=train)
 
 
 def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Canary:
         num_sequences = min(self._config.sequences, len(batch.lens_N))
         if not num_sequences:
             return CanaryReport()
-        probe = select(batch, range(num_sequences))
+        probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
         trainer_T = self._trainer.compute_logprobs(probe, temperature=1.0).logprobs_T
         expected = [part[1:] for part in split_by_lens(trainer_T, probe.lens_N)]
         sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]

@@ -112,12 +112,13 @@ class PackedTrainer:
         logprobs_T = _put_back(batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat])
         flips = [(i, s.router_flips_T) for i, s in flat if s.router_flips_T is not None]
         squares = [(i, s.sum_squares_T) for i, s in flat if s.sum_squares_T is not None]
-        others = [_put_back(batch.lens_N, parts) if parts else None for parts in (flips, squares)]
+        experts = [(i, s.routed_experts_TLK) for i, s in flat if s.routed_experts_TLK is not None]
+        others = [_put_back(batch.lens_N, parts) if parts else None for parts in (flips, squares, experts)]
         return TokenScores(logprobs_T, *others)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        per_dp = _cut(batch, self._packing.plan(batch))
-        return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=_num_tokens(per_dp))
+        per_dp, num_tokens = _cut(batch, self._packing.plan(batch)), sum(batch.lens_N)
+        return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save, after the previous save is complete; then drop what is older than the newest
@@ -145,7 +146,7 @@ class PackedCritic:
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         per_dp = _cut(_for_critic(batch), self._packing.plan(batch))
-        return self._ranks.train_step(per_dp, num_tokens=_num_tokens(per_dp))
+        return self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
 
     def save(self, step: int) -> None:
         """As a trainer's; what is too old goes with the trainer's save, which comes after."""
@@ -173,10 +174,6 @@ def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
         return first(), running.result()
     finally:
         other.shutdown(wait=False)
-
-
-def _num_tokens(per_dp: Sequence[Sequence[TrainBatch]]) -> int:
-    return sum(sum(microbatch.lens_N) for rank in per_dp for microbatch in rank)
 
 
 def _flat(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:

@@ -23,10 +23,11 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   staleness/restarted                       responses that were cut off when weights changed, so far
   buffer/finished unfinished                groups begun beside training that the step did not take
   logprob_diff/stale router arithmetic      parts that add up to the mean; stale_share, router_flip_share
+  router/replaced_share                     tokens whose experts train.router_replay changed in some layer
   refit/seconds transfer_seconds mib trainer_mib engines_failed   the weight sync as it measured itself
   refit/pause_s                             the part in which an engine does not generate, worst engine
   refit/canary_diff                         |trainer - engine| in nats right after the sync, worst engine
-  router_aux_loss                           load balance of the experts, 1 is perfect (coefficient not 0)
+  router/aux_loss                           load balance of the experts, 1 is perfect (coefficient not 0)
   eval/greedy_accuracy greedy_reward prompts pass_at_<k>   held-out evaluation, step 0 before training
 
 Token metrics are means over the trained tokens, those named *_max maxima.

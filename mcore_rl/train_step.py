@@ -64,6 +64,8 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
             router_flips_T=old.router_flips_T,
             sum_squares_T=old.sum_squares_T,
         )
+        if old.routed_experts_TLK is not None:
+            batch = replace(batch, routed_experts_TLK=old.routed_experts_TLK)
     if algorithm.needs_reference:
         reference = trainer.compute_logprobs(batch, reference=True)
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)

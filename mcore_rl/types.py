@@ -128,12 +128,15 @@ class TrainBatch:
     values_T, returns_T  float32, a critic's values before the step, each of the state in which the token was
                          drawn, and the returns that it learns
     stale_T              bool, True on tokens sampled from other weights than those that train
-    routed_experts_TLK   int16, the engine's choice of experts for each token; -1 where it is not known
+    routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an old pass
+                         with train.router_replay=old_pass: the trainer's); -1 where they are not known, of
+                         no meaning in dense layers
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
     sum_squares_T        float32, sum of the squared probabilities that the trainer gave the tokens of the
                          vocabulary, old policy; token-aligned like log-probs
     router_flips_T       int32, number of layers in which trainer and engine chose other experts for the token
                          before; token-aligned like log-probs
+    is_filler            keeps a rank busy that has fewer micro-batches than others; counts nowhere
     """
 
     token_ids_T: Tensor
@@ -151,6 +154,7 @@ class TrainBatch:
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
+    is_filler: bool = False
 
     def __post_init__(self) -> None:
         num_tokens = sum(self.lens_N)
@@ -170,6 +174,7 @@ class TokenScores:
     logprobs_T: Tensor
     router_flips_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
+    routed_experts_TLK: Tensor | None = None
 
 
 @dataclass(frozen=True)

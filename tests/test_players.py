@@ -42,7 +42,7 @@ class EchoRanks:
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
     ) -> StepStats:
         batches = [batch for rank in per_dp for batch in rank]
-        assert num_tokens == sum(len(b.token_ids_T) for b in batches)
+        assert num_tokens == sum(len(b.token_ids_T) for b in batches if not b.is_filler)
         loss = sum(float(b.loss_weights_T.sum()) for b in batches if b.loss_weights_T is not None)
         return StepStats(loss, 0.0, 0.0, num_tokens)
 

@@ -90,6 +90,14 @@ def test_overrides_reach_the_tree() -> None:
             ["teacher.path=/a", "algorithm.advantage=distillation", "rollout.temperature=0.7"],
             r"with rollout.temperature=0.7: .* set rollout.temperature=1",
         ),
+        (
+            ["train.router_replay=engine", "drift.routed_experts=false"],
+            r"train.router_replay=engine with drift.routed_experts=False: .* set drift.routed_experts=true",
+        ),
+        (
+            ["train.router_replay=old_pass"],
+            r"train.router_replay=old_pass with train.mini_batches=1, train.epochs=1 .* set train.router",
+        ),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
         (["algorithm.advantage=gae", "critic.mini_batches=7"], r"is not divisible by critic.mini_batches=7"),
         (["critic.gae_lambda=1.5"], r"critic.gae_lambda=1.5: must lie in \[0, 1\]"),

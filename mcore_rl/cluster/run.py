@@ -19,10 +19,11 @@ from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.players import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served import check_served_path, find_served
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.stream.engine_control import LOADER
 
 
@@ -164,9 +165,11 @@ def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
     )
 
 
-def experts_shape(config: Config) -> tuple[int, int] | None:
-    """Layers and experts per token, if the model has experts and the recipe wants to hear of them."""
+def experts_shape(config: Config) -> RoutedExpertsShape | None:
+    """What engines tell of experts, if the model has any and the recipe wants to hear of them."""
     hf_config = read_hf_config(Path(config.model.path))
-    if not config.drift.routed_experts or not family_of(hf_config).sizes(hf_config).get("experts"):
+    moe = tuple(map(bool, moe_layers(hf_config)))
+    if not config.drift.routed_experts or not any(moe):
         return None
-    return hf_config["num_hidden_layers"], hf_config["num_experts_per_tok"]
+    num_experts = family_of(hf_config).sizes(hf_config)["experts"]
+    return RoutedExpertsShape(moe, hf_config["num_experts_per_tok"], num_experts)

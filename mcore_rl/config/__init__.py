@@ -107,6 +107,7 @@ class Config:
             raise ValueError(
                 f"rollout.quantization=fp8 with model.dtype={self.model.dtype}: needs model.dtype=bfloat16"
             )
+        _check_replay(self.train, self.algorithm, self.drift)
         if self.cluster.colocated:
             _check_colocated(self.parallel, self.rollout)
         self._check_teacher()
@@ -166,6 +167,21 @@ def _check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
                 f"algorithm.advantage=distillation with rollout.temperature={self.rollout.temperature}: a"
                 " teacher's log-probs are those at temperature 1; set rollout.temperature=1"
             )
+
+
+def _check_replay(train: TrainConfig, algorithm: AlgorithmConfig, drift: DriftConfig) -> None:
+    if train.router_replay == "engine" and not drift.routed_experts:
+        raise ValueError(
+            "train.router_replay=engine with drift.routed_experts=False: engines are not asked for their"
+            " experts; set drift.routed_experts=true"
+        )
+    has_old_pass = train.epochs * train.mini_batches > 1 or algorithm.needs_old_logprobs
+    if train.router_replay == "old_pass" and (algorithm.correction.bypass or not has_old_pass):
+        raise ValueError(
+            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches}, train.epochs="
+            f"{train.epochs} and algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass"
+            " for the old log-probs; set train.router_replay=engine or none"
+        )
 
 
 def _check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:

@@ -87,10 +87,14 @@ class TrainConfig:
     epochs: int = 1
     """Passes over a rollout."""
     recompute: str = "none"
+    router_replay: str = "none"
+    """Experts that train steps send tokens to: those of the pass for the old log-probs (old_pass), or those
+    of the engine that sampled (engine, then also in that pass); none: the router's own choice."""
     router_aux_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("train.recompute", self.recompute, ("none", "selective", "full"))
+        one_of("train.router_replay", self.router_replay, ("none", "old_pass", "engine"))
         for name in ("max_tokens_per_microbatch", "mini_batches", "epochs"):
             positive(f"train.{name}", getattr(self, name))
 

@@ -104,7 +104,7 @@ def make_filler(batch: TrainBatch) -> TrainBatch:
     values["loss_mask_T"] = torch.zeros(2, dtype=torch.bool)
     if batch.loss_weights_T is not None:
         values["loss_weights_T"] = torch.zeros(2)
-    return replace(batch, lens_N=(2,), **values)
+    return replace(batch, lens_N=(2,), is_filler=True, **values)
 
 
 def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ import aiohttp
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.rotation import Rotation
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample
 
 _log = logging.getLogger(__name__)
@@ -84,10 +85,10 @@ class RolloutClient:
         config: RolloutConfig,
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
-        experts_shape: tuple[int, int] | None = None,
+        experts_shape: RoutedExpertsShape | None = None,
         rotation: Rotation | None = None,
     ) -> None:
-        """`experts_shape`: layers of the model and experts per token, if the engines tell of the latter.
+        """`experts_shape`: of what engines tell of the experts that they chose, if they do.
         `rotation`: which engines serve, asked before each request; None: all of them, always.
         """
         if not engines:
@@ -136,13 +137,14 @@ class RolloutClient:
             routed_experts=sampling.routed_experts and self._experts_shape is not None,
         )
         body = make_body(request, answerable, self._stop_token_ids)
+        experts_shape = self._experts_shape if sampling.routed_experts else None
         failed: list[_Engine] = []
         while True:
             async with session.slot():
                 engine = self._pick(request, failed)
                 try:
                     answer = await self._post(session.http, engine, body)
-                    return make_sample(request, answer, self._decode, self._experts_shape)
+                    return make_sample(request, answer, self._decode, experts_shape)
                 except (aiohttp.ClientError, TimeoutError, _Transient) as failure:
                     if session.is_held and isinstance(failure, _Aborted):
                         session.num_cut_off += 1

@@ -1,14 +1,11 @@
 """One request for a sample: what an engine is asked, and its answer as a Sample."""
 
-import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 
@@ -75,14 +72,16 @@ def make_sample(
     request: Request,
     answer: Mapping[str, Any],
     decode: Callable[[Sequence[int]], str],
-    experts_shape: tuple[int, int] | None,
+    experts_shape: RoutedExpertsShape | None,
 ) -> Sample:
+    """ValueError where the engine told of experts that its model cannot have."""
     meta = answer["meta_info"]
     response_ids = tuple(answer["output_ids"])
     logprobs, logprob_ids = zip(
         *((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True
     )
     assert logprob_ids == response_ids, f"{request} log-probs are of {logprob_ids}, tokens are {response_ids}"
+    num_run = len(request.prompt.token_ids) + len(response_ids) - 1
     return Sample(
         prompt=request.prompt,
         sample_index=request.sample_index,
@@ -94,14 +93,6 @@ def make_sample(
             for span in meta["weight_versions"]
         ),
         text=decode(response_ids),
-        routed_experts=_routed_experts(meta, experts_shape),
+        routed_experts=experts_shape
+        and experts_shape.decode(meta.get("routed_experts"), num_run, str(request).rstrip(",")),
     )
-
-
-def _routed_experts(meta: Mapping[str, Any], shape: tuple[int, int] | None) -> Tensor | None:
-    """int16 [tokens that the engine ran, layers, experts per token]."""
-    encoded = meta.get("routed_experts")
-    if encoded is None or shape is None:
-        return None
-    flat = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
-    return flat.view(-1, *shape).to(torch.int16)

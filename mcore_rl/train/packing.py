@@ -21,11 +21,12 @@ class RankBatch:
     """One micro-batch as rank (cp_rank, any tp) sees it; T local tokens with padding.
 
     tokens_T, positions_T   int64
+    sequences_T             int64, number in the micro-batch of the sequence that the token is of
     padding_T               bool, True on padding; None where no rank has any
-    targets_T               int64, index in the whole micro-batch of the token predicted; -1 where there is
-    none
+    sources_T               int64, index in the whole micro-batch of the token itself; -1 on padding
+    targets_T               int64, likewise of the token predicted; -1 where there is none
     cu_seqlens_N1           int32, cumulative padded lengths of whole sequences (not of their local parts)
-    num_tokens              real tokens on this rank
+    num_tokens              real tokens on this rank; all of a filler's are padding
     batch                   the fields of the predicted tokens; loss_mask_T False and loss_weights_T 0
     without target
     routed_experts_TLK      int16, of the local tokens themselves, -1 where not known; None in a batch without
@@ -33,7 +34,9 @@ class RankBatch:
 
     tokens_T: Tensor
     positions_T: Tensor
+    sequences_T: Tensor
     padding_T: Tensor | None
+    sources_T: Tensor
     targets_T: Tensor
     cu_seqlens_N1: Tensor
     max_len: int
@@ -67,11 +70,15 @@ def make_rank_batch(batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int)
     start_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]
     real_T = position_T < lens_T
     source_T = start_T + torch.where(real_T, position_T, 0)
+    if batch.is_filler:
+        real_T = torch.zeros_like(real_T)
     targets_T = torch.where(position_T + 1 < lens_T, start_T + position_T + 1, -1)
     return RankBatch(
         tokens_T=batch.token_ids_T[source_T],
         positions_T=position_T,
-        padding_T=None if padded_N == batch.lens_N else ~real_T,
+        sequences_T=sequence_T,
+        padding_T=None if padded_N == batch.lens_N and not batch.is_filler else ~real_T,
+        sources_T=torch.where(real_T, source_T, -1),
         targets_T=targets_T,
         cu_seqlens_N1=torch.tensor((0, *padded_N)).cumsum(0).int(),
         max_len=max(padded_N),
@@ -107,7 +114,7 @@ def _predicted(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, ...]) ->
         for name, value in batch.token_fields().items()
         if value.dim() == 1
     }
-    return TrainBatch(lens_N=lens_N, **values)
+    return TrainBatch(lens_N=lens_N, is_filler=batch.is_filler, **values)
 
 
 def _moved_fields(item: RankBatch | TrainBatch, device: torch.device) -> dict[str, Tensor]:

@@ -1,40 +1,104 @@
-"""The MoE router of training: megatron-core's, with the auxiliary loss weighted by all tokens of the
-micro-batch, and compared with the engine's choice of experts.
+"""The MoE router of training: megatron-core's, with balance losses that do not depend on the layout, and
+with experts that may be given instead of chosen.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
-from megatron.core.transformer.moe.moe_utils import (
-    get_tokens_per_expert_and_token_count,
-    switch_load_balancing_loss_func,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
 
-AUX_LOSS = "load_balancing_loss"
-"""megatron-core's name of the loss in its tracker."""
+AUX_LOSS, SEQUENCE_AUX_LOSS = "aux_loss", "seq_aux_loss"
+"""megatron-core's names of the losses."""
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """One run of one router.
+
+    layer_number   counted from 1
+    rows           which tokens of the batch are this rank's (sequence parallelism)
+    given_TK       int64, experts that the batch names for these tokens, -1 where it does not
+    replays        whether tokens go to `given_TK`
+    again          a recomputation, which counts nowhere
+    """
+
+    layer_number: int
+    rows: slice
+    batch: RankBatch
+    given_TK: Tensor | None
+    replays: bool
+    again: bool
+
+
+class RoutingPass(Protocol):
+    """What routers ask and tell; see train/routing.py."""
+
+    def start_call(self, layer_number: int, num_rows: int) -> RouterCall: ...
+
+    def end_call(
+        self, call: RouterCall, own_TK: Tensor, taken_TK: Tensor, routing_map_TE: Tensor
+    ) -> None: ...
+
+    def add_loss(self, name: str, layer_number: int, loss: Tensor) -> None: ...
+
+
+class ExpertChoice:
+    """Stands where megatron-core asks for the experts with the best scores: given ones come first.
+
+    megatron-core computes the gating weights of whatever is chosen here from its own scores, so they have the
+    model's form and a gradient. Its own RouterReplay knows no tokens without given experts, and takes turns
+    where this asks which micro-batch is meant.
+    """
+
+    def __init__(self) -> None:
+        self.given_TK: Tensor | None = None
+        self.own_TK = self.taken_TK = torch.empty(0)
+
+    def get_replay_topk(
+        self, scores_TE: Tensor, topk: int, num_groups: Any, group_topk: Any, compute_topk: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        """(scores, numbers) of each token's experts; called by topk_routing_with_score_function."""
+        scores_TK, self.own_TK = compute_topk(scores_TE, topk, num_groups, group_topk)
+        self.taken_TK = self.own_TK
+        if self.given_TK is None:
+            return scores_TK, self.own_TK
+        known_T1 = (self.given_TK >= 0).all(1, keepdim=True)
+        self.taken_TK = torch.where(known_T1, self.given_TK, self.own_TK)
+        return scores_TE.gather(1, self.taken_TK), self.taken_TK
 
 
 class TokenWeightedRouter(TopKRouter):
-    """Auxiliary loss of an optimizer step = token-weighted mean over its micro-batches, in every layout.
+    """Balance loss of an optimizer step = token-weighted mean over its micro-batches (aux_loss) or sequences
+    (seq_aux_loss), in every layout.
 
     With calculate_per_token_loss gradients are divided by the tokens of the step. megatron-core 0.16.1
     multiplies a rank's share of the loss by that rank's tokens; as the shares of the TP x CP ranks add up to
-    the loss, that is too little by TP * CP, and uneven where padding is. The whole micro-batch's tokens are
-    the right factor.
+    the loss, that is too little by TP * CP, and uneven where padding is. Its sequence loss takes a packed
+    micro-batch for one sequence.
     """
 
-    flips: "RouterFlips | None" = None
+    routing_pass: RoutingPass
+    _call: RouterCall
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert not self.config.moe_router_fusion, "a fused router does not ask for experts"
+        self.router_replay = ExpertChoice()  # type: ignore[assignment]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert self.layer_number is not None
+        choice: Any = self.router_replay
+        call = self._call = self.routing_pass.start_call(self.layer_number, logits.shape[:-1].numel())
+        choice.given_TK = call.given_TK if call.replays else None
         probs_TE, routing_map_TE = super().routing(logits, padding_mask=padding_mask)
-        if self.flips is not None and self.layer_number is not None:
-            self.flips.observe(self.layer_number, routing_map_TE)
+        self.routing_pass.end_call(call, choice.own_TK, choice.taken_TK, routing_map_TE)
         return probs_TE, routing_map_TE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -52,92 +116,47 @@ class TokenWeightedRouter(TopKRouter):
         return self
 
     def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        first_T = torch.zeros_like(self._call.batch.sequences_T)
+        return self._with_balance_loss(AUX_LOSS, probs, scores_for_aux_loss, routing_map, first_T)
+
+    def _apply_seq_aux_loss(
         self,
         probs: Tensor,
         scores_for_aux_loss: Tensor,
         routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        coef = self.get_aux_loss_coeff("aux_loss")
-        if coef == 0:
-            return probs
-        tokens_per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
-            routing_map=routing_map,
-            reduce_group=self.tp_cp_group,
-            topk=self.topk,
-            with_padding_mask=with_padding_mask,
-        )
-        aux_loss = switch_load_balancing_loss_func(
-            probs=scores_for_aux_loss,
-            tokens_per_expert=tokens_per_expert,
-            total_num_tokens=num_tokens,
-            topk=self.topk,
-            num_experts=self.config.num_moe_experts,
-            moe_aux_loss_coeff=coef,
-        )
-        return self.attach_and_log_load_balancing_loss(
-            probs, coef, aux_loss, AUX_LOSS, self.tp_cp_group, valid_token_count=num_tokens
+        sequences_T = self._call.batch.sequences_T
+        return self._with_balance_loss(
+            SEQUENCE_AUX_LOSS, probs, scores_for_aux_loss, routing_map, sequences_T
         )
 
+    def _with_balance_loss(
+        self, name: str, probs_TE: Tensor, scores_TE: Tensor, routing_map_TE: Tensor, groups_T: Tensor
+    ) -> Tensor:
+        """Attach coef * sum over groups of (tokens of the group * balance loss of the group).
 
-class RouterFlips:
-    """Counts, for each token, the layers whose router chooses other experts than the engine's did."""
-
-    def __init__(self, chunks: Sequence[torch.nn.Module], *, full_recompute: bool) -> None:
-        """Watch the routers of this rank's chunks."""
-        self._full_recompute = full_recompute
-        self._forward_only = False
-        self._batch: RankBatch | None = None
-        self._counts: dict[int, Tensor] = {}
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, TokenWeightedRouter):
-                    module.flips = self
-
-    def begin(self, batches: Sequence[RankBatch], *, forward_only: bool) -> None:
-        """Count anew, for these micro-batches."""
-        self._forward_only, self._batch = forward_only, None
-        self._counts = {
-            id(batch): torch.zeros_like(batch.tokens_T, dtype=torch.int32)
-            for batch in batches
-            if batch.routed_experts_TLK is not None
-        }
-
-    def enter(self, batch: RankBatch) -> None:
-        """The routers run on `batch` from now on."""
-        self._batch = batch
-
-    def observe(self, layer_number: int, routing_map_TE: Tensor) -> None:
-        """Layer `layer_number`, counted from 1, sends this rank's tokens to the experts marked True."""
-        batch = self._batch
-        if batch is None or batch.routed_experts_TLK is None or self._recomputing():
-            return
-        if layer_number > batch.routed_experts_TLK.shape[1]:  # of multi-token prediction
-            return
-        first = 0
-        if len(routing_map_TE) < len(batch.tokens_T):  # sequence parallelism
-            first = ps.get_tensor_model_parallel_rank() * len(routing_map_TE)
-        own = slice(first, first + len(routing_map_TE))
-        engine_TK = batch.routed_experts_TLK[own, layer_number - 1].long()
-        known_T = (engine_TK >= 0).all(1)
-        same_T = routing_map_TE.gather(1, engine_TK.clamp(min=0)).bool().all(1)
-        self._counts[id(batch)][own] += known_T & ~same_T
-
-    def take(self, batches: Sequence[RankBatch]) -> list[Tensor] | None:
-        """int32 [T] of each micro-batch's local tokens, over all layers; None without the engine's choice.
-
-        Collective over the tensor- and pipeline-parallel ranks.
+        scores_TE, routing_map_TE   0 on padding
+        groups_T                    group of each token of the whole local batch: micro-batch or sequence
+        A group's loss is E * sum over experts of (share of choices * mean score), 1 where the load is even:
+        Switch Transformer, arXiv:2101.03961, equations 4 to 6; per sequence DeepSeek-V3, arXiv:2412.19437,
+        equations 17 to 20.
         """
-        if not self._counts:
-            return None
-        counts = [self._counts[id(batch)] for batch in batches]
-        whole = torch.cat(counts)
-        for group in (ps.get_tensor_model_parallel_group(), ps.get_pipeline_model_parallel_group()):
-            if group.size() > 1:
-                dist.all_reduce(whole, group=group)
-        self._counts = {}
-        return list(whole.split([len(count) for count in counts]))
-
-    def _recomputing(self) -> bool:
-        """Full activation recompute runs a layer without gradients first, and again in the backward pass."""
-        return not self._forward_only and torch.is_grad_enabled() == self._full_recompute
+        coef = self.get_aux_loss_coeff(name)
+        if coef == 0:
+            return probs_TE
+        call, num_groups = self._call, len(self._call.batch.cu_seqlens_N1) - 1
+        own_T = groups_T[call.rows]
+        chosen_GE = scores_TE.new_zeros(num_groups, scores_TE.shape[1], dtype=torch.float32)
+        chosen_GE.index_add_(0, own_T, routing_map_TE.float())
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(chosen_GE, group=self.tp_cp_group)
+        num_choices_G1 = chosen_GE.sum(1, keepdim=True).clamp(min=1)
+        factor_GE = chosen_GE * (chosen_GE.shape[1] / num_choices_G1)
+        loss = (scores_TE * factor_GE[own_T]).sum()
+        self.routing_pass.add_loss(name, call.layer_number, loss.detach())
+        return MoEAuxLossAutoScaler.apply(probs_TE, coef * loss)  # type: ignore[return-value]

@@ -5,11 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
-
-from mcore_rl.device import device
-from mcore_rl.train.router import AUX_LOSS
 
 
 def token_sums(
@@ -51,22 +47,3 @@ def reduce_sums(reports: Sequence[Mapping[str, Tensor]], num_tokens: int) -> tup
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         metrics |= dict(zip(peaks, maxima.tolist(), strict=True))
     return loss, metrics
-
-
-def reduce_router_aux_loss(num_layers: int, num_moe_layers: int, num_microbatches: int) -> float:
-    """Load-balancing loss without its coefficient, mean over MoE layers and micro-batches; 1 is perfect
-    balance.
-
-    Collective over all ranks. num_microbatches is this rank's, equal on all data-parallel ranks.
-    """
-    tracker = get_moe_layer_wise_logging_tracker()
-    entry = tracker.pop(AUX_LOSS, None)
-    values = entry["values"] if entry else torch.zeros(num_layers, device=device())
-    for group in (
-        ps.get_pipeline_model_parallel_group(),
-        ps.get_tensor_and_context_parallel_group(),
-        ps.get_data_parallel_group(),
-    ):
-        if group.size() > 1:
-            dist.all_reduce(values, group=group)
-    return values.sum().item() / (num_moe_layers * num_microbatches * ps.get_data_parallel_world_size())

@@ -21,15 +21,17 @@ from mcore_rl.slices.hf_config import moe_layers
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.hf_config import make_transformer_config
+from mcore_rl.train.load import load_metrics
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
 from mcore_rl.train.packing import RankBatch, make_rank_batch
-from mcore_rl.train.router import RouterFlips
+from mcore_rl.train.router import AUX_LOSS
+from mcore_rl.train.routing import Routing, RoutingRecord
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import weight_layout
-from mcore_rl.train.stats import reduce_router_aux_loss, reduce_sums, token_sums
+from mcore_rl.train.stats import reduce_sums, token_sums
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
 
@@ -70,7 +72,7 @@ class TrainedModel:
         chunks = make_chunks(self._config, self.hf_config)
         fill_weights(chunks, model, self.hf_config, seed)
         self.chunks = wrap_chunks(self._config, chunks)
-        self._flips = RouterFlips(chunks, full_recompute=train.recompute == "full")
+        self._routing = Routing(chunks, self._config)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._memory = DeviceMemory(self.chunks, self._optimizer)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
@@ -107,13 +109,14 @@ class TrainedModel:
         export_hf(shards, tensors, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
 
     def _optimizer_step(
-        self, microbatches: Sequence[TrainBatch], output: OutputFn, num_tokens: int
+        self, microbatches: Sequence[TrainBatch], output: OutputFn, num_tokens: int, *, replay: bool = False
     ) -> StepStats | None:
         """One step on the sum of the losses of `output`; stats on the owning rank, None on the others.
 
         output       reports {"loss", "metrics": metrics_T, ...} of each micro-batch; its loss is scaled by
                      `num_tokens`, since megatron-core divides gradients by the step's tokens
         num_tokens   tokens of the whole step, over all data-parallel ranks
+        replay       send tokens to the experts that the micro-batches name
         """
         assert microbatches, "a step without micro-batches"
         self._checkpointer.maybe_finish()
@@ -123,56 +126,66 @@ class TrainedModel:
         rate = learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self._optimizer, rate)
         batches = self._rank_batches(microbatches)
-        reports, flips = self._run(batches, output, forward_only=False)
+        reports, records = self._run(batches, output, forward_only=False, replay=replay)
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         self.step += 1
-        aux = self._router_aux_loss(len(microbatches))
+        router = self._router_metrics(num_tokens)
         if not on_last_stage():
             return None
         sums = [
-            self._sums(report, batch, None if flips is None else flips[i])
-            for i, (report, batch) in enumerate(zip(reports, batches, strict=True))
+            self._sums(report, batch, record)
+            for report, batch, record in zip(reports, batches, records, strict=True)
         ]
         loss, metrics = reduce_sums(sums, num_tokens)
         if not rank_coordinate().owns_output:
             return None
-        return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | aux)
+        return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router)
 
-    def _sums(self, report: Report, batch: RankBatch, flips_T: Tensor | None) -> dict[str, Tensor]:
+    def _sums(self, report: Report, batch: RankBatch, record: RoutingRecord) -> dict[str, Tensor]:
         """What adds up over the step of one micro-batch's report."""
         metrics_T: Mapping[str, Tensor] = report["metrics"]
         return token_sums(report["loss"], metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
 
     def _run(
-        self, batches: Sequence[RankBatch], output: OutputFn, *, forward_only: bool
-    ) -> tuple[list[Report], list[Tensor] | None]:
-        """Reports of the last stage, and each micro-batch's router flips."""
-        self._flips.begin(batches, forward_only=forward_only)
+        self,
+        batches: Sequence[RankBatch],
+        output: OutputFn,
+        *,
+        forward_only: bool,
+        replay: bool = False,
+        record: bool = False,
+    ) -> tuple[list[Report], list[RoutingRecord]]:
+        """Reports of the last stage, and what the routers did with each micro-batch."""
+        self._routing.begin(batches, forward_only=forward_only, replay=replay, record=record)
         reports = run_schedule(
-            self.chunks, batches, output, forward_only=forward_only, on_forward=self._flips.enter
+            self.chunks, batches, output, forward_only=forward_only, on_forward=self._routing.enter
         )
-        return reports, self._flips.take(batches)
+        return reports, self._routing.take(batches)
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
         tp, cp = ps.get_tensor_model_parallel_world_size(), ps.get_context_parallel_world_size()
         cp_rank = ps.get_context_parallel_rank()
         return [make_rank_batch(batch, cp_rank, cp, tp).to(device()) for batch in microbatches]
 
-    def _router_aux_loss(self, num_microbatches: int) -> dict[str, float]:
-        if not self._config.moe_aux_loss_coeff:
-            return {}
+    def _router_metrics(self, num_tokens: int) -> dict[str, float]:
+        """The load of the experts, and the mean balance losses; collective over all ranks."""
         layers = moe_layers(self.hf_config)
-        return {"router_aux_loss": reduce_router_aux_loss(len(layers), sum(layers), num_microbatches)}
+        if not any(layers):
+            return {}
+        names = [AUX_LOSS] if self._config.moe_aux_loss_coeff else []
+        load_LE, losses = self._routing.load.reduce(names)
+        means = {f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()}
+        return {**load_metrics(load_LE, layers), **means}
 
 
-def gather_tokens(local_T: Tensor, targets_T: Tensor, num_tokens: int) -> Tensor:
-    """Put each context-parallel rank's values at the tokens they belong to; [num_tokens] on every one of
-    them.
+def gather_tokens(local_T: Tensor, index_T: Tensor, num_tokens: int) -> Tensor:
+    """Put each context-parallel rank's values (more axes may follow T) at the tokens they belong to, leaving
+    out those with index -1; [num_tokens] on every one of them.
     """
-    whole = torch.zeros(num_tokens, dtype=local_T.dtype)
-    has_target = (targets_T >= 0).cpu()
-    whole[targets_T.cpu()[has_target]] = local_T.detach().cpu()[has_target]
+    whole = torch.zeros(num_tokens, *local_T.shape[1:], dtype=local_T.dtype)
+    has_index = (index_T >= 0).cpu()
+    whole[index_T.cpu()[has_index]] = local_T.detach().cpu()[has_index]
     group = ps.get_context_parallel_group()
     if group.size() > 1:
         on_device = whole.to(device())

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1], dtype=torch.bool)
 CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, entropy_coef=0.01, kl=KLConfig(0.1, "k3"))
 
 
-def make_batch(**fields: torch.Tensor) -> TrainBatch:
+def make_batch(**fields: Any) -> TrainBatch:
     return TrainBatch(torch.arange(7), MASK, LENS, **fields)
 
 
@@ -302,7 +303,7 @@ def test_no_loss_depends_on_micro_batches_or_on_where_sequences_lie(loss: str) -
             barrier.wait(30)
 
         index = indices[rank]
-        fields = {name: value[index] for name, value in batch.token_fields().items()}
+        fields: dict[str, Any] = {name: value[index] for name, value in batch.token_fields().items()}
         sums = sequence_sum(lens[rank], torch.device("cpu"), add_others)
         return loss_fn(logprobs[index], entropy[index], TrainBatch(lens_N=lens[rank], **fields), sums)[0]
 

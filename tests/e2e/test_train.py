@@ -57,6 +57,7 @@ def test_train_eval_export_and_report(start: Start) -> None:
     assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
 
 
+OLD_PASS, ENGINE = "train.router_replay=old_pass", "train.router_replay=engine"
 COLOCATED = ["cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0"]
 
 REINFORCE_PLUS_PLUS = [
@@ -93,8 +94,8 @@ GSPO = [
 @pytest.mark.parametrize(
     "layout",
     [
-        ["parallel.tp=2", "rollout.tp=2", "rollout.nodes_per_engine=2", *REINFORCE_PLUS_PLUS],
-        ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2", *KL_COV, *DAPO],
+        ["parallel.tp=2", "rollout.tp=2", "rollout.nodes_per_engine=2", *REINFORCE_PLUS_PLUS, OLD_PASS],
+        ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2", *KL_COV, *DAPO, ENGINE],
         ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *SHARED_CRITIC, *GSPO],
     ],
     ids=["tp2-ep2-engine-tp2-on-two-nodes", "pp2-two-engines", "cp2-ep2-colocated-with-critic"],
@@ -108,6 +109,11 @@ def test_weights_reach_the_engine_from_every_layout(start: Start, layout: list[s
         if "rollout.dynamic_sampling=true" in layout:
             assert 1 <= line["sampling/rounds"] <= 2
             assert line["reward/errors"] == 0 and line["reward/part/overlong_penalty"] <= 0
+        if OLD_PASS in layout:  # the first step's weights are those of the pass
+            assert line["router/replaced_share"] == 0
+        if ENGINE in layout:
+            assert line["logprob_diff/router_flip_share"] == line["logprob_diff/router"] == 0
+            assert line["router/replaced_share"] < 0.5  # the second mini-batch's weights are others
         if "algorithm.loss=kl_cov" in layout:
             assert 0 < line["clip/held_back_share"] < 0.3
         if "algorithm.correction.weight=sequence" in layout:

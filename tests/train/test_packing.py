@@ -1,5 +1,7 @@
 """Context-parallel parts of a packed micro-batch hold every token and every prediction exactly once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -25,6 +27,9 @@ def test_every_token_is_predicted_once(lens_N: tuple[int, ...], cp: int, tp: int
     for part in parts:
         assert len(part.tokens_T) * cp == sum(padded_lens(lens_N, cp, tp))
         assert len(part.tokens_T) % tp == 0
+        real_T = part.sources_T >= 0
+        assert torch.equal(part.tokens_T[real_T], batch.token_ids_T[part.sources_T[real_T]])
+        assert int(real_T.sum()) == part.num_tokens
         has_target = part.targets_T >= 0
         assert torch.equal(part.labels_T[has_target], part.tokens_T[has_target] + 1)
         assert torch.equal(part.batch.loss_mask_T, has_target)
@@ -33,6 +38,13 @@ def test_every_token_is_predicted_once(lens_N: tuple[int, ...], cp: int, tp: int
         padding_T = torch.zeros_like(has_target) if part.padding_T is None else part.padding_T
         assert int((~padding_T).sum()) == part.num_tokens
         assert not (padding_T & has_target).any()
+
+
+def test_a_filler_counts_nowhere() -> None:
+    part = make_rank_batch(replace(make_batch((2,)), is_filler=True), 0, 1, 2)
+    assert part.num_tokens == 0
+    assert part.padding_T is not None and part.padding_T.all()
+    assert (part.sources_T == -1).all()
 
 
 def test_tokens_lie_where_attention_expects_them() -> None:

@@ -85,12 +85,11 @@ def make_actor(
     model: ModelConfig,
     parallel: ParallelConfig,
     optimizer: OptimizerConfig | None = None,
-    recompute: str = "none",
-    router_aux_loss_coef: float = 0.1,
+    **train: Any,
 ) -> Actor:
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
-    train = TrainConfig(router_aux_loss_coef=router_aux_loss_coef, recompute=recompute)
-    return Actor(model, parallel, train, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
+    config = TrainConfig(**{"router_aux_loss_coef": 0.1} | train)
+    return Actor(model, parallel, config, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
 
 
 def with_engine_records(batches: list[TrainBatch], hf_dir: Path) -> tuple[list[TrainBatch], list[Tensor]]:

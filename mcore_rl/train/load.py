@@ -1,0 +1,71 @@
+"""Tokens per expert of one optimizer step: counts of each rank's routers in, statistics of all out."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.device import device
+
+
+class StepLoad:
+    """Adds up over micro-batches; every token of a layer is counted on exactly one rank."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self._shape = (num_layers, num_experts)
+        self.clear()
+
+    def clear(self) -> None:
+        self._load_LE = torch.zeros(self._shape, dtype=torch.int64, device=device())
+        self._losses: dict[str, Tensor] = {}
+
+    def count(self, layer_number: int, routing_map_TE: Tensor, padding_T: Tensor | None) -> None:
+        """Layer `layer_number`, from 1, sends this rank's tokens to the experts marked True."""
+        if padding_T is not None:
+            routing_map_TE = routing_map_TE & ~padding_T[:, None]
+        self._load_LE[layer_number - 1] += routing_map_TE.sum(0)
+
+    def add_loss(self, name: str, layer_number: int, loss: Tensor) -> None:
+        if name not in self._losses:
+            self._losses[name] = torch.zeros(self._shape[0], dtype=torch.float64, device=device())
+        self._losses[name][layer_number - 1] += loss
+
+    def reduce(self, loss_names: Sequence[str]) -> tuple[Tensor, dict[str, float]]:
+        """(tokens of the step per layer and expert: float64 [L, E]; each loss summed over layers and tokens).
+
+        Collective over all ranks, which hold other layers (PP) or other tokens (TP, CP, DP).
+        """
+        zeros = torch.zeros(self._shape[0], dtype=torch.float64, device=device())
+        parts = [self._load_LE.double(), *(self._losses.get(name, zeros)[:, None] for name in loss_names)]
+        whole = torch.cat(parts, dim=1)
+        dist.all_reduce(whole)
+        load_LE, *losses = whole.split([self._shape[1], *[1] * len(loss_names)], dim=1)
+        return load_LE, {name: loss.sum().item() for name, loss in zip(loss_names, losses, strict=True)}
+
+
+def load_metrics(load_LE: Tensor, moe_layers: Sequence[int]) -> Mapping[str, float]:
+    """How even the load of the experts is, per layer with experts and over all of them.
+
+    moe_layers      1 for each layer with experts, 0 for each dense one
+    max_violation   load of the busiest expert / mean load, minus 1; 0 is perfect (arXiv:2408.15664, equation
+                    4); `max_violation_max` is that of the worst layer
+    idle_share      share of experts without a token
+    load_entropy    entropy of the load / log(number of experts); 1 is perfect
+    """
+    layers = [i for i, has_experts in enumerate(moe_layers) if has_experts]
+    load_LE = load_LE[layers].cpu()
+    share_LE = load_LE / load_LE.sum(1, keepdim=True).clamp(min=1)
+    num_experts = load_LE.shape[1]
+    values = {
+        "max_violation": share_LE.amax(1) * num_experts - 1,
+        "idle_share": (load_LE == 0).double().mean(1),
+        "load_entropy": torch.special.entr(share_LE).sum(1) / math.log(num_experts),
+    }
+    metrics = {f"router/{name}": value_L.mean().item() for name, value_L in values.items()}
+    metrics["router/max_violation_max"] = values["max_violation"].max().item()
+    for name, value_L in values.items():
+        rows = zip(layers, value_L.tolist(), strict=True)
+        metrics |= {f"router/layer_{layer:02d}/{name}": value for layer, value in rows}
+    return metrics

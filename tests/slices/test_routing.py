@@ -1,0 +1,30 @@
+"""Options of routing that a model has no use for are refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import TrainConfig
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.routing import check_routing
+from tests.tiny_models import write_model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "qwen3",
+            {"router_replay": "engine"},
+            "train.router_replay=engine, but Qwen3ForCausalLM has no experts",
+        ),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(
+    tmp_path: Path, kind: str, options: dict[str, Any], message: str
+) -> None:
+    config = read_hf_config(write_model(kind, tmp_path))
+    check_routing(TrainConfig(), config)
+    with pytest.raises(ValueError, match=message):
+        check_routing(TrainConfig(**options), config)
