@@ -27,7 +27,8 @@ Metric names of a GRPO run. A row of metrics.jsonl holds step, timestamp (unix s
   refit/seconds transfer_seconds mib trainer_mib engines_failed   the weight sync as it measured itself
   refit/pause_s                             the part in which an engine does not generate, worst engine
   refit/canary_diff                         |trainer - engine| in nats right after the sync, worst engine
-  router/aux_loss                           load balance of the experts, 1 is perfect (coefficient not 0)
+  router/aux_loss seq_aux_loss              load balance of the experts, 1 is perfect (coefficient not 0)
+  router/max_violation idle_share load_entropy   load of the experts; router/layer_<i>/... of each layer
   eval/greedy_accuracy greedy_reward prompts pass_at_<k>   held-out evaluation, step 0 before training
 
 Token metrics are means over the trained tokens, those named *_max maxima.

@@ -98,6 +98,11 @@ def test_overrides_reach_the_tree() -> None:
             ["train.router_replay=old_pass"],
             r"train.router_replay=old_pass with train.mini_batches=1, train.epochs=1 .* set train.router",
         ),
+        (
+            ["train.freeze_router=true"],
+            r"train.router_aux_loss_coef=0.001: a frozen router learns no balance",
+        ),
+        (["train.router_bias_rate=-1"], r"train.router_bias_rate=-1.0: must not be negative"),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
         (["algorithm.advantage=gae", "critic.mini_batches=7"], r"is not divisible by critic.mini_batches=7"),
         (["critic.gae_lambda=1.5"], r"critic.gae_lambda=1.5: must lie in \[0, 1\]"),

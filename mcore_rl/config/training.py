@@ -91,12 +91,24 @@ class TrainConfig:
     """Experts that train steps send tokens to: those of the pass for the old log-probs (old_pass), or those
     of the engine that sampled (engine, then also in that pass); none: the router's own choice."""
     router_aux_loss_coef: float = 0.0
+    """Of a loss that evens the load of the experts in each micro-batch."""
+    router_sequence_aux_loss_coef: float = 0.0
+    """Of a loss that evens it in each sequence."""
+    router_bias_rate: float = 0.0
+    """By how much each optimizer step moves the experts' bias towards an even load, in models with one."""
+    freeze_router: bool = False
+    """Train all weights but those of the routers, which stay bit for bit as they were loaded."""
 
     def __post_init__(self) -> None:
         one_of("train.recompute", self.recompute, ("none", "selective", "full"))
         one_of("train.router_replay", self.router_replay, ("none", "old_pass", "engine"))
         for name in ("max_tokens_per_microbatch", "mini_batches", "epochs"):
             positive(f"train.{name}", getattr(self, name))
+        for name in ("router_aux_loss_coef", "router_sequence_aux_loss_coef", "router_bias_rate"):
+            value = getattr(self, name)
+            if value < 0 or (value and self.freeze_router):
+                why = "a frozen router learns no balance" if self.freeze_router else "must not be negative"
+                raise ValueError(f"train.{name}={value}: {why}; set train.{name}=0")
 
 
 @dataclass

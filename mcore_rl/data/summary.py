@@ -41,7 +41,13 @@ def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
 
 def summarize_critic(stats: Sequence[StepStats]) -> dict[str, float]:
     """The same of the critic, every name under critic/."""
-    return {f"critic/{name.rpartition('/')[2]}": value for name, value in summarize_steps(stats).items()}
+    of_steps = summarize_steps(stats)
+    of_steps["loss"] = of_steps.pop("loss/total")
+    routers = {name for name in of_steps if name.startswith("router/")}
+    return {
+        f"critic/{name if name in routers else name.rpartition('/')[2]}": value
+        for name, value in of_steps.items()
+    }
 
 
 def _merge(name: str, metrics: Sequence[Mapping[str, float]]) -> float:

@@ -1,14 +1,31 @@
 """Options of the experts' routing against config.json; what the model cannot do is refused."""
 
 from mcore_rl.config import TrainConfig
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_config import moe_layers
 
 
 def check_routing(train: TrainConfig, config: HfConfig) -> None:
     """ValueError naming the first option of `train` that a model of this config.json has no use for."""
-    if train.router_replay != "none" and not any(moe_layers(config)):
+    architecture = config["architectures"][0]
+    unused = {
+        "router_replay": "none",
+        "router_aux_loss_coef": 0.0,
+        "router_sequence_aux_loss_coef": 0.0,
+        "router_bias_rate": 0.0,
+        "freeze_router": False,
+    }
+    for name, off in unused.items():
+        if getattr(train, name) != off and not any(moe_layers(config)):
+            raise ValueError(
+                f"train.{name}={getattr(train, name)}, but {architecture} has no experts:"
+                f" set train.{name}={str(off).lower()}"
+            )
+    has_bias = family_of(config).options(config).get("moe_router_enable_expert_bias")
+    if train.router_bias_rate and not has_bias:
         raise ValueError(
-            f"train.router_replay={train.router_replay}, but {config['architectures'][0]} has no experts:"
-            " set train.router_replay=none"
+            f"train.router_bias_rate={train.router_bias_rate}, but routers of {architecture} have no bias"
+            " that engines would know of: set train.router_bias_rate=0; train.router_sequence_aux_loss_coef"
+            " balances, too"
         )

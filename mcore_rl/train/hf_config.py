@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from mcore_rl.config import ParallelConfig
+from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.device import megatron_options
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
@@ -23,7 +23,7 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 
 
 def make_transformer_config(
-    config: HfConfig, parallel: ParallelConfig, dtype: torch.dtype, recompute: str, aux_loss_coef: float
+    config: HfConfig, parallel: ParallelConfig, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
     """megatron-core's configuration of this rank's model. ValueError where `parallel` does not divide the
     model.
@@ -45,11 +45,11 @@ def make_transformer_config(
         "bf16": dtype == torch.bfloat16,
         **megatron_options(),
         **_parallelism(parallel, dtype),
-        **_recompute(recompute, options),
+        **_recompute(train.recompute, options),
         **options,
     }
     if "num_moe_experts" in options:
-        settings |= _experts(config, aux_loss_coef)
+        settings |= _experts(config, train)
     if options.get("rope_type") == "rope":
         settings["apply_rope_fusion"] = False  # the fused kernel for latent attention knows yarn only
     return kind(**settings)
@@ -71,11 +71,11 @@ def _recompute(recompute: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
-def _experts(config: HfConfig, aux_loss_coef: float) -> dict[str, Any]:
+def _experts(config: HfConfig, train: TrainConfig) -> dict[str, Any]:
     return {
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": aux_loss_coef,
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+        "moe_aux_loss_coeff": [train.router_aux_loss_coef, train.router_sequence_aux_loss_coef],
         "moe_layer_freq": 1 if all(moe_layers(config)) else moe_layers(config),
         "moe_grouped_gemm": True,
     }

@@ -10,12 +10,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
 
 AUX_LOSS, SEQUENCE_AUX_LOSS = "aux_loss", "seq_aux_loss"
 """megatron-core's names of the losses."""
+
+
+def balance_losses(config: TransformerConfig) -> list[str]:
+    """Names of the losses that have a coefficient."""
+    names, coefs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    assert isinstance(names, list) and isinstance(coefs, list), (names, coefs)
+    return [name for name, coef in zip(names, coefs, strict=True) if coef]
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,9 @@ class TokenWeightedRouter(TopKRouter):
         return probs_TE, routing_map_TE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Do not count tokens per expert: the experts' bias stays as it was loaded.
+        """Do not count tokens per expert: Routing.move_bias steers the bias, by the load of the whole step.
 
-        megatron-core 0.16.1 would fail to count where there is a padding mask.
+        megatron-core 0.16.1 would fail to count where there is a padding mask, and count a recomputation.
         """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TokenWeightedRouter":

@@ -41,10 +41,25 @@ class Routing:
         self._forward_only, self._replays = False, False
         self._records: dict[int, RoutingRecord] = {}
         self._to_recompute: dict[int, deque[RankBatch]] = {}
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, TokenWeightedRouter):
-                    module.routing_pass = self
+        modules = (module for chunk in chunks for module in chunk.modules())
+        self._routers = [module for module in modules if isinstance(module, TokenWeightedRouter)]
+        for router in self._routers:
+            router.routing_pass = self
+
+    def freeze(self) -> None:
+        """Routers keep their weights; to be called before there are gradient buffers and an optimizer."""
+        for router in self._routers:
+            router.weight.requires_grad_(False)
+
+    @torch.no_grad()
+    def move_bias(self, load_LE: Tensor, rate: float) -> None:
+        """Experts with less than the mean load of their layer become likelier by `rate`, others less likely:
+        arXiv:2408.15664, algorithm 1. In place, on every rank alike; `load_LE` is of all ranks.
+        """
+        for router in self._routers if rate else ():
+            load_E = load_LE[(router.layer_number or 0) - 1]
+            assert router.expert_bias is not None, "check_routing lets no such model pass"
+            router.expert_bias += rate * torch.sign(load_E.mean() - load_E).to(router.expert_bias)
 
     def begin(
         self, batches: Sequence[RankBatch], *, forward_only: bool, replay: bool = False, record: bool = False

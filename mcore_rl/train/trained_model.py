@@ -26,7 +26,7 @@ from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
 from mcore_rl.train.packing import RankBatch, make_rank_batch
-from mcore_rl.train.router import AUX_LOSS
+from mcore_rl.train.router import balance_losses
 from mcore_rl.train.routing import Routing, RoutingRecord
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
@@ -66,13 +66,13 @@ class TrainedModel:
         self._optimizer_config, self._total_steps = optimizer, total_steps
         self._dtype = model.dtype
         dtype = DTYPES[model.dtype]
-        self._config = make_transformer_config(
-            self.hf_config, parallel, dtype, train.recompute, train.router_aux_loss_coef
-        )
+        self._config = make_transformer_config(self.hf_config, parallel, dtype, train)
         chunks = make_chunks(self._config, self.hf_config)
         fill_weights(chunks, model, self.hf_config, seed)
+        self._routing, self._bias_rate = Routing(chunks, self._config), train.router_bias_rate
+        if train.freeze_router:
+            self._routing.freeze()
         self.chunks = wrap_chunks(self._config, chunks)
-        self._routing = Routing(chunks, self._config)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._memory = DeviceMemory(self.chunks, self._optimizer)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
@@ -130,7 +130,7 @@ class TrainedModel:
         succeeded, grad_norm, _ = self._optimizer.step()
         assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         self.step += 1
-        router = self._router_metrics(num_tokens)
+        router = self._balance(num_tokens)
         if not on_last_stage():
             return None
         sums = [
@@ -168,13 +168,13 @@ class TrainedModel:
         cp_rank = ps.get_context_parallel_rank()
         return [make_rank_batch(batch, cp_rank, cp, tp).to(device()) for batch in microbatches]
 
-    def _router_metrics(self, num_tokens: int) -> dict[str, float]:
-        """The load of the experts, and the mean balance losses; collective over all ranks."""
+    def _balance(self, num_tokens: int) -> dict[str, float]:
+        """Steer the experts' bias by the step's load, which is told with the mean balance losses."""
         layers = moe_layers(self.hf_config)
         if not any(layers):
             return {}
-        names = [AUX_LOSS] if self._config.moe_aux_loss_coeff else []
-        load_LE, losses = self._routing.load.reduce(names)
+        load_LE, losses = self._routing.load.reduce(balance_losses(self._config))
+        self._routing.move_bias(load_LE, self._bias_rate)
         means = {f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()}
         return {**load_metrics(load_LE, layers), **means}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.config import ParallelConfig
+from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.slices.hf_config import padded_vocab_size, read_hf_config
 from mcore_rl.train.hf_config import (
     check_layout,
@@ -43,7 +43,7 @@ def read(folder: Path, **changes: Any) -> dict[str, Any]:
 def test_sizes_come_from_config_json(tmp_path: Path) -> None:
     config = read(tmp_path, norm_topk_prob=False)
     parallel = ParallelConfig(tp=2, pp=2, ep=2)
-    built = make_transformer_config(config, parallel, torch.bfloat16, "full", 0.01)
+    built = make_transformer_config(config, parallel, torch.bfloat16, TrainConfig(recompute="full"))
     assert (built.kv_channels, built.num_query_groups, built.moe_router_topk) == (16, 2, 2)
     assert built.moe_layer_freq == [1, 1, 0, 1]
     assert built.layernorm_epsilon == 1e-5

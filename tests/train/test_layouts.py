@@ -44,7 +44,8 @@ FOUR_RANKS: list[Layout] = [
 
 def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout) -> dict[str, Any]:
     """One step in a layout; what its owning ranks report, and every gradient by HF name in boxes."""
-    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    coefs: dict[str, Any] = {"router_aux_loss_coef": 0.1, "router_sequence_aux_loss_coef": 0.2}
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), **coefs)
     batches = my_batches(torch.load(Path(model.path) / BATCHES, weights_only=False))
     scores = actor.compute_logprobs(batches, temperature=0.8, sum_squares=True)
     stats = actor.train_step(batches, token_loss, temperature=0.8, num_tokens=NUM_TOKENS)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.config import ParallelConfig
+from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import check_rank
@@ -64,7 +64,7 @@ def check_cases(rank: int, world_size: int, port: int, folder: Path) -> int:
 def check_case(rank: int, world_size: int, port: int, hf_dir: Path, parallel: ParallelConfig) -> int:
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     hf_config = read_hf_config(hf_dir)
-    config = make_transformer_config(hf_config, parallel, torch.float32, "none", 0.0)
+    config = make_transformer_config(hf_config, parallel, torch.float32, TrainConfig())
     shards, _ = weight_layout(make_chunks(config, hf_config), hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, MegatronSizes.of(parallel, hf_config), "float32")
     assert layout.num_ranks == world_size

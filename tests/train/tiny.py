@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state as ps
@@ -88,7 +88,7 @@ def make_actor(
     **train: Any,
 ) -> Actor:
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
-    config = TrainConfig(**{"router_aux_loss_coef": 0.1} | train)
+    config = TrainConfig(**cast(Any, {"router_aux_loss_coef": 0.1} | train))
     return Actor(model, parallel, config, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
 
 
