@@ -169,8 +169,8 @@ def test_online_every_two_samples_of_a_group_that_differ_are_a_pair_however_the_
     batch = with_loss_weights(make_train_batch(samples), ONLINE.aggregation, 8)
     logprobs_T, ref_T = -torch.rand(2, sum(batch.lens_N), generator=generator, dtype=torch.float64)
     batch = replace(batch, old_logprobs_T=logprobs_T, ref_logprobs_T=ref_T)
-    advantages_T, metrics = Advantages(ONLINE)(Scores(rewards), samples, batch)
-    batch = replace(batch, advantages_T=advantages_T, ref_logprobs_T=None)
+    batch, metrics = Advantages(ONLINE)(Scores(rewards), samples, batch)
+    batch = replace(batch, ref_logprobs_T=None)
 
     leaf = logprobs_T.clone().requires_grad_()
     parts = (torch.where(batch.loss_mask_T, leaf - ref_T, 0.0)).split(batch.lens_N)
