@@ -1,6 +1,8 @@
 """Options of the run itself: folder, data, reward, evaluation, checkpoints, logs, cluster."""
 
+import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcore_rl.config.checks import one_of, positive
 
@@ -36,20 +38,60 @@ class DataConfig:
 
 
 @dataclass
+class JudgeConfig:
+    """What the model in the group `judge` is asked of each sample, and how its answer is read."""
+
+    template: str = "recipes/rewards/judge.jinja"
+    """Jinja file of the question; it sees prompt, response, ground_truth, messages, data_source, extra_info."""
+    verdict: str = r"(?i)verdict:\W*(\w+(?:\.\d+)?)"
+    """Regular expression whose one group is the verdict; of several in an answer the last counts."""
+    words: dict[str, float] = field(default_factory=dict)
+    """What verdicts in words are worth, {correct: 1, incorrect: 0}; empty: verdicts are numbers."""
+    low: float = 0.0
+    """A verdict below this or above `high` is none."""
+    high: float = 1.0
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    request: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}."""
+
+    def __post_init__(self) -> None:
+        try:
+            num_groups = re.compile(self.verdict).groups
+        except re.error as error:
+            raise ValueError(f"reward.judge.verdict={self.verdict!r}: {error}") from None
+        if num_groups != 1:
+            raise ValueError(f"reward.judge.verdict={self.verdict!r}: has {num_groups} groups, needs one")
+        if self.low >= self.high:
+            raise ValueError(f"reward.judge.low={self.low} is not below reward.judge.high={self.high}")
+        outside = [word for word, value in self.words.items() if not self.low <= value <= self.high]
+        if outside:
+            raise ValueError(
+                f"reward.judge.words: {outside[0]}={self.words[outside[0]]} lies outside"
+                f" reward.judge.low={self.low} to reward.judge.high={self.high}"
+            )
+        positive("reward.judge.max_tokens", self.max_tokens)
+
+
+@dataclass
 class RewardConfig:
     path: str = ""
     """Python file; a relative path is looked up from the working directory, then beside recipes/."""
     name: str = "reward"
     parts: list[str] = field(default_factory=list)
-    """Names of the numbers that the function returns and rewards are the weighted sum of; empty: "score"."""
+    """Names of the numbers that rewards are the weighted sum of: those that the function returns, "judge" and
+    "reward_model"; empty: the function's "score", or what there is if there is no function."""
     weights: list[float] = field(default_factory=list)
     """One per part."""
     error_value: float = 0.0
-    """Reward of a sample whose function raised or did not answer in time."""
+    """Reward of a sample whose function or model failed or did not answer in time."""
     workers: int = 0
     """Processes that call the function, sample by sample; 0 calls it in the controller."""
     timeout_s: float = 30.0
     """Per sample; functions that are not async have it only in `workers`, which are killed for it."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    model_tokenizer: str = ""
+    """Directory of the reward model's tokenizer and chat template, where it is not reward_model.path."""
     overlong_buffer_len: int = 0
     """Tokens before rollout.max_response_len over which a penalty grows; 0: none (DAPO)."""
     overlong_penalty: float = 1.0
