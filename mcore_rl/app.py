@@ -34,8 +34,10 @@ from mcore_rl.planning import record_layouts
 from mcore_rl.players import EngineGenerator, PackedCritic, PackedTrainer, Packing, at_once
 from mcore_rl.recipe import require
 from mcore_rl.report import make_report
+from mcore_rl.rewards.questions import JudgeQuestion, Question, RewardModelQuestion
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Critic, Roles, in_turn
+from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.served import ServedModel
 from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
@@ -55,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 def run_train(config: Config) -> None:
     """`mcore-rl train`: everything that can be refused is refused before a process is started."""
-    tokenizer = _open(config, "data.train", "reward.path")
+    tokenizer = _open(config, "data.train")
     check_routing(config.train, read_hf_config(config.model.path))
     prompts = ShuffledStream(
         _load(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle
@@ -78,8 +80,7 @@ def run_train(config: Config) -> None:
         folder, newest, processes = run
         started = start_training(config, processes, loss)
         trainer, critic, engines, gpus = started.trainer, started.critic, started.engines, started.gpus
-        others = processes.served.wait()
-        _log_served(others)
+        others = _connect(scorer, processes)
         gpus.take(TRAINER, ALL)
         if config.algorithm.needs_reference:
             trainer.snapshot_reference()
@@ -169,7 +170,7 @@ def run_dpo(config: Config) -> None:
 def run_pairs(config: Config) -> None:
     """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to <run.dir>/pairs."""
     _check_no_trainer(config)
-    tokenizer = _open(config, "data.train", "reward.path")
+    tokenizer = _open(config, "data.train")
     splits = {
         "train": _load(config, config.data.train, tokenizer)[: config.dpo.prompts or None],
         "heldout": _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
@@ -179,7 +180,7 @@ def run_pairs(config: Config) -> None:
     served = ("judge", "reward_model")
     with _run(config, "pairs", with_engines=True, served=served) as (folder, _, processes), scorer:
         client = _make_client(config, processes.start_engines(), tokenizer)
-        _log_served(processes.served.wait())
+        _connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         for name, prompts in splits.items():
             if prompts:
@@ -190,13 +191,13 @@ def run_pairs(config: Config) -> None:
 def run_eval(config: Config) -> None:
     """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
     _check_no_trainer(config)
-    tokenizer = _open(config, "eval.data", "reward.path")
+    tokenizer = _open(config, "eval.data")
     held_out = _load(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = _make_scorer(config)
     served = ("judge", "reward_model")
     with _run(config, "eval", with_engines=True, served=served) as (folder, _, processes), scorer:
         client = _make_client(config, processes.start_engines(), tokenizer)
-        _log_served(processes.served.wait())
+        _connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with _make_log(config, folder, None, 0) as log:
             metrics, samples, scores = evaluate(generator, held_out, scorer, config.eval, config.run.seed)
@@ -299,7 +300,24 @@ def _load(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBa
 
 
 def _make_scorer(config: Config) -> Scorer:
-    return Scorer(config.reward, config.rollout.max_response_len)
+    questions: dict[str, Question] = {}
+    if config.judge.is_used:
+        questions["judge"] = JudgeQuestion(config.reward.judge)
+    if config.reward_model.is_used:
+        questions["reward_model"] = RewardModelQuestion(
+            config.reward.model_tokenizer or config.reward_model.path
+        )
+    return Scorer(config.reward, config.rollout.max_response_len, questions)
+
+
+def _connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedModel]:
+    """The models beside the policy, once they are up; those that give rewards are the scorer's."""
+    served = processes.served.wait()
+    for role, model in served.items():
+        _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
+    clients = {role: ServedClient(model) for role, model in served.items()}
+    scorer.connect({role: client.post_all for role, client in clients.items()}, processes.watched)
+    return served
 
 
 def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -351,11 +369,6 @@ def _pack(
         temperature=temperature,
         checkpoint=config.checkpoint,
     )
-
-
-def _log_served(served: Mapping[str, ServedModel]) -> None:
-    for role, model in served.items():
-        _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
 
 
 def _make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: SharedGpus) -> Critic:

@@ -123,3 +123,19 @@ def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
         saved["rope_scaling"] = rope | {"type": rope["rope_type"]}
     path.write_text(json.dumps(saved, indent=2))
     return folder
+
+
+def write_reward_model(kind: str, folder: Path) -> Path:
+    """Save a random model of family `kind` with a score for a head, and the arithmetic data's tokenizer."""
+    import transformers
+
+    from mcore_rl.data.arithmetic import make_tokenizer, vocabulary
+
+    class_name, settings = MODELS[kind]
+    head = {"num_labels": 1, "pad_token_id": 0, "vocab_size": len(vocabulary())}
+    config = getattr(transformers, class_name)(**{**SIZES, **settings, **head})
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder

@@ -42,8 +42,8 @@ class JudgeConfig:
     """What the model in the group `judge` is asked of each sample, and how its answer is read."""
 
     template: str = "recipes/rewards/judge.jinja"
-    """Jinja file of the question; it sees prompt, response, ground_truth, messages, data_source, extra_info."""
-    verdict: str = r"(?i)verdict:\W*(\w+(?:\.\d+)?)"
+    """Jinja file of the question, with prompt, response, ground_truth, messages, data_source, extra_info."""
+    verdict: str = r"(?i)verdict:[\s*_]*([-+]?(?:\d+(?:\.\d+)?|[a-zA-Z]+))"
     """Regular expression whose one group is the verdict; of several in an answer the last counts."""
     words: dict[str, float] = field(default_factory=dict)
     """What verdicts in words are worth, {correct: 1, incorrect: 0}; empty: verdicts are numbers."""

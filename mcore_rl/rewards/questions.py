@@ -1,4 +1,4 @@
-"""What a served model is asked of each sample, and its answers as numbers; who sends them is not seen here."""
+"""What a served model is asked of each sample, and its answers as numbers; others send them."""
 
 import json
 import re

@@ -63,9 +63,7 @@ def load_function(path: str, name: str) -> UserFunction:
 
     ValueError: no such file or function, or one that takes the arguments of neither form.
     """
-    file = next((f for f in (Path(path), HOME / path) if f.is_file()), None)
-    if file is None:
-        raise ValueError(f"reward.path={path}: no such file in {Path.cwd()} or {HOME}")
+    file = find_file("reward.path", path)
     spec = importlib.util.spec_from_file_location(f"mcore_rl_reward_{file.stem}", file)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
@@ -87,6 +85,14 @@ def load_function(path: str, name: str) -> UserFunction:
             continue
         return UserFunction(function, takes_all, is_async)
     raise ValueError(f"{path}:{name} must take the keyword arguments {', '.join(ONE)}, or {', '.join(ALL)}")
+
+
+def find_file(option: str, path: str) -> Path:
+    """A file of the working directory or beside recipes/; ValueError, naming `option`, if in neither."""
+    file = next((f for f in (Path(path), HOME / path) if f.is_file()), None)
+    if file is None:
+        raise ValueError(f"{option}={path}: no such file in {Path.cwd()} or {HOME}")
+    return file
 
 
 def numbers_of(answer: Any) -> dict[str, float]:

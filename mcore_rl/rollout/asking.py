@@ -27,7 +27,7 @@ class _Transient(Exception):
 
 
 class ServedClient:
-    """Spreads requests over a model's engines, least loaded first; tries again until a request's time is up."""
+    """Spreads requests over a model's engines, least loaded first; retries until a request's time is up."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -36,7 +36,7 @@ class ServedClient:
     async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """In their order, each answer's JSON or the AskError that the request came to.
 
-        Lost connections, HTTP 429 and 5xx are tried again, also while no engine serves; other answers are not.
+        Lost connections, HTTP 429 and 5xx are tried again, also while no engine serves; others are not.
         """
         slots = asyncio.Semaphore(self._model.config.max_concurrency * len(self._model.engines))
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)

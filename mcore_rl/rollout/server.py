@@ -92,6 +92,8 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
     forks_die_with_their_parents()
 
+    if "--is-embedding" in arguments:
+        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mcore_rl.rollout.reward_heads"
     from mcore_rl.device import has_cuda
 
     if not has_cuda():

@@ -3,16 +3,20 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from mcore_rl.algo.build import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
@@ -24,18 +28,24 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
     ClusterConfig,
+    JudgeConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    RewardConfig,
     ServedModelConfig,
     TrainConfig,
 )
 from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.rewards.questions import JudgeQuestion, RewardModelQuestion
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.client import EngineAddress
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.served import find_served
 from mcore_rl.stream.refit import Refitter
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from tests.tiny_models import write_reward_model
 
 pytestmark = pytest.mark.e2e
 
@@ -48,21 +58,29 @@ class Run:
     engines: EngineGroup
     address: EngineAddress
     log_dir: Path
-    judge: ServedModels
+    served: ServedModels
 
 
-JUDGE = ServedModelConfig(dtype="float32", kv_cache_len=4096, restarts=1)
+BESIDE = ServedModelConfig(dtype="float32", kv_cache_len=4096, request_timeout_s=60, restarts=1)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Two expert-parallel ranks, one engine and one judge, on the exported random weights of a tiny model."""
+    """Two expert-parallel ranks, one engine and one judge, on the exported random weights of a tiny model; a
+    reward model of its own.
+    """
     folder = tmp_path_factory.mktemp("run")
     prepare_arithmetic(folder / "data")
     with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
-        judge = {"judge": replace(JUDGE, path=str(folder / "hf"))}
-        plans = [plan_ranks(2, 0.5, 0), plan_engine(1, 0.5, 0), *plan_served(judge, 0.5, 0)["judge"]]
-        trainer_slots, engine_slots, judge_slots = reserve(plans, timeout_s=20)
+        write_reward_model("qwen3", folder / "reward_model")
+        paths = {"judge": folder / "hf", "reward_model": folder / "reward_model"}
+        beside = {role: replace(BESIDE, path=str(path)) for role, path in paths.items()}
+        plans = [
+            plan_ranks(2, 0.4, 0),
+            plan_engine(1, 0.4, 0),
+            *chain(*plan_served(beside, 0.4, 0).values()),
+        ]
+        trainer_slots, engine_slots, *others = reserve(plans, timeout_s=20)
         trainer = TrainerGroup(trainer_slots, folder / "logs", call_timeout_s=120)
         engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120)
         trainer.start_build(trainer_spec(folder / "data" / "model"), timeout_s=240)
@@ -75,7 +93,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             custom_weight_loaders=("mcore_rl.stream.receiver.load",),
         )
         engines.start_build([spec], timeout_s=240)
-        served = ServedModels(judge, {"judge": [judge_slots]}, folder / "logs", 120, running={})
+        slots = {role: [of_role] for role, of_role in zip(beside, others, strict=True)}
+        served = ServedModels(beside, slots, folder / "logs", 120, running={})
         [address] = engines.wait_built()
         yield Run(trainer, engines, address, folder / "logs", served)
 
@@ -140,8 +159,37 @@ def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
     asyncio.run(guard(refit(), run.trainer.watch(), run.engines.watch()))
 
 
+def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) -> None:
+    """The judge's words are random, so any word is a verdict; the reward model's score is transformers'."""
+    models = run.served.wait()
+    folder = models["reward_model"].model
+    question = RewardModelQuestion(folder)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ response }}")
+    asked = JudgeConfig(template=str(template), verdict=r"^()", words={"": 0.5}, max_tokens=4)
+    config = RewardConfig(parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked, error_value=-9.0)
+    texts = ("12 + 5 = 17", "17", "17 " * 600)
+    samples = [make_sample(text) for text in texts]
+    with Scorer(config, 100, {"judge": JudgeQuestion(asked), "reward_model": question}) as scorer:
+        posts = {role: ServedClient(model).post_all for role, model in models.items()}
+        scorer.connect(posts, lambda work: asyncio.run(guard(work, *run.served.watches())))
+        scores = scorer(samples)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = [model(torch.tensor([question.tokens(s)])).logits.item() for s in samples[:2]]
+    assert scores.parts["reward_model"][:2] == pytest.approx(expected, abs=1e-4)
+    assert abs(expected[0] - expected[1]) > 1e-2
+    assert scores.rewards_N[:2] == pytest.approx([1.0 + score for score in expected], abs=1e-4)
+    assert scores.rewards_N[2] == -9.0
+    assert re.search(r"AskError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2])
+
+
+def make_sample(text: str) -> Sample:
+    prompt = Prompt(0, (1,), ({"role": "user", "content": "Ada has 12 apples"},), "unit", "17")
+    return Sample(prompt, 0, (5,), (-0.1,), "stop", (VersionSpan(0, 1, WeightVersion(0)),), text)
+
+
 def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
-    judge = run.judge.wait()["judge"]
+    judge = run.served.wait()["judge"]
     [engine] = judge.engines
     assert Path(engine.log_path) == run.log_dir / "judge_0.log" and Path(engine.log_path).exists()
     assert (run.log_dir / "judge_rank0.log").exists()
@@ -157,15 +205,15 @@ def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
         while (judge.rotation.serving == [engine.url]) is not wanted:
             await asyncio.sleep(0.1)
 
-    [server] = run.judge.server_pids("judge")
+    [server] = run.served.server_pids("judge")
     os.kill(server, signal.SIGKILL)
     for wanted in (False, True):
-        asyncio.run(guard(asyncio.wait_for(serves(wanted), 60), *run.judge.watches()))
+        asyncio.run(guard(asyncio.wait_for(serves(wanted), 60), *run.served.watches()))
     assert ask(engine.url) == before
-    [server] = run.judge.server_pids("judge")
+    [server] = run.served.server_pids("judge")
     os.kill(server, signal.SIGKILL)
     with pytest.raises(RankError, match=r"(?s)rank 0 \(judge.*died \(status -9\); its last lines:"):
-        asyncio.run(guard(asyncio.sleep(60), *run.judge.watches()))
+        asyncio.run(guard(asyncio.sleep(60), *run.served.watches()))
     with pytest.raises(ValueError, match=r"judge.url=.*: GET .*/v1/models does not list models: URLError"):
         find_served("judge", by_url)
 

@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,13 +48,14 @@ def narrow(solution_str):
 """
 
 
-def make_samples(*texts: str, num_tokens: int = 1) -> list[Sample]:
+def make_sample_of(text: str, ground_truth: Any, index: int = 0, num_tokens: int = 1) -> Sample:
     spans = (VersionSpan(0, num_tokens, WeightVersion(0)),)
     tokens = (5,) * num_tokens, (-0.1,) * num_tokens
-    return [
-        Sample(Prompt(i, (1,), (), "unit", "7"), 0, *tokens, "stop", spans, text)
-        for i, text in enumerate(texts)
-    ]
+    return Sample(Prompt(index, (1,), (), "unit", ground_truth), 0, *tokens, "stop", spans, text)
+
+
+def make_samples(*texts: str, num_tokens: int = 1) -> list[Sample]:
+    return [make_sample_of(text, "7", i, num_tokens) for i, text in enumerate(texts)]
 
 
 @pytest.fixture

@@ -1,0 +1,72 @@
+"""Rewards of Python programs: the share of tests that the response's program passes, each run in a sandbox.
+
+The program is the response's last fenced block. The ground truth is a mapping, or its JSON text, of one form:
+
+{"inputs": [text, ...], "outputs": [text, ...]}                  standard input and what must be printed
+{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]} calls of a function, and what it must return
+{"asserts": ["assert f(1) == 2", ...]}                           statements that must not raise
+
+score    share of tests passed
+passed   the same, for reward.parts
+solved   1 if all are passed
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_rl.rewards.sandbox import Limits, run_program
+
+LIMITS = Limits(wall_s=6.0, cpu_s=5, memory_mib=1024, processes=8)
+"""Of each test."""
+BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+def reward(
+    *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+) -> dict[str, float]:
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    blocks = BLOCK.findall(solution_str)
+    results = [_passes(*test) for test in _tests(blocks[-1], truth)] if blocks else [False]
+    share = sum(results) / len(results)
+    return {"score": share, "passed": share, "solved": float(share == 1)}
+
+
+def _tests(program: str, truth: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, str]]:
+    """(program, standard input, expected, mark before the line that is compared; none: all of the output).
+
+    ValueError if there is no test.
+    """
+    if not (truth.get("asserts") or truth.get("inputs")):
+        raise ValueError(f"no tests in the ground truth, whose keys are {sorted(truth)}")
+    for statement in truth.get("asserts", ()):
+        mark = secrets.token_hex(16)
+        yield f"{program}\n{statement}\nprint('\\n{mark}true')\n", "", True, mark
+    for given, expected in zip(truth.get("inputs", ()), truth.get("outputs", ()), strict=True):
+        if "fn_name" not in truth:
+            yield program, given, expected, ""
+            continue
+        mark = secrets.token_hex(16)
+        arguments = ", ".join(map(repr, given))
+        call = f"print('\\n{mark}' + __import__('json').dumps({truth['fn_name']}({arguments})))"
+        yield f"{program}\n{call}\n", "", expected, mark
+
+
+def _passes(program: str, stdin: str, expected: Any, mark: str) -> bool:
+    outcome = run_program(program, stdin, LIMITS)
+    if outcome.killed or outcome.status:
+        return False
+    if not mark:
+        return _plain(outcome.stdout) == _plain(expected)
+    found = [line.removeprefix(mark) for line in outcome.stdout.splitlines() if line.startswith(mark)]
+    try:
+        return len(found) == 1 and json.loads(found[0]) == expected
+    except json.JSONDecodeError:
+        return False
+
+
+def _plain(text: str) -> list[str]:
+    """Lines without trailing blanks, and without empty ones at the end."""
+    return [line.rstrip() for line in text.rstrip().splitlines()]
