@@ -52,7 +52,7 @@ def test_the_judge_sees_prompt_response_and_ground_truth(tmp_path: Path) -> None
 )
 def test_the_last_verdict_counts_if_it_is_one(text: str | None, value: float | str) -> None:
     question = JudgeQuestion(JudgeConfig())
-    if isinstance(value, float):
+    if not isinstance(value, str):
         assert question.read(chat(text)) == value
     else:
         with pytest.raises(ValueError, match=value):

@@ -1,0 +1,116 @@
+"""What a command reads before it starts a process; wrong input is refused here."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mcore_rl.config import Config, ModelConfig
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.recipe import require
+from mcore_rl.rewards.questions import JudgeQuestion, Question, RewardModelQuestion
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.teacher import check_same_vocabulary
+from mcore_rl.slices.carried import carried_tensors
+from mcore_rl.slices.families.value_head import has_value_head
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_files import open_hf_dir
+from mcore_rl.slices.routing import check_routing
+from mcore_rl.types import Prompt
+
+_log = logging.getLogger(__name__)
+
+
+def open_tokenizer(config: Config, *needed: str) -> PreTrainedTokenizerBase:
+    """The tokenizer; ValueError if a leaf of `needed` is empty or the model cannot be what the run needs."""
+    require(config, *needed, "run.dir", "model.path")
+    return _open_model(config.model)
+
+
+def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; ValueError if the directory cannot be what the run needs."""
+    path = Path(model.path)
+    try:
+        hf_config = read_hf_config(path)
+    except ValueError as error:
+        raise ValueError(f"model.path={model.path}: {error}") from None
+    if has_value_head(hf_config):
+        raise ValueError(
+            f"model.path={model.path}: {hf_config['architectures'][0]} gives values, not log-probs; a critic"
+            " starts from it as critic.path"
+        )
+    if model.init == "hf":
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(
+                f"model.path={model.path}: no *.safetensors there; model.init=random starts without"
+            )
+        open_hf_dir(path)
+        if carried := sorted(carried_tensors(path, hf_config)):
+            print(f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ...")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except OSError as error:
+        raise ValueError(f"model.path={model.path}: no tokenizer there ({error})") from None
+
+
+def without_replay(config: Config) -> Config:
+    """For sequences that no engine sampled: nobody knows their experts. ValueError: see check_routing."""
+    train = replace(config.train, router_replay="none")
+    check_routing(train, read_hf_config(config.model.path))
+    return replace(config, train=train)
+
+
+def load_split(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    return load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong) if files else []
+
+
+def make_scorer(config: Config) -> Scorer:
+    questions: dict[str, Question] = {}
+    if config.judge.is_used:
+        questions["judge"] = JudgeQuestion(config.reward.judge)
+    if config.reward_model.is_used:
+        questions["reward_model"] = RewardModelQuestion(
+            config.reward.model_tokenizer or config.reward_model.path
+        )
+    return Scorer(config.reward, config.rollout.max_response_len, questions)
+
+
+def check_critic(config: Config) -> None:
+    """ValueError if the critic cannot start from what the recipe names, or not learn with the policy."""
+    path = config.critic.path or config.model.path
+    try:
+        of_critic, of_policy = read_hf_config(path), read_hf_config(config.model.path)
+    except ValueError as error:
+        raise ValueError(f"critic.path={path}: {error}") from None
+    if of_critic["vocab_size"] != of_policy["vocab_size"]:
+        raise ValueError(
+            f"critic.path={path}: its vocabulary has {of_critic['vocab_size']} tokens, that of"
+            f" model.path={config.model.path} {of_policy['vocab_size']}; take one with the same tokenizer"
+        )
+
+
+def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    path = config.teacher.path
+    try:
+        check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(path), config.model.path, path)
+    except OSError as error:
+        raise ValueError(f"teacher.path={path}: no tokenizer there ({error})") from None
+
+
+def check_no_trainer(config: Config) -> None:
+    if config.rollout.quantization != "none":
+        raise ValueError(
+            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantise, and an evaluation"
+            " has none; use rollout.quantization=none"
+        )
+
+
+def check_lens(config: Config) -> None:
+    longest = config.data.max_prompt_len + config.rollout.max_response_len
+    if longest > config.train.max_tokens_per_microbatch:
+        raise ValueError(
+            f"data.max_prompt_len + rollout.max_response_len = {longest} exceeds"
+            f" train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch}: raise the latter"
+        )

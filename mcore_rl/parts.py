@@ -1,0 +1,150 @@
+"""The parts of a run, made of its recipe and its processes."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.background import BackgroundSampler
+from mcore_rl.canary import Canary
+from mcore_rl.cluster.critic import CriticGroup
+from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.host import node_address
+from mcore_rl.cluster.run import RunProcesses, experts_shape
+from mcore_rl.cluster.trainer import TrainerGroup
+from mcore_rl.colocation import SharedGpus, SharingCritic
+from mcore_rl.config import Config
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.engine_sync import EngineSync
+from mcore_rl.metrics import MetricsLogger
+from mcore_rl.planning import record_layouts
+from mcore_rl.players import PackedCritic, PackedTrainer, Packing, Watched
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.roles import Critic
+from mcore_rl.rollout.asking import ServedClient
+from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.served import ServedModel
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.startup import Started
+from mcore_rl.stream.refit import Refitter
+from mcore_rl.types import Prompt, WeightVersion
+
+_log = logging.getLogger(__name__)
+
+
+def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedModel]:
+    """The models beside the policy, once they are up; those that give rewards are the scorer's."""
+    served = processes.served.wait()
+    for role, model in served.items():
+        _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
+    clients = {role: ServedClient(model) for role, model in served.items()}
+    scorer.connect({role: client.post_all for role, client in clients.items()}, processes.watched)
+    return served
+
+
+def make_client(config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutClient:
+    """Waits for the engines."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    stop = tokenizer.eos_token_id
+    if not isinstance(stop, int):
+        raise ValueError(f"the tokenizer in {config.model.path} has no eos_token: responses would never stop")
+    return RolloutClient(
+        engines.wait_built(), config.rollout, [stop], decode, experts_shape(config), engines.rotation
+    )
+
+
+def pack(config: Config, trainer: TrainerGroup, folder: RunFolder, temperature: float = 1.0) -> PackedTrainer:
+    return PackedTrainer(
+        trainer,
+        folder,
+        packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
+        temperature=temperature,
+        checkpoint=config.checkpoint,
+    )
+
+
+def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: SharedGpus) -> Critic:
+    packing = Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch)
+    critic = PackedCritic(ranks, folder, packing=packing, checkpoint=config.checkpoint)
+    return SharingCritic(critic, gpus) if config.critic.colocated else critic
+
+
+def make_sync(config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]) -> EngineSync:
+    """What brings the trainer's weights to the engines and sees that they compute alike."""
+    timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
+    refitter = Refitter(
+        started.trainer,
+        host=node_address(),
+        bucket_mib=config.sync.bucket_mib,
+        timeout_s=timeout_s,
+        staged=config.rollout.stage_weights,
+        relay=config.sync.relay,
+        record=partial(record_layouts, config),
+    )
+    canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
+    return EngineSync(refitter, canary, engines.rotation, engines.look, watched, gpus)
+
+
+def sample_beside(
+    config: Config,
+    start_step: int,
+    prompts: ShuffledStream[Prompt],
+    client: RolloutClient,
+    scorer: Scorer,
+    processes: RunProcesses,
+    weights: EngineSync,
+) -> AbstractContextManager[BackgroundSampler | None]:
+    """What samples beside training, if the recipe wants that."""
+    if config.rollout.mode == "sync":
+        return nullcontext()
+    version = WeightVersion(start_step)
+    watched, start = processes.watched, processes.start_watched
+    return BackgroundSampler(config, version, prompts, client, scorer, watched, start, weights.revive)
+
+
+def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
+    """The step to continue after: 0 without a checkpoint. `parts`: what else has a state, by its name."""
+    if newest is None:
+        return 0
+    state = trainer.load(str(newest))
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    print(f"resumed from {newest}")
+    return state["step"]
+
+
+def make_log(config: Config, folder: RunFolder, total_steps: int | None, start_step: int) -> MetricsLogger:
+    log = config.log
+    return MetricsLogger(
+        folder.path,
+        last_step=start_step or None,
+        total_steps=total_steps,
+        console=log.console,
+        tensorboard=log.tensorboard,
+        wandb_project=log.wandb_project,
+        mlflow_uri=log.mlflow_uri,
+        config=asdict(config),
+    )
+
+
+def finish_training(config: Config, trainer: TrainerGroup, folder: RunFolder) -> None:
+    """Complete the save under way; export if asked."""
+    trainer.finish_save()
+    folder.prune(config.checkpoint.keep)
+    if config.checkpoint.export_hf:
+        _log.info("export")
+        trainer.export_hf(str(folder.export))
+
+
+def finish_critic(config: Config, critic: CriticGroup, folder: RunFolder) -> None:
+    """Likewise of the critic."""
+    critic.finish_save()
+    if config.checkpoint.export_hf:
+        critic.export_hf(str(folder.critic_export))
