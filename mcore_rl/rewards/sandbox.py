@@ -24,8 +24,8 @@ _GRACE_S = 2.0
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib64", "/usr")
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
-    "HOME": "/work",
-    "TMPDIR": "/work",
+    "HOME": "/box",
+    "TMPDIR": "/box",
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -84,7 +84,7 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
 def _job(source: str, root: Path, stdin: Path, limits: Limits, report_fd: int) -> dict[str, object]:
     mib = 1 << 20
     return {
-        "command": [sys.executable, "-I", "-B", f"/work/{PROGRAM}"],
+        "command": [sys.executable, "-I", "-B", f"/box/{PROGRAM}"],
         "environment": _ENVIRONMENT,
         "files": {PROGRAM: source},
         "folders": _folders(),

@@ -72,7 +72,7 @@ def _write_maps(pid: int, maps: dict[str, str]) -> None:
 
 
 def _build_root(root: str, folders: list[str], files: dict[str, str], tmp_bytes: int) -> None:
-    """A root at `root`: `folders` read-only, a few devices, and /work, with `files`, which can be written."""
+    """A root at `root`: `folders` read-only, a few devices, and /box, with `files`, which can be written."""
     with open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")  # in a namespace of its own the command could mount memory without limit
     _mount("none", "/", flags=_MS_REC | _MS_PRIVATE)
@@ -88,17 +88,17 @@ def _build_root(root: str, folders: list[str], files: dict[str, str], tmp_bytes:
         with open(f"{root}/dev/{device}", "w"):
             pass
         _mount(f"/dev/{device}", f"{root}/dev/{device}", flags=_MS_BIND)
-    os.mkdir(f"{root}/work")
+    os.mkdir(f"{root}/box")
     if not os.path.exists(f"{root}/tmp"):  # else packages lie below it
-        os.symlink("work", f"{root}/tmp")
-    _mount("tmpfs", f"{root}/work", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},mode=777")
+        os.symlink("box", f"{root}/tmp")
+    _mount("tmpfs", f"{root}/box", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},mode=777")
     for name, text in files.items():
-        with open(f"{root}/work/{name}", "w") as file:
+        with open(f"{root}/box/{name}", "w") as file:
             file.write(text)
     os.chdir(root)
     _check(_libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount")
-    os.chdir("/work")
+    os.chdir("/box")
     _mount("none", "/", flags=_MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 

@@ -55,9 +55,10 @@ def test_answers_are_compared_as_mathematics(workers: int) -> None:
 
 def test_a_comparison_without_end_costs_its_sample_alone() -> None:
     tower = r"\boxed{9^{9^{9^{9^{9}}}}!}"
-    config = RewardConfig(path="recipes/rewards/math.py", workers=1, timeout_s=8.0)
+    config = RewardConfig(path="recipes/rewards/math.py", workers=1, timeout_s=5.0)
     with Scorer(config, 100) as scorer:
         scores = scorer(
             [make_sample_of(tower, r"\sum_{k=1}^{99999999} k!"), make_sample_of(r"\boxed{3}", "3")]
         )
+    assert "no answer within reward.timeout_s=5" in scores.errors[0] and not scores.errors[1]
     assert scores.rewards_N == [0.0, 1.0]

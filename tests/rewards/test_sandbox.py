@@ -46,8 +46,8 @@ def test_an_endless_loop_ends_at_its_limits() -> None:
         ("import os; os.listdir(os.path.expanduser('{home}/.ssh'))", "No such file or directory"),
         ("open('/proc/1/environ')", "No such file or directory"),
         ("open('/etc/shadow')", "No such file or directory"),
-        ("for i in range(9): open(f'/work/{i}', 'wb').write(bytes(1 << 20))", "No space left on device"),
-        ("open('/work/a', 'wb').write(bytes(8 << 20))", "No space left on device|File too large"),
+        ("for i in range(9): open(f'/box/{i}', 'wb').write(bytes(1 << 20))", "No space left on device"),
+        ("open('/box/a', 'wb').write(bytes(8 << 20))", "No space left on device|File too large"),
         ("import os; os.kill({pid}, 9)", "No such process"),
         ("import os; os.setuid(0)", "Operation not permitted"),
         (
@@ -95,6 +95,6 @@ def test_a_fork_bomb_is_bounded_and_daemons_end_with_the_program() -> None:
 
 def test_folders_are_removed() -> None:
     before = set(Path(tempfile.gettempdir()).glob("sandbox_*"))
-    run("open('/work/a', 'w').write('a')")
+    run("open('/box/a', 'w').write('a')")
     run("while True: pass", wall_s=1.0)
     assert not set(Path(tempfile.gettempdir()).glob("sandbox_*")) - before
