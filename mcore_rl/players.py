@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -167,13 +167,20 @@ def _for_critic(batch: TrainBatch) -> TrainBatch:
 
 
 def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
-    """(first(), second()), the latter in a thread of its own; raises what either raises."""
-    other = ThreadPoolExecutor(1, "at_once")
-    try:
-        running = other.submit(second)
-        return first(), running.result()
-    finally:
-        other.shutdown(wait=False)
+    """(first(), second()), the latter in a thread of its own; raises what either raises.
+
+    The thread is a daemon: where `first` raised, nobody waits for what `second` still does.
+    """
+    outcome: Future[S] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(second())
+        except BaseException as error:  # told to the one who waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="at_once", daemon=True).start()
+    return first(), outcome.result()
 
 
 def _flat(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:

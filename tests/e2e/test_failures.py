@@ -34,7 +34,7 @@ def test_a_run_that_is_killed_again_and_again_ends_whole(start: Start, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("victim", [victim for victim in VICTIMS if victim != "critic"])
 def test_a_run_that_is_killed_in_every_phase_ends_whole(start: Start, tmp_path: Path, victim: str) -> None:
     survive(start, tmp_path / "run", [(victim, phase) for phase in PHASES])
 
@@ -51,6 +51,20 @@ def test_a_run_that_samples_beside_training_is_killed_again_and_again(start: Sta
         ("interrupted", "refit"),
     ]
     survive(start, tmp_path / "run", deaths, "rollout.mode=async", "rollout.deterministic=false")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_with_a_critic_is_killed_again_and_again(start: Start, tmp_path: Path) -> None:
+    deaths = [
+        ("critic", "train"),
+        ("rank", "train"),
+        ("critic", "save"),
+        ("gcs", "logprobs"),
+        ("controller", "save"),
+        ("interrupted", "train"),
+    ]
+    survive(start, tmp_path / "run", deaths, "algorithm.advantage=gae")
 
 
 def survive(start: Start, run_dir: Path, deaths: list[tuple[str, str]], *settings: str) -> None:

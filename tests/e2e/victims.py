@@ -31,6 +31,9 @@ VICTIMS = {
     "rank": Victim(
         ("trainer_rank1",), r"trainer rank 1.* died \(killed.*\) during .*; log \S+trainer_rank1\.log"
     ),
+    "critic": Victim(
+        ("critic_rank0",), r"critic rank 0.* died \(killed.*\) during .*; log \S+critic_rank0\.log"
+    ),
     "server": Victim(("mcore_rl.rollout.server",), ENGINE_DIED),
     "scheduler": Victim(("sglang::scheduler",), ENGINE_DIED),
     "controller": Victim(
