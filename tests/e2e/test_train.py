@@ -15,7 +15,7 @@ Start = Callable[..., Run]
 
 
 def steps_of(run: Run) -> list[dict[str, float]]:
-    return [line for line in run.metrics() if "loss/total" in line]
+    return [line for line in run.metrics() if "rollout/samples" in line]
 
 
 def assert_engine_agrees(run: Run, num_steps: int) -> None:
