@@ -14,11 +14,15 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from mcore_rl.config import RolloutConfig
+from mcore_rl.config import RolloutConfig, ServedModelConfig
+from mcore_rl.players import EventLoop
 from mcore_rl.rollout.client import EngineAddress, EngineError, RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.request import Sampling, sample_seed
 from mcore_rl.rollout.rotation import Rotation
+from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.rollout.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
 
@@ -95,6 +99,24 @@ def test_logprobs_equal_transformers(engine, model):
         sampling = Sampling(max_response_len=24, temperature=temperature, seed=0)
         samples = generate(client_of(engine), prompts, 2, sampling)
         assert logprob_error(model, samples, temperature) < 1e-4
+
+
+def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_lost(engine, model):
+    """What it says of responses that it did not sample is what transformers says."""
+    samples = generate(client_of(engine), make_prompts(12), 1, Sampling(max_response_len=20, seed=3))
+    others = [
+        replace(s, response_ids=ids, logprobs=(0.0,) * len(ids), versions=spans)
+        for s in samples
+        for ids in [tuple((t + 5) % VOCAB_SIZE for t in s.response_ids)]
+        for spans in [(VersionSpan(0, len(ids), WeightVersion(0)),)]
+    ]
+    lost = EngineAddress(f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "lost.log")
+    engines, config = (lost, address(engine)), ServedModelConfig(request_timeout_s=60.0)
+    rotation = Rotation([each.url for each in engines])
+    teacher = Teacher(ServedModel("teacher", config, engines, rotation, "unused"), EventLoop().run)
+    for _ in range(2):  # the second time with prompts in the engine's cache
+        scored = [replace(s, logprobs=row) for s, row in zip(others, teacher(others), strict=True)]
+        assert logprob_error(model, scored) < 1e-4
 
 
 def test_samples_come_grouped_in_order_and_complete(engine):
