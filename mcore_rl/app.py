@@ -70,7 +70,11 @@ def run_train(config: Config) -> None:
         check_teacher(config, tokenizer)
     with (
         _run(
-            config, with_engines=True, with_trainer=True, served=("judge", "reward_model", "teacher")
+            config,
+            with_engines=True,
+            with_trainer=True,
+            with_critic=config.has_critic,
+            served=("judge", "reward_model", "teacher"),
         ) as run,
         scorer,
     ):
@@ -197,13 +201,19 @@ def _run(
     *,
     with_engines: bool = False,
     with_trainer: bool = False,
+    with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
-    folder = RunFolder(Path(config.run.dir) / subfolder, with_trainer and config.has_critic)
+    folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)
     newest = folder.prepare(config)
     _log.info("start-up")
     with run_processes(
-        config, folder.logs, with_engines=with_engines, with_trainer=with_trainer, served=served
+        config,
+        folder.logs,
+        with_engines=with_engines,
+        with_trainer=with_trainer,
+        with_critic=with_critic,
+        served=served,
     ) as processes:
         yield folder, newest, processes

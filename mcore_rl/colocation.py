@@ -107,6 +107,10 @@ class SharedGpus:
         if self._are_shared:
             self._watched(self._take_beside_engines(role))
         yield
+        self.hand_to_engines()
+
+    def hand_to_engines(self) -> None:
+        """`for_rollout`, for a caller without an event loop."""
         if self._are_shared:
             self._watched(self.for_rollout())
 

@@ -49,7 +49,7 @@ class EngineSync:
             report, reasons = self._watched(self._bring(version))
             urls = self._holding()
             checked = CanaryReport() if probe is None else self._canary.check(version, probe, urls)
-            self._watched(self._memory.for_rollout())
+            self._memory.hand_to_engines()
             serving = [url for url in urls if url not in checked.failed]
             if serving:
                 self._rotation.set_serving(serving, {**reasons, **checked.failed})

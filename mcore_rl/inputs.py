@@ -1,6 +1,5 @@
 """What a command reads before it starts a process; wrong input is refused here."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import open_hf_dir
 from mcore_rl.slices.routing import check_routing
 from mcore_rl.types import Prompt
-
-_log = logging.getLogger(__name__)
 
 
 def open_tokenizer(config: Config, *needed: str) -> PreTrainedTokenizerBase:

@@ -5,17 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
-from mcore_rl.cluster.model_group import ModelGroup, ModelSpec, ModelWorker
+from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
 from mcore_rl.types import StepStats, TrainBatch
 
 
 class CriticWorker(ModelWorker):
     """One rank; `spec.loss` is a ValueLoss."""
 
-    def _build(self, spec: ModelSpec) -> Any:
+    def _model_cls(self) -> Any:
         from mcore_rl.train.critic import Critic
 
-        return Critic(spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed)
+        return Critic
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
         return self._model.compute_values(microbatches)

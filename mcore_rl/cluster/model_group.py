@@ -45,10 +45,12 @@ class ModelWorker:
             rank, world_size, master_addr, master_port, spec.parallel, spec.seed, spec.collective_timeout_s
         )
         self._rank, self._loss = rank, spec.loss
-        self._model = self._build(spec)
+        self._model = self._model_cls()(
+            spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
+        )
 
-    def _build(self, spec: ModelSpec) -> Any:
-        """The rank's train.TrainedModel."""
+    def _model_cls(self) -> Any:
+        """The train.TrainedModel that each rank has a share of."""
         raise NotImplementedError
 
     def coordinate(self) -> Any:

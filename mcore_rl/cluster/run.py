@@ -114,7 +114,13 @@ class RunProcesses:
 
 @contextmanager
 def run_processes(
-    config: Config, log_dir: Path, *, with_engines: bool, with_trainer: bool, served: Sequence[str] = ()
+    config: Config,
+    log_dir: Path,
+    *,
+    with_engines: bool,
+    with_trainer: bool,
+    with_critic: bool = False,
+    served: Sequence[str] = (),
 ) -> Iterator[RunProcesses]:
     """Ray, and the processes of the ranks and engines, gone at the end whatever happened.
 
@@ -125,12 +131,14 @@ def run_processes(
         if model.path:
             check_served_path(role, model)
     running = {role: find_served(role, model) for role, model in models.items() if model.url}
-    size = RunSize.of(config, models, with_engines=with_engines, with_trainer=with_trainer)
+    size = RunSize.of(
+        config, models, with_engines=with_engines, with_trainer=with_trainer, with_critic=with_critic
+    )
     timeout_s = config.run.call_timeout_s
     with ray_session(config.cluster, size.num_cpus(config)):
         slots = reserve_slots(config, size)
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
-        critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
+        critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
         others = ServedModels(models, slots.served, log_dir, timeout_s, running)
         event_loop = EventLoop()

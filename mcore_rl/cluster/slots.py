@@ -41,16 +41,20 @@ class RunSize:
 
     @staticmethod
     def of(
-        config: Config, models: Mapping[str, ServedModelConfig], *, with_engines: bool, with_trainer: bool
+        config: Config,
+        models: Mapping[str, ServedModelConfig],
+        *,
+        with_engines: bool,
+        with_trainer: bool,
+        with_critic: bool,
     ) -> "RunSize":
-        critic = config.critic.parallel.world_size if with_trainer and config.has_critic else 0
         return RunSize(
             trainer=config.parallel.world_size if with_trainer else 0,
-            critic=critic,
+            critic=config.critic.parallel.world_size if with_critic else 0,
             engines=config.rollout.engines if with_engines else 0,
             served=models,
             engines_are_guests=config.cluster.colocated and with_engines and with_trainer,
-            critic_is_guest=config.critic.colocated and critic > 0,
+            critic_is_guest=config.critic.colocated and with_critic,
         )
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.cluster.model_group import ModelGroup, ModelSpec, ModelWorker
+from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
 from mcore_rl.stream.wire import Link, Report
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
@@ -13,10 +13,10 @@ class TrainerWorker(ModelWorker):
 
     _sender: Any = None
 
-    def _build(self, spec: ModelSpec) -> Any:
+    def _model_cls(self) -> Any:
         from mcore_rl.train.actor import Actor
 
-        return Actor(spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed)
+        return Actor
 
     def compute_logprobs(
         self, microbatches: Sequence[TrainBatch], *, reference: bool, temperature: float, sum_squares: bool

@@ -8,13 +8,11 @@ from typing import Any
 
 import aiohttp
 
-from mcore_rl.rollout.client import EngineAddress
+from mcore_rl.rollout.client import KEEPALIVE_S, EngineAddress
 from mcore_rl.rollout.served import ServedModel
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 8.0
-_KEEPALIVE_S = 2.0
-"""Below the 5 s after which SGLang closes an idle connection."""
 _SHOWN_CHARS = 500
 
 
@@ -39,7 +37,7 @@ class ServedClient:
         Lost connections, HTTP 429 and 5xx are tried again, also while no engine serves; others are not.
         """
         slots = asyncio.Semaphore(self._model.config.max_concurrency * len(self._model.engines))
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         async with aiohttp.ClientSession(connector=connector, headers=self._model.headers) as session:
             return await asyncio.gather(*(self._one(session, slots, path, body) for body in bodies))
 

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.25
 _HOLD_POLL_S = 0.02
 _ABORT_S = 10.0
-_KEEPALIVE_S = 2.0
+KEEPALIVE_S = 2.0
 """Below the 5 s after which SGLang closes an idle connection, lest a request meets the closing."""
 
 
@@ -125,7 +125,7 @@ class RolloutClient:
         when a request was answered for good.
         """
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
             yield RolloutSession(self, http, max_in_flight or self.max_in_flight, on_done)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from mcore_rl.rollout.client import EngineError
+from mcore_rl.rollout.client import KEEPALIVE_S, EngineError
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
 from mcore_rl.rollout.served import ServedModel
 from mcore_rl.types import Sample
@@ -15,8 +15,6 @@ from mcore_rl.types import Sample
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 """Between two tries of a request."""
-_KEEPALIVE_S = 2.0
-"""Below the 5 s after which SGLang closes an idle connection."""
 
 
 class Teacher:
@@ -35,7 +33,7 @@ class Teacher:
 
     async def _score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         slots = asyncio.Semaphore(self._served.config.max_concurrency * len(self._served.engines))
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None)  # _in_time has one for all tries
         headers = self._served.headers
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as http:

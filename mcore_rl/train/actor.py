@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
-from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_squares
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.reference import ReferenceWeights
@@ -30,19 +28,7 @@ TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Ma
 class Actor(TrainedModel):
     """One rank's share of the policy and its optimizer."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        optimizer: OptimizerConfig,
-        total_steps: int,
-        seed: int,
-    ) -> None:
-        """Errors: see read_hf_config, TrainedModel."""
-        super().__init__(read_hf_config(model.path), model, parallel, train, optimizer, total_steps, seed)
-        self._replay = train.router_replay
-        self._reference: ReferenceWeights | None = None
+    _reference: ReferenceWeights | None = None
 
     def compute_logprobs(
         self,

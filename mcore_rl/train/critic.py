@@ -5,9 +5,8 @@ from typing import cast
 
 from torch import Tensor
 
-from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import with_value_head
-from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
@@ -24,18 +23,9 @@ class Critic(TrainedModel):
     The value at a token is that of the state in which the token was drawn: of the tokens before it.
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        parallel: ParallelConfig,
-        train: TrainConfig,
-        optimizer: OptimizerConfig,
-        total_steps: int,
-        seed: int,
-    ) -> None:
-        """`model` may be a policy, or a reward model with one label. Errors: see TrainedModel."""
-        hf_config = with_value_head(read_hf_config(model.path))
-        super().__init__(hf_config, model, parallel, train, optimizer, total_steps, seed)
+    def _read_config(self, path: str) -> HfConfig:
+        """The model at `path` may be a policy, or a reward model with one label."""
+        return with_value_head(super()._read_config(path))
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
         """float32 values of each micro-batch's tokens on the owning rank, None on the others; 0 for the first

@@ -17,7 +17,7 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainC
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import moe_layers
+from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.hf_config import make_transformer_config
@@ -47,7 +47,6 @@ class TrainedModel:
 
     def __init__(
         self,
-        hf_config: HfConfig,
         model: ModelConfig,
         parallel: ParallelConfig,
         train: TrainConfig,
@@ -55,11 +54,11 @@ class TrainedModel:
         total_steps: int,
         seed: int,
     ) -> None:
-        """Build the model of `hf_config` in the layout of the process groups and fill it from `model`.
+        """Build the model in the layout of the process groups and fill it.
 
-        Errors: see make_transformer_config, fill_weights.
+        Errors: see read_hf_config, make_transformer_config, fill_weights.
         """
-        self.hf_config = hf_config
+        self.hf_config = self._read_config(model.path)
         self.step = 0
         """Optimizer steps taken."""
         self._hf_path = Path(model.path)
@@ -69,6 +68,7 @@ class TrainedModel:
         self._config = make_transformer_config(self.hf_config, parallel, dtype, train)
         chunks = make_chunks(self._config, self.hf_config)
         fill_weights(chunks, model, self.hf_config, seed)
+        self._replay = train.router_replay
         self._routing, self._bias_rate = Routing(chunks, self._config), train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
@@ -77,6 +77,10 @@ class TrainedModel:
         self._memory = DeviceMemory(self.chunks, self._optimizer)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
         _freeze_garbage()
+
+    def _read_config(self, path: str) -> HfConfig:
+        """Of what is built from the model at `path`."""
+        return read_hf_config(path)
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """(shards of HF tensors on this rank, the parameters they lie in)."""

@@ -19,7 +19,9 @@ from mcore_rl.cluster.placement import (
     reserve,
 )
 from mcore_rl.cluster.served import plan_served
+from mcore_rl.cluster.slots import RunSize
 from mcore_rl.config import ServedModelConfig
+from mcore_rl.recipe import load_recipe
 
 NO_GROUP: Any = None
 
@@ -89,6 +91,14 @@ def test_engines_lie_beside_the_ranks_in_order(
 def test_an_engine_across_a_border_of_nodes_is_refused(nodes: str, ranks_per_engine: int) -> None:
     with pytest.raises(ValueError, match=r"cluster.colocated=true: training ranks \d to \d lie on 2 nodes"):
         engines_beside(slots_on(nodes), len(nodes) // ranks_per_engine, ranks_per_engine)
+
+
+def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
+    config = load_recipe("tiny_moe_ppo", ["critic.parallel.tp=2"])
+    trained = RunSize.of(config, {}, with_engines=True, with_trainer=True, with_critic=True)
+    tuned = RunSize.of(config, {}, with_engines=False, with_trainer=True, with_critic=False)
+    assert (trained.critic, tuned.critic) == (2, 0)
+    assert trained.num_cpus(config) - tuned.num_cpus(config) == 3 * config.cluster.cpus_per_rank
 
 
 @pytest.fixture
