@@ -10,18 +10,24 @@ import time
 import tracemalloc
 from dataclasses import dataclass
 
-from mcore_rl.planning import Deployment, make_deployment
+from mcore_rl.planning.deployment import Deployment, make_deployment
 from mcore_rl.recipe import load_recipe
 from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 
 CASES: dict[str, list[str]] = {
-    "qwen3_30b 16->16": ["plan_qwen3_30b"],
-    "qwen3_235b 64->64": ["plan_qwen3_235b"],
-    "deepseek_v3 256->256": ["plan_deepseek_v3"],
-    "kimi_k2 256->128": ["plan_kimi_k2"],
-    "deepseek_v3 8192->2048": ["plan_deepseek_v3", "parallel.dp=128", "rollout.engines=64"],
+    "qwen3_30b 16->16": ["qwen3_30b_a3b_grpo_32"],
+    "qwen3_235b 64->64": ["qwen3_235b_a22b_grpo_64_64"],
+    "deepseek_v3 256->256": ["deepseek_v3_grpo_256", "cluster=h100"],
+    "kimi_k2 256->128": ["kimi_k2_grpo_256_128"],
+    "deepseek_v3 8192->2048": [
+        "deepseek_v3_grpo_256",
+        "cluster=h100",
+        "parallel.dp=128",
+        "rollout.engines=64",
+    ],
     "deepseek_v3 8192->2048, wide engines": [
-        "plan_deepseek_v3",
+        "deepseek_v3_grpo_256",
+        "cluster=h100",
         "parallel.dp=128",
         "rollout.engines=8",
         "rollout.tp=256",

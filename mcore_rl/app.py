@@ -16,7 +16,6 @@ from mcore_rl.dpo import optimise_preferences
 from mcore_rl.evaluation import evaluate
 from mcore_rl.inputs import (
     check_critic,
-    check_lens,
     check_no_trainer,
     check_teacher,
     load_split,
@@ -38,6 +37,7 @@ from mcore_rl.parts import (
     resume,
     sample_beside,
 )
+from mcore_rl.planning.checks import check_sizes
 from mcore_rl.players import EngineGenerator, at_once
 from mcore_rl.report import make_report
 from mcore_rl.roles import Roles, in_turn
@@ -65,7 +65,7 @@ def run_train(config: Config) -> None:
     advantages = Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda)
     if config.has_critic:
         check_critic(config)
-    check_lens(config)
+    check_sizes(config)
     if config.teacher.path:
         check_teacher(config, tokenizer)
     with (

@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = "what a weight sync would move, from config.json alone: nothing is started"
+    text = "memory of every rank, and what a weight sync moves, from config.json alone: nothing is started"
     command = commands.add_parser("plan", help=text, description=text)
     command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
     command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
@@ -117,13 +117,19 @@ def _load_settings(settings: Sequence[str]) -> Config:
     named = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
     if len(named) != 1:
         raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
-    return load_recipe(named[0], [s for s in settings if not s.startswith("recipe=")])
+    config = load_recipe(named[0], [s for s in settings if not s.startswith("recipe=")])
+    if not config.rehearse:
+        return config
+    from mcore_rl.rehearsal import rehearse
+
+    return rehearse(config)
 
 
 def _plan(args: argparse.Namespace) -> None:
     from mcore_rl.planning import print_plan  # imports torch
 
-    print_plan(_load_settings(args.settings), as_json=args.json)
+    if not print_plan(_load_settings(args.settings), as_json=args.json):
+        raise RuntimeError("the recipe does not fit its GPUs")
 
 
 def _report(args: argparse.Namespace) -> None:

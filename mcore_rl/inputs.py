@@ -102,12 +102,3 @@ def check_no_trainer(config: Config) -> None:
             f"rollout.quantization={config.rollout.quantization}: trainer ranks quantise, and an evaluation"
             " has none; use rollout.quantization=none"
         )
-
-
-def check_lens(config: Config) -> None:
-    longest = config.data.max_prompt_len + config.rollout.max_response_len
-    if longest > config.train.max_tokens_per_microbatch:
-        raise ValueError(
-            f"data.max_prompt_len + rollout.max_response_len = {longest} exceeds"
-            f" train.max_tokens_per_microbatch={config.train.max_tokens_per_microbatch}: raise the latter"
-        )

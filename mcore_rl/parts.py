@@ -21,7 +21,7 @@ from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.engine_sync import EngineSync
 from mcore_rl.metrics import MetricsLogger
-from mcore_rl.planning import record_layouts
+from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players import PackedCritic, PackedTrainer, Packing, Watched
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Critic

@@ -35,7 +35,8 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
-            tree = compose(path.stem, overrides=overrides)
+            shipped = f"hydra.searchpath=[file://{recipes_dir.resolve()}]"
+            tree = compose(path.stem, overrides=[shipped, *overrides])
         for key in tree:
             if key not in Config.__dataclass_fields__:
                 raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")

@@ -1,10 +1,10 @@
 """The packed trainer: whatever the layout, answers come back in the order of the batch."""
 
-import _thread
 import asyncio
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,16 @@ from mcore_rl.data.batch import with_loss_weights
 from mcore_rl.players import EventLoop, PackedCritic, PackedTrainer, Packing, at_once
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
+
+
+@pytest.fixture
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Sends the main thread a Ctrl-C, which processes in the background are born ignoring."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    yield lambda: signal.pthread_kill(main_thread, signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 class EchoRanks:
@@ -92,7 +102,10 @@ def test_checkpoints_are_named_by_step_and_pruned(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015"]
 
 
-def test_the_event_loop_goes_on_while_its_caller_does_something_else() -> None:
+@pytest.mark.timeout(30)
+def test_the_event_loop_goes_on_while_its_caller_does_something_else(
+    interruptible: Callable[[], None],
+) -> None:
     loop, ended = EventLoop(), []
 
     async def count() -> None:
@@ -120,7 +133,7 @@ def test_the_event_loop_goes_on_while_its_caller_does_something_else() -> None:
         finally:
             ended.append("waiting")
 
-    threading.Timer(0.1, _thread.interrupt_main).start()
+    threading.Timer(0.1, interruptible).start()
     with pytest.raises(KeyboardInterrupt):
         loop.run(wait())
     before = len(counted)

@@ -1,5 +1,7 @@
 """Recipes: what they compose to, and how a wrong key, type or value is refused."""
 
+from pathlib import Path
+
 import pytest
 
 from mcore_rl.config import Config, ParallelConfig
@@ -126,6 +128,15 @@ def test_unknown_key_inside_a_recipe_file_is_refused(tmp_path) -> None:
         ValueError, match=r"unknown key 'rollout.temprature'. Did you mean 'rollout.temperature'"
     ):
         load_recipe(str(path), [])
+
+
+def test_a_recipe_of_ones_own_changes_a_shipped_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults: [qwen3_30b_a3b_grpo_8, _self_]\nrollout: {max_response_len: 4096}\n")
+    config = load_recipe(str(path), ["algorithm=dapo"])
+    assert config.rollout.max_response_len == 4096
+    assert config.parallel.ep == 8
+    assert config.rollout.dynamic_sampling
 
 
 def test_unknown_recipe_names_the_nearest() -> None:

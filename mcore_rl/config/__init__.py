@@ -81,6 +81,8 @@ __all__ = [
 
 @dataclass
 class Config:
+    rehearse: bool = False
+    """Run the recipe's rehearsal instead: everything in its smallest size, on a laptop (docs/recipes.md)."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -156,7 +156,14 @@ class PlanConfig:
     link_gbps: float = 400.0
     """Speed of each rank's network link, 10**9 bits per second, in each direction."""
     ranks_per_host: int = 8
+    gpu_memory_gib: float = 80.0
+    process_gib: float = 5.0
+    """What each process takes of it besides: CUDA context, NCCL, CUDA graphs, fragments."""
+    expert_load: float = 1.25
+    """Tokens of the experts of the fullest rank over the mean."""
 
     def __post_init__(self) -> None:
-        positive("plan.link_gbps", self.link_gbps)
-        positive("plan.ranks_per_host", self.ranks_per_host)
+        for name in ("link_gbps", "ranks_per_host", "gpu_memory_gib", "process_gib"):
+            positive(f"plan.{name}", getattr(self, name))
+        if self.expert_load < 1:
+            raise ValueError(f"plan.expert_load={self.expert_load}: must be at least 1")

@@ -14,7 +14,7 @@ from mcore_rl.device import megatron_options
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_config import moe_layers
-from mcore_rl.slices.layouts.megatron import layers_of_chunks
+from mcore_rl.slices.layouts.check import check_layout
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
     "none": {},
@@ -100,30 +100,3 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
         # directions.
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return options
-
-
-def check_layout(config: HfConfig, parallel: ParallelConfig) -> None:
-    """ValueError naming the first size of the model that `parallel` does not divide."""
-    sizes = family_of(config).sizes(config)
-    first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    stages = parallel.pp * (parallel.vpp or 1)
-    if first is not None or last is not None:
-        layers_of_chunks(sizes["layers"], parallel.pp, parallel.vpp, first, last)
-        stages = 1
-    sized = [
-        ("parallel.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
-        ("parallel.pp * parallel.vpp", stages, "num_hidden_layers", sizes["layers"]),
-        ("parallel.ep", parallel.ep, "the number of experts", sizes["experts"]),
-        ("parallel.etp", parallel.etp, "moe_intermediate_size", sizes["expert_ffn"]),
-    ]
-    if parallel.ep > 1 and not sizes["experts"]:
-        raise ValueError(f"parallel.ep={parallel.ep}, but the model has no experts: set parallel.ep=1")
-    for option, divisor, key, size in sized:
-        if size % divisor:
-            raise ValueError(f"{option}={divisor} does not divide {key}={size} of config.json")
-    groups = sizes.get("kv_heads", parallel.tp)
-    if groups % parallel.tp and parallel.tp % groups:
-        raise ValueError(
-            f"parallel.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json nor is a "
-            "multiple of it"
-        )

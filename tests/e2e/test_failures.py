@@ -22,14 +22,7 @@ SETTINGS = (
 
 
 def test_a_run_that_is_killed_again_and_again_ends_whole(start: Start, tmp_path: Path) -> None:
-    deaths = [
-        ("scheduler", "rollout"),
-        ("rank", "train"),
-        ("gcs", "refit"),
-        ("controller", "save"),
-        ("interrupted", "train"),
-    ]
-    survive(start, tmp_path / "run", deaths)
+    survive(start, tmp_path / "run", [("rank", "train"), ("controller", "save"), ("interrupted", "refit")])
 
 
 @pytest.mark.slow

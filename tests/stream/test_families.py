@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
-from mcore_rl.planning import record_layouts
+from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import Refitter

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.config import Config, ModelConfig, ParallelConfig, RolloutConfig
-from mcore_rl.planning import record_layouts
+from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.slices.layouts.sglang import SGLangSizes
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.wire import Link

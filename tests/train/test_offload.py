@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.config import Config, ModelConfig, ParallelConfig
+from mcore_rl.planning.memory import predict_memory
 from tests.distributed import run_ranks
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
@@ -42,5 +43,10 @@ def test_nothing_changes_by_it(tmp_path: Path, dtype: str) -> None:
     assert same_stats == stats
     nothing, weights, all_of_it = (held[parts] for parts in ((), ("weights",), ("weights", "training")))
     assert nothing == 0
+    config = Config(model=ModelConfig(path=path, dtype=dtype), parallel=ParallelConfig(tp=2, ep=2))
+    predicted = predict_memory(config, "trainer")[0].uses
+    assert weights == pytest.approx(predicted["weights"], rel=0.02)
+    state = sum(predicted[part] for part in ("weights", "gradients", "optimizer"))
+    assert all_of_it == pytest.approx(state, rel=0.02)
     # float32: gradients and two moments; bfloat16: those, and main weights, in float32
     assert all_of_it / weights == pytest.approx({"float32": 4, "bfloat16": 9}[dtype], rel=0.05)

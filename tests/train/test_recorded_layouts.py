@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.config import ParallelConfig, TrainConfig
+from mcore_rl.planning.memory import stage_parameters
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import check_rank
@@ -65,9 +66,16 @@ def check_case(rank: int, world_size: int, port: int, hf_dir: Path, parallel: Pa
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     hf_config = read_hf_config(hf_dir)
     config = make_transformer_config(hf_config, parallel, torch.float32, TrainConfig())
-    shards, _ = weight_layout(make_chunks(config, hf_config), hf_config)
-    layout = MegatronLayout(family_of(hf_config), hf_config, MegatronSizes.of(parallel, hf_config), "float32")
+    chunks = make_chunks(config, hf_config)
+    shards, _ = weight_layout(chunks, hf_config)
+    sizes = MegatronSizes.of(parallel, hf_config)
+    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, "float32")
     assert layout.num_ranks == world_size
+    predicted = stage_parameters(layout, sizes, rank // sizes.stage_ranks)
+    assert predicted.total == sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    assert predicted.expert == sum(
+        p.numel() for chunk in chunks for name, p in chunk.named_parameters() if ".experts." in name
+    )
     try:
         check_rank(layout, rank, shards)
     except ValueError as error:

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from math import prod
 
 from mcore_rl.slices.layouts.layout import NOWHERE, Placement
 from mcore_rl.slices.layouts.tensors import Entry, Tensors
@@ -37,6 +38,18 @@ class StagedLayout(ABC):
     def all_names(self) -> Iterator[str]:
         return self._tensors.all_names()
 
+    def held(self, rank: int) -> Iterator[tuple[Entry, int]]:
+        """How many elements `rank` holds of all tensors of each entry of the table, in closed form."""
+        layers, ep = self._seat(rank)
+        for entry in self._tensors.model_entries:
+            yield entry, _numel(self._place(entry, None, None), rank)
+        for is_moe, of_kind in self._tensors.by_kind(layers).items():
+            for entry in self._tensors.layer_entries[is_moe]:
+                has_experts = entry.rule.has_expert_axis
+                count = len(of_kind) * (self._experts_per_rank if has_experts else 1)
+                place = self._place(entry, self._stage_of[of_kind[0]], ep if has_experts else None)
+                yield entry, count * _numel(place, rank)
+
     @abstractmethod
     def _seat(self, rank: int) -> tuple[Iterable[int], int]:
         """The layers and the expert group of a rank."""
@@ -44,3 +57,8 @@ class StagedLayout(ABC):
     @abstractmethod
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
         """`stage`: None for tensors outside the layers; `ep`: None for all but routed experts."""
+
+
+def _numel(placement: Placement, rank: int) -> int:
+    pieces = (piece for piece in placement.pieces if rank in piece.ranks)
+    return sum(prod(b - a for a, b in zip(piece.start, piece.stop, strict=True)) for piece in pieces)

@@ -55,7 +55,7 @@ class Tensors:
             if tensor.name not in left_out and all(self.sizes[axis] for axis in tensor.axes)
         ]
         self.model_entries = [entry for entry in entries if entry.rule.where == "model"]
-        self._layer_entries = {
+        self.layer_entries = {
             is_moe: [e for e in entries if e.rule.where in ("layer", "moe" if is_moe else "dense")]
             for is_moe in (False, True)
         }
@@ -83,12 +83,19 @@ class Tensors:
 
     def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
         """The tensors of a layer, with those of the routed experts given."""
-        for entry in self._layer_entries[self._is_moe[layer]]:
+        for entry in self.layer_entries[self._is_moe[layer]]:
             if entry.rule.has_expert_axis:
                 for expert in experts:
                     yield entry.tensor.name.format(layer=layer, expert=expert)
             else:
                 yield entry.tensor.name.format(layer=layer)
+
+    def by_kind(self, layers: Iterable[int]) -> dict[bool, list[int]]:
+        """The layers with experts (True) and the dense ones among `layers`, where there are any."""
+        kinds: dict[bool, list[int]] = defaultdict(list)
+        for layer in layers:
+            kinds[self._is_moe[layer]].append(layer)
+        return kinds
 
     def all_names(self) -> Iterator[str]:
         for entry in self.model_entries:

@@ -1,15 +1,12 @@
-"""`mcore-rl plan`: a recipe and its model's config.json in, what a weight sync would move, printed."""
+"""Both sides of a weight sync in, what it would move, as numbers and as tables, out."""
 
-import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
 from rich.table import Table
 
 from mcore_rl.config import Config
-from mcore_rl.recipe import require
+from mcore_rl.planning.deployment import Deployment
 from mcore_rl.slices.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
@@ -18,33 +15,10 @@ from mcore_rl.slices.cost import (
     predict,
     predict_gather_broadcast,
 )
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.layouts.layout import Layout
-from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang import SGLangSizes
 from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.shares import RegularHosts
 from mcore_rl.stream.passage import NUM_SLOTS
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """Both sides of a recipe's weight sync.
-
-    stage_ranks     trainer ranks that make a pipeline stage
-    engine_ranks    of one engine
-    relays          engines pass on what they get
-    """
-
-    source: MegatronLayout
-    target: Layout
-    hosts: RegularHosts
-    stage_ranks: int
-    engine_ranks: int
-    relays: bool
 
 
 @dataclass(frozen=True)
@@ -83,46 +57,16 @@ class PlanSummary:
     gather_broadcast_seconds: float
 
 
-def print_plan(config: Config, as_json: bool = False) -> None:
-    """ValueError names what the recipe lacks, or the two sizes that do not divide."""
-    require(config, "model.path")
-    deployment = make_deployment(config)
+def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, Traffic]:
+    """The sync's summary, and who sends how much to whom."""
     sides = deployment.source, deployment.target, deployment.hosts
     direct = predict(*sides)
     traffic = predict(*sides, engine_ranks=deployment.engine_ranks) if deployment.relays else direct
     rival = predict_gather_broadcast(*sides, deployment.stage_ranks)
-    summary = summarise(config, deployment, traffic, direct, rival)
-    if as_json:
-        print(json.dumps(asdict(summary)))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_flows_table(config, deployment, traffic, summary))
-    console.print(_comparison_table(summary))
+    return _summarise(config, deployment, traffic, direct, rival), traffic
 
 
-def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
-    """The layouts that Megatron and the given engines have in this recipe."""
-    hf_config = read_hf_config(config.model.path)
-    trainer = MegatronSizes.of(config.parallel, hf_config)
-    fp8 = config.rollout.quantization == "fp8"
-    return RecordedLayouts(hf_config, config.model.dtype, trainer, engines, fp8)
-
-
-def make_deployment(config: Config) -> Deployment:
-    """ValueError names the two sizes that do not divide."""
-    rollout, per_host = config.rollout, config.plan.ranks_per_host
-    engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
-    recorded = record_layouts(config, engines)
-    source, target = recorded.source(), recorded.target()
-    first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
-    hosts = RegularHosts(per_host, per_host, first_host)
-    # Engines on the trainer's hosts have near holders of their own, so there is nothing to pass on.
-    relays = config.sync.relay and rollout.stage_weights and not config.cluster.colocated
-    engine_ranks = target.num_ranks // rollout.engines
-    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
-
-
-def summarise(
+def _summarise(
     config: Config, deployment: Deployment, traffic: Traffic, direct: Traffic, rival: GatherBroadcast
 ) -> PlanSummary:
     hosts, link_gbps = deployment.hosts, config.plan.link_gbps
@@ -183,7 +127,7 @@ def _into_engines(traffic: Traffic) -> list[int]:
     return [network + local for network, local in sides]
 
 
-def _flows_table(config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary) -> Table:
+def flows_table(config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary) -> Table:
     """Who sends what to whom: a row per pipeline stage, and what the engines pass on."""
     table = Table(
         title=f"{config.model.path}: {summary.model_bytes / GIB:.1f} GiB,"
@@ -214,7 +158,7 @@ def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int
         table.add_row(sender, what, to, f"{sum(counts) / GIB:.2f}", _show_range(_range(counts)))
 
 
-def _comparison_table(summary: PlanSummary) -> Table:
+def comparison_table(summary: PlanSummary) -> Table:
     gib = {name: f"{value / GIB:.2f}" for name, value in asdict(summary).items() if isinstance(value, int)}
     staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
     buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"

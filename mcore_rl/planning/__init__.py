@@ -1,0 +1,42 @@
+"""`mcore-rl plan`: a recipe and its model's config.json in; what ranks hold and a sync moves, printed."""
+
+import json
+import sys
+from dataclasses import asdict
+
+from rich.console import Console
+
+from mcore_rl.config import Config
+from mcore_rl.planning.checks import check_sizes
+from mcore_rl.planning.deployment import make_deployment
+from mcore_rl.planning.memory import as_json as memory_as_json
+from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
+from mcore_rl.planning.tables import explain, memory_table, verdict
+from mcore_rl.recipe import require
+
+
+def print_plan(config: Config, as_json: bool = False) -> bool:
+    """Whether the recipe fits its GPUs. ValueError names what it lacks, or two sizes that do not divide."""
+    require(config, "model.path")
+    check_sizes(config)
+    deployment = make_deployment(config)
+    summary, traffic = predict_sync(config, deployment)
+    ranks = predict_memory(config)
+    fits, sentence = verdict(config, ranks)
+    if as_json:
+        memory = {
+            "memory": memory_as_json(ranks),
+            "fits": fits,
+            "verdict": sentence,
+            "explained": explain(config, ranks),
+        }
+        print(json.dumps(asdict(summary) | memory))
+        return fits
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(flows_table(config, deployment, traffic, summary))
+    console.print(comparison_table(summary))
+    console.print(memory_table(config, ranks))
+    for line in (*explain(config, ranks), sentence):
+        console.print(line, soft_wrap=True, highlight=False)
+    return fits

@@ -1,0 +1,108 @@
+"""What one rank keeps of a micro-batch's forward pass for the backward pass, in bytes, layer by layer.
+
+After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, for
+layers without dropout, with attention that keeps no score matrix, and with experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import HfConfig
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch on one rank: `tokens` of the whole micro-batch before context parallelism cuts it.
+
+    expert_load   tokens of the fullest rank's experts over the mean
+    """
+
+    tokens: int
+    tp: int
+    cp: int
+    etp: int
+    itemsize: int
+    recompute: str
+    expert_load: float
+
+
+class Activations:
+    """Bytes of one model's layers under one `Pass`."""
+
+    def __init__(self, hf_config: HfConfig, step: Pass) -> None:
+        self._config, self._step = hf_config, step
+        self._family = family_of(hf_config)
+        self._sizes: Mapping[str, int] = self._family.sizes(hf_config)
+        self._tokens = step.tokens / step.cp
+        self._own = self._tokens / step.tp
+        """Tokens of this rank where sequence parallelism cuts them."""
+
+    def kept(self, layer: int) -> float:
+        """From the forward to the backward pass."""
+        if self._step.recompute == "full":
+            return self._hidden
+        return self._attention + (self._experts if self._is_moe(layer) else self._dense)
+
+    def working(self, layer: int) -> float:
+        """On top of what is kept, while the layer itself runs or is run again."""
+        if self._is_moe(layer):
+            rows = self._routed_tokens
+            buffers = 2 * rows * (self._sizes["hidden"] + 2 * self._sizes["expert_ffn"] / self._step.etp)
+        else:
+            buffers = 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
+        again = 0.0
+        if self._step.recompute == "full":
+            again = self._attention + (self._experts if self._is_moe(layer) else self._dense)
+        return buffers * self._step.itemsize + again
+
+    def logits(self, padded_vocab: int) -> float:
+        """Of the last stage: logits, their float32 shifted copy and its exponentials, and one gradient."""
+        return self._tokens * padded_vocab / self._step.tp * (2 * self._step.itemsize + 2 * FLOAT32)
+
+    def _is_moe(self, layer: int) -> bool:
+        return self._family.is_moe_layer(self._config, layer)
+
+    @property
+    def _hidden(self) -> float:
+        return self._own * self._sizes["hidden"] * self._step.itemsize
+
+    @property
+    def _norm(self) -> float:
+        """A norm's input, and its output unless that is recomputed."""
+        return self._hidden * (1 if self._step.recompute == "selective" else 2)
+
+    @property
+    def _routed_tokens(self) -> float:
+        top_k = self._config.get("num_experts_per_tok") or self._config["num_experts_per_token"]
+        return self._own * top_k * self._step.etp * self._step.expert_load
+
+    @cached_property
+    def _attention(self) -> float:
+        sizes, step = self._sizes, self._step
+        cut = self._tokens / step.tp
+        if "kv_rank" in sizes:
+            low_rank = self._own * (2 * sizes["q_rank"] + 2 * sizes["kv_down"])
+            numbers = low_rank + cut * (2 * sizes["q"] + sizes["kv_up"] + 2 * sizes["v"])
+        else:
+            numbers = cut * (2 * sizes["q"] + 2 * sizes["kv"])
+            if sizes["qk_norm"]:
+                numbers += cut * (sizes["q"] + sizes["kv"])
+        return self._norm + numbers * step.itemsize
+
+    @property
+    def _dense(self) -> float:
+        return self._norm + 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp * self._step.itemsize
+
+    @property
+    def _experts(self) -> float:
+        """Norm, float32 scores of the router, what the experts get, their two matrices' results."""
+        sizes, step = self._sizes, self._step
+        halves = 3 if step.recompute == "selective" else 4
+        rows = self._routed_tokens * (sizes["hidden"] + halves * sizes["expert_ffn"] / step.etp)
+        shared = 3 * self._tokens * sizes.get("shared_ffn", 0) / step.tp
+        scores = 2 * self._own * sizes["experts"] * FLOAT32
+        return self._norm + scores + (rows + shared) * step.itemsize

@@ -1,0 +1,28 @@
+"""Sizes of a recipe that must fit one another and the model; errors name both numbers and a remedy."""
+
+from mcore_rl.config import Config
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.layouts.check import check_layout
+
+
+def check_sizes(config: Config) -> None:
+    """ValueError where a layout does not divide the model, or a sequence does not fit where it has to be."""
+    hf_config = read_hf_config(config.model.path)
+    check_layout(hf_config, config.parallel)
+    if config.has_critic:
+        check_layout(hf_config, config.critic.parallel, "critic.parallel")
+    check_lens(config, hf_config)
+
+
+def check_lens(config: Config, hf_config: HfConfig) -> None:
+    longest = config.data.max_prompt_len + config.rollout.max_response_len
+    for name, limit, remedy in (
+        ("train.max_tokens_per_microbatch", config.train.max_tokens_per_microbatch, "raise the latter"),
+        ("rollout.kv_cache_len", config.rollout.kv_cache_len, "raise the latter"),
+        ("max_position_embeddings", hf_config["max_position_embeddings"], "lower one of the former"),
+    ):
+        if longest > limit:
+            of = " of config.json" if "." not in name else ""
+            lens = f"data.max_prompt_len + rollout.max_response_len = {longest}"
+            raise ValueError(f"{lens} exceeds {name}={limit}{of}: {remedy}")

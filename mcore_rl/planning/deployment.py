@@ -1,0 +1,50 @@
+"""A recipe and its model's config.json in, where both sides of its weight sync hold what, out."""
+
+from dataclasses import dataclass
+
+from mcore_rl.config import Config
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.layouts.layout import Layout
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
+from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.shares import RegularHosts
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Both sides of a recipe's weight sync.
+
+    stage_ranks     trainer ranks that make a pipeline stage
+    engine_ranks    of one engine
+    relays          engines pass on what they get
+    """
+
+    source: MegatronLayout
+    target: Layout
+    hosts: RegularHosts
+    stage_ranks: int
+    engine_ranks: int
+    relays: bool
+
+
+def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
+    """The layouts that Megatron and the given engines have in this recipe."""
+    hf_config = read_hf_config(config.model.path)
+    trainer = MegatronSizes.of(config.parallel, hf_config)
+    fp8 = config.rollout.quantization == "fp8"
+    return RecordedLayouts(hf_config, config.model.dtype, trainer, engines, fp8)
+
+
+def make_deployment(config: Config) -> Deployment:
+    """ValueError names the two sizes that do not divide."""
+    rollout, per_host = config.rollout, config.plan.ranks_per_host
+    engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
+    recorded = record_layouts(config, engines)
+    source, target = recorded.source(), recorded.target()
+    first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
+    hosts = RegularHosts(per_host, per_host, first_host)
+    # Engines on the trainer's hosts have near holders of their own, so there is nothing to pass on.
+    relays = config.sync.relay and rollout.stage_weights and not config.cluster.colocated
+    engine_ranks = target.num_ranks // rollout.engines
+    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)

@@ -1,0 +1,292 @@
+"""A recipe and its model's config.json in, bytes of GPU memory of every kind of rank out.
+
+GPUs of their own   trainer: weights, gradients, optimizer, activations, logits; engine: weights, KV cache
+shared GPUs         one moment after the other, each with what nobody has given up by then
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from mcore_rl.config import Config, ParallelConfig, TrainConfig
+from mcore_rl.planning.activations import FLOAT32, Activations, Pass
+from mcore_rl.slices.box import itemsize
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.families.value_head import has_value_head, with_value_head
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.layouts.layout import Layout, boxes_of
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.slices.layouts.recorded import RecordedLayouts
+from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.stream.passage import NUM_SLOTS
+
+ADAM_BYTES = 8
+"""Two float32 moments of a parameter; models in bfloat16 have a float32 main weight besides."""
+
+Side = Literal["trainer", "critic", "engine"]
+"""Whose layout decides; ranks on shared GPUs count as the trainer's."""
+Uses = dict[str, float]
+"""What memory goes to -> bytes."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """`who` at their fullest moment: `uses`, besides what the `num_processes` of a GPU themselves take."""
+
+    side: Side
+    who: str
+    moment: str
+    uses: Mapping[str, float]
+    num_processes: int = 1
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self.uses.values())
+
+    @property
+    def largest(self) -> str:
+        return max(self.uses, key=lambda what: self.uses[what])
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one rank: `expert`, of routed experts, whose optimizer state lies on other ranks, and the rest."""
+
+    dense: int
+    expert: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def stage_parameters(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -> Parameters:
+    """Parameters of each rank of a pipeline stage, vocabulary padding included."""
+    counts = {False: 0, True: 0}
+    rank = stage * sizes.stage_ranks
+    for entry, numel in layout.held(rank):
+        if entry.tensor.dtype is not None:
+            continue  # a buffer, such as the bias that chooses experts
+        if entry.rule.padded and numel:
+            numel = sizes.padded_vocab // sizes.tp * prod(entry.shape[1:])
+        counts[entry.rule.has_expert_axis] += numel
+    return Parameters(dense=counts[False], expert=counts[True])
+
+
+def predict_memory(config: Config, side: Side | None = None) -> list[RankMemory]:
+    """One entry per kind of rank, of one side or of all. ValueError as of MegatronLayout, SGLangLayout."""
+    hf_config = read_hf_config(config.model.path)
+    ranks: list[RankMemory] = []
+    if side in (None, "trainer"):
+        ranks += _trainer_gpus(config, hf_config)
+    if side in (None, "critic") and config.has_critic and not config.critic.colocated:
+        ranks += _own_gpus("critic", _critic(config, hf_config), config.critic.parallel)
+    if side in (None, "engine") and not config.cluster.colocated:
+        ranks += _engine_ranks(_engines(config, hf_config))
+    return ranks
+
+
+def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
+    parallel = config.parallel
+    trainer = [_trained(config, hf_config, parallel, stage, sends=True) for stage in range(parallel.pp)]
+    critic = _critic(config, hf_config) if config.has_critic and config.critic.colocated else []
+    engines = _engines(config, hf_config) if config.cluster.colocated else []
+    if critic or engines:
+        return _shared_gpus(config, trainer, critic, engines)
+    return _own_gpus("trainer", trainer, parallel)
+
+
+def _critic(config: Config, hf_config: HfConfig) -> list[Uses]:
+    critic = with_value_head(read_hf_config(config.critic.path) if config.critic.path else hf_config)
+    parallel = config.critic.parallel
+    return [_trained(config, critic, parallel, stage, sends=False) for stage in range(parallel.pp)]
+
+
+def _trained(
+    config: Config, hf_config: HfConfig, parallel: ParallelConfig, stage: int, *, sends: bool
+) -> Uses:
+    """What a rank of a pipeline stage of a model in training needs."""
+    sizes = MegatronSizes.of(parallel, hf_config)
+    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
+    count = stage_parameters(layout, sizes, stage)
+    width = itemsize(config.model.dtype)
+    state = ADAM_BYTES + (FLOAT32 if config.model.dtype != "float32" else 0)
+    replicas = parallel.dp_size * parallel.cp
+    expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
+    uses: Uses = {
+        "weights": count.total * width,
+        "gradients": count.total * FLOAT32,
+        "optimizer": state * (count.dense / replicas + count.expert / expert_replicas),
+    }
+    uses |= _passes(config, hf_config, parallel, layout, stage)
+    if sends:
+        uses["sync buffers"] = config.rollout.engines * _slots(config)
+    return uses
+
+
+def _passes(
+    config: Config, hf_config: HfConfig, parallel: ParallelConfig, layout: MegatronLayout, stage: int
+) -> Uses:
+    activations = Activations(hf_config, _pass(config, parallel, config.train))
+    runs = layout.stage_layers(stage)
+    layers = [layer for run in runs for layer in run]
+    in_flight = _in_flight(parallel, stage) / len(runs)
+    kept = in_flight * sum(activations.kept(layer) for layer in layers)
+    uses = {"activations": kept + max(activations.working(layer) for layer in layers)}
+    if stage == parallel.pp - 1 and not has_value_head(hf_config):
+        uses["logits and log-probs"] = activations.logits(MegatronSizes.of(parallel, hf_config).padded_vocab)
+    return uses
+
+
+def _pass(config: Config, parallel: ParallelConfig, train: TrainConfig) -> Pass:
+    return Pass(
+        tokens=train.max_tokens_per_microbatch,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        etp=parallel.etp,
+        itemsize=itemsize(config.model.dtype),
+        recompute=train.recompute,
+        expert_load=config.plan.expert_load,
+    )
+
+
+def _in_flight(parallel: ParallelConfig, stage: int) -> int:
+    """Forward passes of model chunks that a stage has made before its first backward pass, that one included.
+
+    As megatron-core's schedules have it (get_pp_rank_microbatches): one forward, one backward, interleaved.
+    """
+    behind = parallel.pp - stage - 1
+    if parallel.vpp is None:
+        return behind + 1
+    return 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
+
+
+def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
+    """What a rank of each of an engine's pipeline stages needs."""
+    rollout = config.rollout
+    sizes = SGLangSizes(1, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
+    trainer = MegatronSizes.of(config.parallel, hf_config)
+    recorded = RecordedLayouts(hf_config, config.model.dtype, trainer, sizes, rollout.quantization == "fp8")
+    target = recorded.target()
+    links = min(3, rollout.engines + 1) if config.sync.relay else 1
+    stages = []
+    for stage in range(rollout.pp):
+        weights = _bytes(target, stage * rollout.tp)
+        uses = {
+            "weights": weights + _derived(hf_config, target, stage, config),
+            "KV cache": rollout.kv_cache_len * _kv_bytes(hf_config, target, stage, config),
+            "sync buffers": links * _slots(config),
+        }
+        if rollout.stage_weights:
+            uses["staged weights"] = weights
+        stages.append(uses)
+    return stages
+
+
+def _bytes(layout: Layout, rank: int) -> int:
+    return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
+
+
+def _layers_of(layout: Layout, rank: int) -> int:
+    """How many layers have a tensor on the rank."""
+    names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
+    return len({name.partition(".")[0] for name in names})
+
+
+def _derived(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
+    """Latent attention: SGLang multiplies kv_b_proj into two matrices that it keeps besides."""
+    sizes = family_of(hf_config).sizes(hf_config)
+    if "kv_rank" not in sizes:
+        return 0
+    attention_tp = config.rollout.tp // config.rollout.attention_dp
+    layers = _layers_of(layout, stage * config.rollout.tp)
+    return layers * sizes["kv_up"] * sizes["kv_rank"] // attention_tp * itemsize(config.model.dtype)
+
+
+def _kv_bytes(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
+    """Per token on one rank."""
+    sizes = family_of(hf_config).sizes(hf_config)
+    attention_tp = config.rollout.tp // config.rollout.attention_dp
+    if "kv_rank" in sizes:
+        numbers = sizes["kv_down"]
+    else:
+        numbers = 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
+    return _layers_of(layout, stage * config.rollout.tp) * numbers * itemsize(config.model.dtype)
+
+
+def _slots(config: Config) -> int:
+    return NUM_SLOTS * int(config.sync.bucket_mib * 2**20)
+
+
+def _own_gpus(side: Side, stages: list[Uses], parallel: ParallelConfig) -> Iterable[RankMemory]:
+    for stage, uses in enumerate(stages):
+        yield RankMemory(side, _ranks(side, stage, len(stages), parallel), "train step", uses)
+
+
+def _ranks(role: str, stage: int, num_stages: int, parallel: ParallelConfig) -> str:
+    per_stage = parallel.world_size // num_stages
+    return f"{role} ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
+
+
+def _engine_ranks(stages: list[Uses]) -> Iterable[RankMemory]:
+    for stage, uses in enumerate(stages):
+        which = f" of stage {stage}" if len(stages) > 1 else ""
+        yield RankMemory("engine", f"engine ranks{which}", "weight sync", uses)
+
+
+STATE = ("weights", "gradients", "optimizer")
+
+
+def _shared_gpus(
+    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses]
+) -> Iterable[RankMemory]:
+    """Each stage's GPUs at the fullest of their moments; a GPU may also have a critic's and an engine's rank.
+
+    Which of these ranks meet on a GPU is left open: the fullest critic and engine stage are taken.
+    """
+    offload = config.cluster.offload
+    guest_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
+    guest_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
+    num_processes = 1 + bool(critic) + bool(engines)
+    for stage, uses in enumerate(trainer):
+        own = {f"trainer's {what}": size for what, size in uses.items()}
+        other = {f"critic's {what}": size for what, size in guest_critic.items()}
+        served = {f"engine's {what}": size for what, size in guest_engine.items()}
+        own_state = _only(own, "trainer's", STATE)
+        other_state = _only(other, "critic's", STATE)
+        moments = {
+            "train step": {**own, **({} if offload else other_state)},
+            "critic's train step": {**other, **({} if offload else own_state)} if other else {},
+            "weight sync": {
+                **(_only(own, "trainer's", ("weights",)) if offload else {**own_state, **other_state}),
+                **_only(own, "trainer's", ("sync buffers",)),
+                **_without(served, "engine's KV cache"),
+            },
+            "generation": {**({} if offload else {**own_state, **other_state}), **served},
+        }
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        who = _ranks("trainer", stage, len(trainer), config.parallel)
+        yield RankMemory("trainer", who, moment, moments[moment], num_processes)
+
+
+def _only(uses: Uses, owner: str, names: Iterable[str]) -> Uses:
+    wanted = {f"{owner} {name}" for name in names}
+    return {what: size for what, size in uses.items() if what in wanted}
+
+
+def _without(uses: Uses, name: str) -> Uses:
+    return {what: size for what, size in uses.items() if what != name}
+
+
+def as_json(ranks: Iterable[RankMemory]) -> list[dict[str, Any]]:
+    return [
+        {
+            "who": rank.who,
+            "moment": rank.moment,
+            "bytes": round(rank.num_bytes),
+            "uses": {what: round(size) for what, size in rank.uses.items()},
+        }
+        for rank in ranks
+    ]

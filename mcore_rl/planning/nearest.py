@@ -1,0 +1,157 @@
+"""A recipe that needs more memory than its GPUs have in, the nearest one that fits, as overrides, out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import ceil, log2
+from typing import Any
+
+from mcore_rl.config import Config
+from mcore_rl.planning.memory import RankMemory, Side, predict_memory
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf_config import read_hf_config
+
+Settings = Mapping[str, Any]
+"""Options by dotted name."""
+
+GIB = 2**30
+RECOMPUTE = ("none", "selective", "full")
+GROWTH = (1, 2, 4, 8)
+"""How many times as many GPUs are looked at, one after the other."""
+FARTHEST = 4.0
+"""Doublings, halvings and steps of recompute away from the recipe that are looked at."""
+
+
+def available_bytes(config: Config, rank: RankMemory) -> float:
+    """What a GPU has for the tensors of such a rank."""
+    return (config.plan.gpu_memory_gib - rank.num_processes * config.plan.process_gib) * GIB
+
+
+def too_large(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    return [rank for rank in ranks if rank.num_bytes > available_bytes(config, rank)]
+
+
+def nearest_that_fits(config: Config) -> Settings | None:
+    """Options that differ from the recipe's; None if nothing that was looked at fits.
+
+    Each side keeps its number of GPUs if any of its layouts fits on them, else takes the smallest multiple
+    that does. The nearest layout is the one with the fewest doublings and halvings.
+    """
+    settings: dict[str, Any] = {}
+    sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config))]
+    for side in dict.fromkeys(sides):
+        candidates = _engine_candidates(config) if side == "engine" else _trained_candidates(config, side)
+        found = next((c for c in candidates if _fits(config, c, side)), None)
+        if found is None:
+            return None
+        settings |= found
+    return settings
+
+
+def _fits(config: Config, settings: Settings, side: Side) -> bool:
+    try:
+        changed = with_settings(config, settings)
+        ranks = predict_memory(changed, side)
+    except ValueError:  # sizes that do not divide
+        return False
+    return not too_large(changed, ranks)
+
+
+def with_settings(config: Config, settings: Settings) -> Config:
+    """The configuration with options replaced. ValueError as of Config."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.rpartition(".")
+        groups.setdefault(group, {})[name] = value
+    for group, values in groups.items():
+        config = _replaced(config, group.split("."), values)
+    return config
+
+
+def _replaced(node: Any, path: Sequence[str], values: Mapping[str, Any]) -> Any:
+    if not path:
+        return replace(node, **values)
+    return replace(node, **{path[0]: _replaced(getattr(node, path[0]), path[1:], values)})
+
+
+def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:
+    candidates.sort(key=lambda candidate: candidate[0])
+    return (settings for distance, settings in candidates if distance <= FARTHEST)
+
+
+def _engine_candidates(config: Config) -> Iterator[Settings]:
+    """Engines of as many ranks in all, or more: wider ones, with less KV cache."""
+    rollout = config.rollout
+    for growth in GROWTH:
+        candidates = []
+        for wider, smaller, stages in product((1, 2, 4, 8, 16), (1, 2, 4), (True, False)):
+            if rollout.engines * growth % wider or (stages and not rollout.stage_weights):
+                continue
+            settings = {
+                "rollout.engines": rollout.engines * growth // wider,
+                "rollout.tp": rollout.tp * wider,
+                "rollout.ep": rollout.ep * wider if rollout.ep > 1 else 1,
+                "rollout.kv_cache_len": rollout.kv_cache_len // smaller,
+                "rollout.stage_weights": stages,
+            }
+            distance = log2(wider) + log2(smaller) + (stages != rollout.stage_weights)
+            candidates.append((distance, _changes(config, settings)))
+        yield from _by_distance(candidates)
+
+
+def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
+    """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them."""
+    group = "parallel" if side == "trainer" else "critic.parallel"
+    now = config.parallel if side == "trainer" else config.critic.parallel
+    hf_config = read_hf_config(config.model.path)
+    sizes = family_of(hf_config).sizes(hf_config)
+    shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
+    for growth in GROWTH:
+        candidates = []
+        for tp, pp, cp, ep, recompute in product(
+            _powers(config.plan.ranks_per_host),
+            _powers(sizes["layers"]),
+            _powers(8),
+            _powers(sizes["experts"] or 1),
+            RECOMPUTE,
+        ):
+            dp, rest = divmod(now.world_size * growth, tp * pp * cp)
+            if rest or not dp or (tp * cp * dp) % (ep * now.etp):
+                continue
+            changed = (tp / now.tp, pp / now.pp, cp / now.cp, ep / now.ep)
+            distance = sum(abs(log2(ratio)) for ratio in changed)
+            distance += abs(RECOMPUTE.index(recompute) - RECOMPUTE.index(config.train.recompute))
+            layout: dict[str, int | None] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp}
+            if pp != now.pp:
+                layout |= _uneven(sizes["layers"], pp)
+            settings: dict[str, Any] = {f"{group}.{name}": value for name, value in layout.items()}
+            settings["train.recompute"] = recompute
+            for offload in {config.cluster.offload, shares}:
+                more = {"cluster.offload": offload}
+                away = distance + (offload != config.cluster.offload)
+                candidates.append((away, _changes(config, settings | more)))
+        yield from _by_distance(candidates)
+
+
+def _uneven(num_layers: int, pp: int) -> dict[str, int | None]:
+    """Stages of a model whose layers `pp` does not divide: the last one takes fewer."""
+    last = num_layers - (pp - 1) * ceil(num_layers / pp)
+    uneven = pp > 1 and num_layers % pp and last > 0
+    return {"vpp": None, "first_stage_layers": None, "last_stage_layers": last if uneven else None}
+
+
+def _powers(largest: int) -> list[int]:
+    return [2**n for n in range(largest.bit_length())]
+
+
+def _changes(config: Config, settings: Mapping[str, Any]) -> Settings:
+    """Those that differ from the recipe's."""
+
+    def value_of(key: str) -> Any:
+        node: Any = config
+        for part in key.split("."):
+            node = getattr(node, part)
+        return node
+
+    sizes = {"parallel.dp": config.parallel.dp_size, "critic.parallel.dp": config.critic.parallel.dp_size}
+    return {k: value for k, value in settings.items() if sizes.get(k, value_of(k)) != value}

@@ -1,0 +1,160 @@
+"""A recipe for many GPUs in, its rehearsal for a laptop out: the same family, algorithm and kinds of
+parallelism in the smallest sizes, one step, with a tiny random model and arithmetic prompts made on the spot.
+
+Whatever the recipe says and this module does not name is kept: loss, advantage, corrections, router replay,
+modes of the rollout, the reward's function, who shares GPUs with whom.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelConfig
+from mcore_rl.data.arithmetic import SPECIAL_TOKENS, make_tokenizer, prepare_arithmetic, vocabulary
+from mcore_rl.slices.families import refuse_unsupported
+from mcore_rl.slices.hf_config import read_hf_config
+
+SMALLEST = 2
+"""Ranks of every kind of parallelism that a recipe uses."""
+MOST_RANKS = 4
+PROMPTS, SAMPLES = 8, 4
+MAX_PROMPT_LEN, MAX_RESPONSE_LEN, MAX_TOKENS = 64, 16, 1024
+KV_CACHE_LEN = 8192
+
+TINY: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    "sliding_window": 32,
+}
+"""What config.json's sizes become, where the model has them."""
+
+
+def rehearse(config: Config) -> Config:
+    """The rehearsal of a recipe; writes its model, tokenizer and prompts to <run.dir>_rehearsal/inputs."""
+    folder = Path(f"{config.run.dir}_rehearsal")
+    parallel = _smallest_layout(config.parallel)
+    critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
+    layers = max(_num_layers(parallel), _num_layers(critic.parallel))
+    inputs = _write_inputs(read_hf_config(config.model.path), layers, folder / "inputs")
+    mini_batches = min(config.train.mini_batches, SMALLEST)
+    is_group = config.rollout.samples_per_prompt > 1
+    return replace(
+        config,
+        rehearse=False,
+        run=replace(config.run, dir=str(folder), steps=1, resume=False),
+        model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
+        parallel=parallel,
+        train=replace(config.train, max_tokens_per_microbatch=MAX_TOKENS, mini_batches=mini_batches),
+        critic=replace(critic, mini_batches=min(critic.mini_batches, SMALLEST), warmup_steps=0),
+        data=replace(config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN),
+        rollout=replace(
+            _smallest_engines(config.rollout, parallel.world_size if config.cluster.colocated else None),
+            prompts_per_step=PROMPTS if is_group else PROMPTS * SAMPLES,
+            samples_per_prompt=SAMPLES if is_group else 1,
+            max_response_len=MAX_RESPONSE_LEN,
+            max_in_flight=0,
+            kv_cache_len=KV_CACHE_LEN,
+        ),
+        reward=replace(
+            config.reward,
+            workers=min(config.reward.workers, 1),
+            overlong_buffer_len=min(config.reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
+        ),
+        eval=replace(config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1),
+        cluster=replace(config.cluster, cpus_per_rank=0.1, object_store_mib=128),
+        sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
+        **{role: _smallest_served(served) for role, served in config.served_models.items()},
+    )
+
+
+def _smallest(size: int) -> int:
+    return min(size, SMALLEST)
+
+
+def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
+    """Two of what there are several of; data-parallel ranks as well, unless there are MOST_RANKS without."""
+    smallest = ParallelConfig(
+        tp=_smallest(layout.tp),
+        pp=_smallest(layout.pp),
+        vpp=layout.vpp and SMALLEST,
+        cp=_smallest(layout.cp),
+        ep=_smallest(layout.ep),
+        etp=_smallest(layout.etp),
+        last_stage_layers=1 if layout.last_stage_layers or layout.first_stage_layers else None,
+    )
+    if layout.dp_size == 1 or smallest.dp_size > 1 or smallest.world_size >= MOST_RANKS:
+        return smallest
+    return replace(smallest, dp=SMALLEST)
+
+
+def _num_layers(layout: ParallelConfig) -> int:
+    """Two in each model chunk, one in the last stage where stages are uneven."""
+    if layout.last_stage_layers is not None:
+        return 2 * (layout.pp - 1) + layout.last_stage_layers
+    return 2 * layout.pp * (layout.vpp or 1)
+
+
+def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
+    """`num_gpus`: of the trainer, where engines run on them."""
+    engine_ranks = _smallest(rollout.tp) * _smallest(rollout.pp)
+    room = SMALLEST if num_gpus is None else num_gpus // engine_ranks
+    return replace(
+        rollout,
+        engines=min(_smallest(rollout.engines), room),
+        tp=_smallest(rollout.tp),
+        ep=_smallest(rollout.ep),
+        pp=_smallest(rollout.pp),
+        attention_dp=_smallest(rollout.attention_dp),
+        nodes_per_engine=0,
+        quantization="none",
+    )
+
+
+def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
+    """A model at a url stays where it is."""
+    return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN)
+
+
+def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """config.json of a model of the same family with `num_layers` layers, of which at most one is dense."""
+    tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
+    tiny |= {"vocab_size": len(vocabulary()), "num_hidden_layers": num_layers, "num_nextn_predict_layers": 0}
+    if "kv_lora_rank" in tiny:
+        tiny["num_key_value_heads"] = tiny["num_attention_heads"]
+    if (hf_config.get("n_group") or 1) > 1:
+        experts_per_group = hf_config["num_experts_per_tok"] // hf_config["topk_group"]
+        tiny |= {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2 * experts_per_group}
+    if hf_config.get("first_k_dense_replace"):
+        tiny["first_k_dense_replace"] = 1
+    if hf_config.get("layer_types"):
+        tiny["layer_types"] = list(hf_config["layer_types"][:num_layers])
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
+    tiny["torch_dtype"] = "float32"
+    return tiny
+
+
+def _write_inputs(hf_config: Mapping[str, Any], num_layers: int, folder: Path) -> Path:
+    prepare_arithmetic(folder)
+    config = tiny_config(hf_config, num_layers)
+    refuse_unsupported(config, folder / "model" / "config.json")
+    (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    make_tokenizer().save_pretrained(folder / "model")
+    return folder

@@ -1,0 +1,33 @@
+"""Whether a model can be cut into a recipe's parallel layout, in the words of the recipe."""
+
+from mcore_rl.config import ParallelConfig
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.layouts.megatron import layers_of_chunks
+
+
+def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:
+    """ValueError naming the first size of the model that `parallel`, the group `name`, does not divide."""
+    sizes = family_of(config).sizes(config)
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    stages = parallel.pp * (parallel.vpp or 1)
+    if first is not None or last is not None:
+        layers_of_chunks(sizes["layers"], parallel.pp, parallel.vpp, first, last)
+        stages = 1
+    sized = [
+        (f"{name}.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
+        (f"{name}.pp * {name}.vpp", stages, "num_hidden_layers", sizes["layers"]),
+        (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
+        (f"{name}.etp", parallel.etp, "moe_intermediate_size", sizes["expert_ffn"]),
+    ]
+    if parallel.ep > 1 and not sizes["experts"]:
+        raise ValueError(f"{name}.ep={parallel.ep}, but the model has no experts: set {name}.ep=1")
+    for option, divisor, key, size in sized:
+        if size % divisor:
+            raise ValueError(f"{option}={divisor} does not divide {key}={size} of config.json")
+    groups = sizes.get("kv_heads", parallel.tp)
+    if groups % parallel.tp and parallel.tp % groups:
+        raise ValueError(
+            f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json nor is a "
+            "multiple of it"
+        )

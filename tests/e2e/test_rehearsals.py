@@ -1,0 +1,33 @@
+"""The rehearsal of every recipe for many GPUs: one whole step with real Megatron ranks, engines and Ray."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.recipe import list_recipes
+from tests.e2e.runs import Run
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """What they leave behind is killed at the end."""
+    started: list[Run] = []
+    yield started
+    for run in started:
+        run.kill_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in list_recipes() if not name.startswith("tiny_")])
+def test_one_step(recipe: str, tmp_path: Path, runs: list[Run]) -> None:
+    run = Run(["train", f"recipe={recipe}", "rehearse=true"], tmp_path / "run")
+    runs.append(run)
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    folder = tmp_path / "run_rehearsal"
+    steps = [row for row in run.metrics("../run_rehearsal") if "loss/total" in row or "time/step" in row]
+    assert steps, sorted(folder.iterdir())
+    print(recipe, {name: steps[-1].get(name) for name in ("time/step", "drift/abs_diff_mean", "time/refit")})

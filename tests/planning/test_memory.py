@@ -1,0 +1,157 @@
+"""Predicted memory: whether it adds up, what it says of moments, layouts and remedies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.config import Config
+from mcore_rl.planning.activations import Activations, Pass
+from mcore_rl.planning.memory import RankMemory, predict_memory
+from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
+from mcore_rl.recipe import list_recipes, load_recipe
+from mcore_rl.slices.hf_config import read_hf_config
+from tests.policy import read
+
+LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
+QWEN = "qwen3_30b_a3b_grpo_32"
+
+
+@pytest.mark.parametrize("recipe", list_recipes())
+def test_every_recipe_fits_and_its_header_says_what_the_plan_says(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"recipe={recipe}", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    if recipe in LARGE:
+        comments = [
+            line for line in read(Path(f"recipes/{recipe}.yaml")).splitlines() if line.startswith("#")
+        ]
+        header = " ".join(" ".join(line.strip("# ") for line in comments).split())
+        for sentence in plan["explained"]:
+            assert sentence in header
+
+
+def predict(recipe: str, *settings: str) -> list[RankMemory]:
+    return predict_memory(load_recipe(recipe, list(settings)))
+
+
+def total(ranks: list[RankMemory], what: str, side: str = "trainer") -> float:
+    return max(rank.uses.get(what, 0) for rank in ranks if rank.side == side)
+
+
+def test_states_of_a_model_are_divided_as_megatron_divides_them() -> None:
+    """All of 30.5e9 parameters: 18 bytes of each lie on one rank or another."""
+    ranks = predict(QWEN, "rollout.mode=sync", "parallel.dp=8", "parallel.tp=1", "parallel.ep=8")
+    assert total(ranks, "optimizer") * 8 == pytest.approx(12 * 30.53e9, rel=1e-3)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert total(ranks, "weights") == pytest.approx(2 * (30.53e9 - experts * 7 / 8), rel=1e-3)
+    assert total(ranks, "gradients") == 2 * total(ranks, "weights")
+
+
+def test_pipeline_stages_keep_the_micro_batches_in_flight() -> None:
+    settings = ["parallel.pp=4", "parallel.dp=2", "parallel.ep=4", "train.recompute=none"]
+    ranks = [rank for rank in predict(QWEN, *settings) if rank.side == "trainer"]
+    kept = [rank.uses["activations"] for rank in ranks]
+    working = 2 * kept[3] - kept[2]
+    assert [round((size - working) / (kept[3] - working)) for size in kept] == [4, 3, 2, 1]
+    assert [rank for rank in ranks if "logits and log-probs" in rank.uses] == ranks[-1:]
+
+
+def test_recompute_keeps_less() -> None:
+    sizes = [
+        total(predict(QWEN, f"train.recompute={kind}"), "activations")
+        for kind in ("none", "selective", "full")
+    ]
+    assert sizes[0] > 1.1 * sizes[1] > 3 * sizes[2]
+
+
+def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
+    colocated = ["cluster=h100_colocated", "rollout.mode=sync", "rollout.engines=8"]
+    away = predict(QWEN, *colocated)
+    at_hand = predict(QWEN, *colocated, "cluster.offload=false")
+    assert {rank.moment for rank in at_hand} == {"generation"}
+    assert any("engine's KV cache" in rank.uses for rank in at_hand)
+    assert {rank.moment for rank in away} == {"train step"}
+    assert not any("engine" in what for rank in away for what in rank.uses)
+    assert all(rank.num_processes == 2 for rank in away + at_hand)
+
+
+def test_fp8_engines_hold_half_the_weights() -> None:
+    bf16, fp8 = (
+        total(
+            predict("kimi_k2_grpo_256_128", "rollout.tp=16", "rollout.ep=16", f"rollout.quantization={kind}"),
+            "weights",
+            "engine",
+        )
+        for kind in ("none", "fp8")
+    )
+    assert 0.5 < fp8 / bf16 < 0.56
+
+
+@pytest.mark.parametrize("gpu_gib", [60, 40, 30])
+def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
+    config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
+    assert too_large(config, predict_memory(config))
+    settings = nearest_that_fits(config)
+    assert settings
+    changed = with_settings(config, settings)
+    assert not too_large(changed, predict_memory(changed))
+    for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
+        fewer = {k: v for k, v in settings.items() if k != key}
+        assert not _fits(config, fewer), f"{key} need not change"
+
+
+def _fits(config: Config, settings: dict[str, Any]) -> bool:
+    try:
+        changed = with_settings(config, settings)
+    except ValueError:
+        return False
+    return not too_large(changed, predict_memory(changed))
+
+
+def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=40"]) == 1
+    out, error = capsys.readouterr()
+    assert "does not fit: engine ranks" in out
+    assert "most is weights" in out
+    assert "The nearest layout that fits: " in out
+    assert "does not fit its GPUs" in error
+    assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=6"]) == 1
+    assert "No layout on up to eight times as many GPUs fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            "parallel.tp=3 parallel.dp=16 parallel.ep=1",
+            "parallel.tp=3 does not divide num_attention_heads=32",
+        ),
+        ("parallel.etp=5 parallel.dp=20", "parallel.etp=5 does not divide moe_intermediate_size=768"),
+        ("train.mini_batches=3", "= 2048 is not divisible by train.mini_batches=3"),
+        ("rollout.max_response_len=9000", "= 11048 exceeds train.max_tokens_per_microbatch=10240"),
+        ("rollout.kv_cache_len=9000", "= 10240 exceeds rollout.kv_cache_len=9000"),
+        (
+            "rollout.max_response_len=50000 train.max_tokens_per_microbatch=60000",
+            "= 52048 exceeds max_position_embeddings=40960 of config.json",
+        ),
+        ("plan.expert_load=0.5", "plan.expert_load=0.5: must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_one_another(
+    settings: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", f"recipe={QWEN}", *settings.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_experts_make_most_of_a_layers_activations() -> None:
+    hf_config = read_hf_config("recipes/model/qwen3_30b_a3b")
+    step = Pass(tokens=1024, tp=1, cp=1, etp=1, itemsize=2, recompute="none", expert_load=1.0)
+    routed = 8 * (2048 + 4 * 768)
+    attention = 2 * 2048 + 2 * (4096 + 512) + 4096 + 512
+    assert Activations(hf_config, step).kept(0) == 2 * 1024 * (routed + attention + 2 * 2048 + 2 * 128 * 2)

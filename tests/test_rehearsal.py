@@ -1,0 +1,89 @@
+"""What a rehearsal changes of a recipe, and what it keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.config import Config
+from mcore_rl.recipe import leaves, list_recipes, load_recipe
+from mcore_rl.rehearsal import rehearse, tiny_config
+from mcore_rl.slices.families import family_of, hf_tensor_shapes
+from mcore_rl.slices.hf_config import read_hf_config
+
+LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
+KINDS = (
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.ep",
+    "rollout.tp",
+    "rollout.ep",
+    "rollout.attention_dp",
+)
+CHANGED = {
+    "model.path",
+    "model.init",
+    "model.dtype",
+    "run.dir",
+    "run.steps",
+    "run.resume",
+    "data.train",
+    "data.max_prompt_len",
+    "eval.data",
+    "eval.max_prompts",
+    "eval.pass_k",
+    "reward.workers",
+    "reward.overlong_buffer_len",
+    "train.max_tokens_per_microbatch",
+    "train.mini_batches",
+    "critic.mini_batches",
+    "critic.warmup_steps",
+    "rollout.engines",
+    "rollout.prompts_per_step",
+    "rollout.samples_per_prompt",
+    "rollout.max_response_len",
+    "rollout.kv_cache_len",
+    "cluster.cpus_per_rank",
+    "cluster.object_store_mib",
+    "sync.bucket_mib",
+}
+
+
+def value(config: Config, key: str) -> Any:
+    node: Any = config
+    for part in key.split("."):
+        node = getattr(node, part)
+    return node
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_same_family_algorithm_and_kinds_of_parallelism(recipe: str, tmp_path: Path) -> None:
+    large = load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"])
+    small = rehearse(large)
+    for key in KINDS:
+        assert value(small, key) == min(value(large, key), 2), key
+    assert small.parallel.world_size <= 8
+    for key in set(leaves()) - CHANGED - {"rehearse"}:
+        if "parallel." not in key and key not in KINDS:
+            assert value(small, key) == value(large, key), key
+    before, after = (read_hf_config(config.model.path) for config in (large, small))
+    assert family_of(after) is family_of(before)
+    assert {_pattern(name) for name in hf_tensor_shapes(after)} == {
+        _pattern(n) for n in hf_tensor_shapes(before)
+    }
+    assert main(["plan", f"recipe={recipe}", "rehearse=true", f"run.dir={tmp_path / 'again'}"]) == 0
+
+
+def _pattern(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def test_groups_of_experts_are_scored_as_before() -> None:
+    """Megatron takes the best top_k // topk_group experts of each group."""
+    large = read_hf_config("recipes/model/deepseek_v3")
+    tiny = tiny_config(large, 3)
+    assert tiny["num_experts_per_tok"] // tiny["topk_group"] == 8 // 4
+    assert tiny["n_routed_experts"] % tiny["n_group"] == 0
+    assert tiny["first_k_dense_replace"] == 1
