@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mcore_rl.algo.build import Advantages, make_policy_loss, sft_loss
 from mcore_rl.cluster.run import RunProcesses, run_processes
-from mcore_rl.colocation import ALL, CRITIC, TRAINER, SharingTrainer
+from mcore_rl.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
@@ -33,6 +33,7 @@ from mcore_rl.parts import (
     make_critic,
     make_log,
     make_sync,
+    make_teacher,
     pack,
     resume,
     sample_beside,
@@ -41,7 +42,6 @@ from mcore_rl.planning.checks import check_sizes
 from mcore_rl.players import EngineGenerator, at_once
 from mcore_rl.report import make_report
 from mcore_rl.roles import Roles, in_turn
-from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
 from mcore_rl.slices.hf_config import read_hf_config
@@ -100,13 +100,13 @@ def run_train(config: Config) -> None:
                 prompts=prompts,
                 held_out=held_out,
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
-                reward=scorer,
+                reward=SharingScorer(scorer, ("judge", "reward_model"), gpus),
                 advantages=advantages,
                 trainer=SharingTrainer(packed, gpus),
                 weights=weights,
                 log=log,
                 background=beside,
-                teacher=Teacher(others["teacher"], watched) if "teacher" in others else None,
+                teacher=make_teacher(others, watched, gpus),
                 critic=critic and make_critic(config, critic, folder, gpus),
                 both=in_turn if config.critic.colocated else at_once,
             )

@@ -1,17 +1,18 @@
 """GPUs that trainer ranks, critic ranks and engines share: whose memory is on them when.
 
 rollout      an engine's weights and KV cache
+scoring      all of the judge, reward model or teacher that scores; the engines' weights
 training     nothing of an engine; of the model that works, what it needs: weights, or all
 weight sync  the trainer's weights and an engine's
 
 What an engine gave up is lost: its weights come back by a weight sync only. Models give up theirs to host
-memory, with cluster.offload.
+memory, with cluster.offload; judges, reward models and teachers always do.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import aiohttp
 from torch import Tensor
@@ -19,8 +20,9 @@ from torch import Tensor
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.stream.update import GRACE_S
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import Sample, StepStats, TokenScores, TrainBatch
 
+S = TypeVar("S")
 TRAINER, CRITIC = "trainer", "critic"
 WEIGHTS_ONLY, ALL = ("weights",), ("weights", "training")
 """Parts of a model, see train/offload.py."""
@@ -55,6 +57,10 @@ class EngineMemory:
         assert WEIGHTS not in self._released, "engines that gave up their weights generate after a sync only"
         await self._occupy({KV_CACHE} & self._released)
 
+    async def take_back(self) -> None:
+        """All that was given up, for engines that keep their weights in host memory."""
+        await self._occupy(self._released)
+
     async def _give_up(self, wanted: Collection[str]) -> None:
         async def release(engine: EngineControl) -> None:
             await engine.wait_idle(self._timeout_s)
@@ -67,7 +73,7 @@ class EngineMemory:
     async def _occupy(self, wanted: Collection[str]) -> None:
         if wanted:
             await self._on_all(lambda engine: engine.occupy(wanted))
-            self._released.difference_update(wanted)
+            self._released -= set(wanted)
 
     async def _on_all(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s + GRACE_S)
@@ -89,12 +95,32 @@ class SharedGpus:
     def __init__(self, engines: EngineMemory, watched: Callable[[Awaitable[None]], None]) -> None:
         self._engines, self._watched = engines, watched
         self._models: dict[str, Model] = {}
+        self._guests: dict[str, EngineMemory] = {}
         self._held: dict[str, Collection[str]] = {}
 
     def add(self, role: str, model: Model) -> None:
         """A model, just built, that gives up its memory while others have the GPUs: from now on."""
         self._models[role], self._held[role] = model, ALL
         self._watched(self._hold_only("", ()))
+
+    def add_guest(self, role: str, memory: EngineMemory) -> None:
+        """A judge, reward model or teacher, just started: from now on it has no memory but in its turns."""
+        self._guests[role] = memory
+        self._watched(memory.for_training())
+
+    @contextmanager
+    def lent_to(self, roles: Collection[str]) -> Iterator[None]:
+        """Room for those of `roles` that are guests here; afterwards the engines can generate."""
+        guests = [self._guests[role] for role in roles if role in self._guests]
+        if not guests:
+            yield
+            return
+        self._watched(self._lend(guests))
+        try:
+            yield
+        finally:
+            self._watched(self._take_from(guests))
+        self.hand_to_engines()
 
     def take(self, role: str, parts: Collection[str]) -> None:
         """Room for these parts of one model, and nothing else there."""
@@ -129,6 +155,16 @@ class SharedGpus:
             await self._hold_only("", ())
         await self._engines.for_rollout()
 
+    async def _lend(self, guests: Sequence[EngineMemory]) -> None:
+        await self._engines.for_saving()
+        await self._hold_only("", ())
+        for guest in guests:
+            await guest.take_back()
+
+    async def _take_from(self, guests: Sequence[EngineMemory]) -> None:
+        for guest in guests:
+            await guest.for_training()
+
     async def _take(self, role: str, parts: Collection[str]) -> None:
         await self._engines.for_training()
         await self._hold_only(role, parts)
@@ -143,6 +179,19 @@ class SharedGpus:
             if set(wanted[name]) != set(self._held[name]):
                 await self._models[name].hold(wanted[name])
                 self._held[name] = wanted[name]
+
+
+class SharingScorer(Generic[S]):
+    """What asks served models about samples, once there is room for those that share GPUs."""
+
+    def __init__(
+        self, ask: Callable[[Sequence[Sample]], S], roles: Collection[str], gpus: SharedGpus
+    ) -> None:
+        self._ask, self._roles, self._gpus = ask, roles, gpus
+
+    def __call__(self, samples: Sequence[Sample]) -> S:
+        with self._gpus.lent_to(self._roles):
+            return self._ask(samples)
 
 
 class SharingTrainer:

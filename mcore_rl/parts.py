@@ -16,7 +16,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.colocation import SharedGpus, SharingCritic
+from mcore_rl.colocation import SharedGpus, SharingCritic, SharingScorer
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.engine_sync import EngineSync
@@ -28,6 +28,7 @@ from mcore_rl.roles import Critic
 from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.startup import Started
 from mcore_rl.stream.refit import Refitter
@@ -74,6 +75,15 @@ def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: Sha
     packing = Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch)
     critic = PackedCritic(ranks, folder, packing=packing, checkpoint=config.checkpoint)
     return SharingCritic(critic, gpus) if config.critic.colocated else critic
+
+
+def make_teacher(
+    served: Mapping[str, ServedModel], watched: Watched[Any], gpus: SharedGpus
+) -> SharingScorer[list[tuple[float, ...]]] | None:
+    """Where the recipe has one."""
+    if "teacher" not in served:
+        return None
+    return SharingScorer(Teacher(served["teacher"], watched), ("teacher",), gpus)
 
 
 def make_sync(config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]) -> EngineSync:

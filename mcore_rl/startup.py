@@ -34,6 +34,8 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
         guests = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s)
         watched(guests.for_training())
     gpus = SharedGpus(guests, watched)
+    for role in processes.served.guests:
+        gpus.add_guest(role, EngineMemory(processes.start_served_guest(role), timeout_s))
 
     trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
     critic = None

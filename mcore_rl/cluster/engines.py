@@ -154,6 +154,10 @@ class EngineGroup:
         self.rotation = Rotation([address.url for address in addresses], self._weights_stay)
         return addresses
 
+    @property
+    def is_built(self) -> bool:
+        return self._addresses is not None
+
     def server_pids(self) -> list[int]:
         return self._group.call_all("pid", deadline_s=self._call_timeout_s)
 

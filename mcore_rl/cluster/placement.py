@@ -61,13 +61,17 @@ def beside(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
 
 
 def engines_beside(
-    slots: Sequence[Slot], num_engines: int, ranks_per_engine: int, num_nodes: int = 0
+    slots: Sequence[Slot],
+    num_engines: int,
+    ranks_per_engine: int,
+    num_nodes: int = 0,
+    role: str = "rollout",
 ) -> list[list[Slot]]:
     """Slots of engines on the GPUs of training ranks: per engine, one for each node it spans.
 
     Engine e lies beside the ranks from e * `ranks_per_engine` on; a slot of an engine stands for all its
     ranks on that node and takes no GPU, as those belong to the training ranks. `num_nodes` 0: as few as
-    can be. ValueError if the ranks do not lie evenly on so many.
+    can be. ValueError if the ranks do not lie evenly on so many; it names the options of `role`.
     """
     most_on_a_node = max(Counter(slot.node for slot in slots).values())
     on_each = ranks_per_engine // (num_nodes or -(-ranks_per_engine // most_on_a_node))
@@ -78,9 +82,9 @@ def engines_beside(
         parts = [neighbours[i : i + on_each] for i in range(0, ranks_per_engine, on_each)]
         if any(len({slot.node for slot in part}) > 1 or len(part) < on_each for part in parts):
             raise ValueError(
-                f"cluster.colocated=true: training ranks {first} to {first + ranks_per_engine - 1} lie on"
-                f" {len({slot.node for slot in neighbours})} nodes, on which engine {engine} of rollout.tp *"
-                f" rollout.pp = {ranks_per_engine} ranks does not lie evenly; take a divisor of the GPUs of a"
+                f"GPUs are shared, but training ranks {first} to {first + ranks_per_engine - 1} lie on"
+                f" {len({slot.node for slot in neighbours})} nodes, on which engine {engine} of {role}.tp *"
+                f" {role}.pp = {ranks_per_engine} ranks does not lie evenly; take a divisor of the GPUs of a"
                 " node, or a multiple"
             )
         of_engines.append(beside([part[0] for part in parts], len(parts)))

@@ -100,6 +100,11 @@ class RunProcesses:
         self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts, gpu_ids)
         return self._engines
 
+    def start_served_guest(self, role: str) -> list[str]:
+        """Urls of the engines of a served model on the trainer ranks' GPUs, once they are healthy."""
+        assert self._trainer is not None
+        return self.served.start_guest(role, [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank])
+
     def watched(self, work: Awaitable[Any]) -> Any:
         """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
         groups = [group for group in (self._trainer, self._critic, self._engines) if group is not None]
@@ -140,7 +145,7 @@ def run_processes(
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
-        others = ServedModels(models, slots.served, log_dir, timeout_s, running)
+        others = ServedModels(models, slots.served, log_dir, timeout_s, running, size.served_guests)
         event_loop = EventLoop()
         try:
             yield RunProcesses(config, log_dir, event_loop, trainer, critic, engines, others)

@@ -1,6 +1,6 @@
 """Engines of models that are served beside the policy: their options in, one ServedModel by role out."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.cluster.engines import EngineGroup
@@ -9,6 +9,8 @@ from mcore_rl.config import ServedModelConfig
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.served import TAKES_TEXT, ServedModel
 
+KEEPS_WEIGHTS = ("--enable-weights-cpu-backup",)
+"""Weights whose memory is given up are kept in host memory."""
 FLAGS = {"judge": (), "reward_model": ("--is-embedding",), "teacher": ()}
 
 
@@ -22,13 +24,30 @@ class ServedModels:
         log_dir: Path,
         call_timeout_s: float,
         running: Mapping[str, ServedModel],
+        guests: Collection[str] = (),
     ) -> None:
-        """Begin to start the engines of `configs` by role, each in its slots. `running`: servers at a url."""
-        self._configs, self._running = configs, running
+        """Begin to start the engines of `configs` by role, each in its slots.
+
+        running   servers at a url
+        guests    roles whose engines share the trainer ranks' GPUs; `start_guest` starts them
+        """
+        self._configs, self._running, self._log_dir = configs, running, log_dir
+        self.guests = guests
         self._groups = {
-            role: _start_engines(role, configs[role], of_role, log_dir, call_timeout_s)
+            role: EngineGroup(of_role, log_dir, call_timeout_s, role, weights_stay=True)
             for role, of_role in slots.items()
         }
+        for role in slots.keys() - set(guests):
+            self._start(role, ())
+
+    def start_guest(self, role: str, gpu_ids: Sequence[str]) -> list[str]:
+        """Urls of the engines, once they are healthy and have their memory. `gpu_ids`: the trainer ranks'."""
+        self._start(role, gpu_ids)
+        return [engine.url for engine in self._groups[role].wait_built()]
+
+    def _start(self, role: str, gpu_ids: Sequence[str]) -> None:
+        is_guest = role in self.guests
+        _start_engines(self._groups[role], role, self._configs[role], self._log_dir, is_guest, gpu_ids)
 
     def wait(self) -> dict[str, ServedModel]:
         """Every one of them, healthy. Raises RankError."""
@@ -39,23 +58,24 @@ class ServedModels:
         return found
 
     def watches(self) -> list[Awaitable[None]]:
-        return [group.watch() for group in self._groups.values()]
+        """Of the engines that are up; `wait` tells of one that does not get so far."""
+        return [group.watch() for group in self._groups.values() if group.is_built]
 
     def server_pids(self, role: str) -> list[int]:
         return self._groups[role].server_pids()
 
 
 def _start_engines(
+    group: EngineGroup,
     role: str,
     config: ServedModelConfig,
-    slots: Sequence[Sequence[Slot]],
     log_dir: Path,
-    call_timeout_s: float,
-) -> EngineGroup:
-    group = EngineGroup(slots, log_dir, call_timeout_s, role, weights_stay=True)
-    specs = [_engine_spec(role, config, log_dir / f"{role}_{i}.log") for i in range(config.engines)]
-    group.start_build(specs, config.startup_timeout_s, config.restarts)
-    return group
+    is_guest: bool,
+    gpu_ids: Sequence[str],
+) -> None:
+    logs = [log_dir / f"{role}_{i}.log" for i in range(config.engines)]
+    specs = [_engine_spec(role, config, log, gives_up_memory=is_guest) for log in logs]
+    group.start_build(specs, config.startup_timeout_s, config.restarts, gpu_ids)
 
 
 def plan_served(
@@ -69,7 +89,9 @@ def plan_served(
     return {role: of_role(role, config) for role, config in configs.items() if config.path}
 
 
-def _engine_spec(role: str, config: ServedModelConfig, log_path: Path) -> EngineSpec:
+def _engine_spec(
+    role: str, config: ServedModelConfig, log_path: Path, *, gives_up_memory: bool
+) -> EngineSpec:
     return EngineSpec(
         model_path=config.path,
         log_path=str(log_path),
@@ -80,5 +102,6 @@ def _engine_spec(role: str, config: ServedModelConfig, log_path: Path) -> Engine
         kv_cache_len=config.kv_cache_len,
         max_running=config.max_concurrency,
         tokenizer=role in TAKES_TEXT,
-        extra_args=(*FLAGS[role], *config.sglang_args),
+        gives_up_memory=gives_up_memory,
+        extra_args=(*FLAGS[role], *(KEEPS_WEIGHTS if gives_up_memory else ()), *config.sglang_args),
     )

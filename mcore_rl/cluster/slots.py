@@ -60,13 +60,18 @@ class RunSize:
     @property
     def tenants(self) -> int:
         """Processes on a trainer rank's bundle."""
-        return 1 + self.engines_are_guests + self.critic_is_guest
+        return 1 + self.engines_are_guests + self.critic_is_guest + len(self.served_guests)
+
+    @property
+    def served_guests(self) -> dict[str, ServedModelConfig]:
+        return {role: model for role, model in self.served.items() if model.is_guest and self.trainer}
 
     def num_cpus(self, config: Config) -> float:
         """All that is reserved."""
         engine_ranks = 0 if self.engines_are_guests else self.engines * config.rollout.engine_ranks
         critic_ranks = 0 if self.critic_is_guest else self.critic
-        served = sum(model.engine_ranks * model.engines for model in self.served.values() if model.path)
+        own = [model for role, model in self.served.items() if role not in self.served_guests and model.path]
+        served = sum(model.engine_ranks * model.engines for model in own)
         ranks = self.trainer * self.tenants + critic_ranks + engine_ranks + served
         return config.cluster.cpus_per_rank * ranks
 
@@ -78,7 +83,8 @@ def reserve_slots(config: Config, size: RunSize) -> RunSlots:
     plans += [plan_ranks(0 if size.critic_is_guest else size.critic, cpus, gpus)]
     of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
     plans += [of_engine] * (0 if size.engines_are_guests else size.engines)
-    served = plan_served(size.served, cpus, gpus)
+    guests = size.served_guests
+    served = plan_served({r: model for r, model in size.served.items() if r not in guests}, cpus, gpus)
     own = len(plans)
     slots = reserve([*plans, *chain(*served.values())], config.run.startup_timeout_s)
     rest = iter(slots[own:])
@@ -88,4 +94,6 @@ def reserve_slots(config: Config, size: RunSize) -> RunSlots:
         critic = beside(trainer, size.critic)
     if size.engines_are_guests:
         engines = engines_beside(trainer, size.engines, rollout.engine_ranks, rollout.nodes_per_engine)
+    for role, model in guests.items():
+        of_served[role] = engines_beside(trainer, model.engines, model.engine_ranks, role=role)
     return RunSlots(trainer, critic, engines, of_served)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from mcore_rl.config.agreement import (
     check_colocated,
     check_critic_fits,
+    check_guests,
     check_quantization,
     check_replay,
     check_steps,
@@ -119,12 +120,15 @@ class Config:
         check_quantization(rollout, self.model)
         check_replay(train, self.algorithm, self.drift)
         check_teacher(self.algorithm, self.teacher, rollout)
+        check_guests(self.served_models, self.parallel, rollout)
         check_steps(self.algorithm, rollout, train, self.critic)
         if self.cluster.colocated:
             check_colocated(self.parallel, rollout)
         if has_critic and self.critic.colocated:
             check_critic_fits(self.critic.parallel, self.parallel)
-        if self.cluster.offload and not (self.cluster.colocated or (has_critic and self.critic.colocated)):
+        has_guests = self.cluster.colocated or (has_critic and self.critic.colocated)
+        has_guests = has_guests or any(model.is_guest for model in self.served_models.values())
+        if self.cluster.offload and not has_guests:
             raise ValueError(
                 "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
                 " critic.colocated=true or cluster.offload=false"

@@ -1,5 +1,7 @@
 """What groups of options must agree on; errors name both, their values and a remedy."""
 
+from collections.abc import Mapping
+
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
 from mcore_rl.config.served import ServedModelConfig
@@ -62,6 +64,24 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
             f"critic.colocated=true with {critic.world_size} ranks by critic.parallel: there are"
             f" {trainer.world_size} by parallel to share a GPU with; lower critic.parallel.*"
         )
+
+
+def check_guests(
+    served: Mapping[str, ServedModelConfig], parallel: ParallelConfig, rollout: RolloutConfig
+) -> None:
+    """Of models that are served on the trainer ranks' GPUs."""
+    for role, model in served.items():
+        needed = model.engines * model.engine_ranks
+        if model.is_guest and needed > parallel.world_size:
+            raise ValueError(
+                f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}: there are"
+                f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
+            )
+        if model.is_guest and rollout.mode != "sync":
+            raise ValueError(
+                f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while the"
+                f" trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
+            )
 
 
 def check_replay(train: TrainConfig, algorithm: AlgorithmConfig, drift: DriftConfig) -> None:

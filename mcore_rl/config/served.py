@@ -31,12 +31,19 @@ class ServedModelConfig:
     startup_timeout_s: float = 600.0
     restarts: int = 3
     """How often the server of each engine is started again in a run; 0: a dead one ends the run."""
+    colocated: bool = False
+    """Its engines run on the trainer ranks' GPUs, in turn with them; else on GPUs of their own."""
     sglang_args: list[str] = field(default_factory=list)
     """Further arguments of its servers, as on SGLang's command line."""
 
     @property
     def is_used(self) -> bool:
         return bool(self.path or self.url)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether its engines share the trainer ranks' GPUs, where there is a trainer."""
+        return bool(self.path) and self.colocated
 
     @property
     def engine_ranks(self) -> int:
@@ -56,6 +63,12 @@ class ServedModelConfig:
                     f"{role}.{name}={getattr(self, name)}: engines of the run need none; it belongs to"
                     f" {role}.url"
                 )
+        if self.colocated and (self.url or self.restarts):
+            raise ValueError(
+                f"{role}.colocated=true with {role}.url={self.url!r} and {role}.restarts={self.restarts}: it"
+                " is for engines of the run, and a server that starts would take the memory that training"
+                f" uses; set {role}.path and {role}.restarts=0"
+            )
         for name in ("engines", "tp", "ep", "pp", "max_concurrency", "kv_cache_len"):
             positive(f"{role}.{name}", getattr(self, name))
         for name in ("request_timeout_s", "startup_timeout_s"):

@@ -4,13 +4,15 @@ GPUs of their own   trainer: weights, gradients, optimizer, activations, logits;
 shared GPUs         one moment after the other, each with what nobody has given up by then
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from pathlib import Path
 
-from mcore_rl.config import Config, ParallelConfig, TrainConfig
+from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
+from mcore_rl.planning.moments import shared_gpus
+from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
@@ -24,30 +26,6 @@ from mcore_rl.stream.passage import NUM_SLOTS
 
 ADAM_BYTES = 8
 """Two float32 moments of a parameter; models in bfloat16 have a float32 main weight besides."""
-
-Side = Literal["trainer", "critic", "engine"]
-"""Whose layout decides; ranks on shared GPUs count as the trainer's."""
-Uses = dict[str, float]
-"""What memory goes to -> bytes."""
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """`who` at their fullest moment: `uses`, besides what the `num_processes` of a GPU themselves take."""
-
-    side: Side
-    who: str
-    moment: str
-    uses: Mapping[str, float]
-    num_processes: int = 1
-
-    @property
-    def num_bytes(self) -> float:
-        return sum(self.uses.values())
-
-    @property
-    def largest(self) -> str:
-        return max(self.uses, key=lambda what: self.uses[what])
 
 
 @dataclass(frozen=True)
@@ -93,8 +71,9 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
     trainer = [_trained(config, hf_config, parallel, stage, sends=True) for stage in range(parallel.pp)]
     critic = _critic(config, hf_config) if config.has_critic and config.critic.colocated else []
     engines = _engines(config, hf_config) if config.cluster.colocated else []
-    if critic or engines:
-        return _shared_gpus(config, trainer, critic, engines)
+    served = {role: _served_bytes(model) for role, model in config.served_models.items() if model.is_guest}
+    if critic or engines or served:
+        return shared_gpus(config, trainer, critic, engines, served)
     return _own_gpus("trainer", trainer, parallel)
 
 
@@ -185,6 +164,12 @@ def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
     return stages
 
 
+def _served_bytes(model: ServedModelConfig) -> float:
+    """Weights of a rank of its engines, as many as its files have; its KV cache is not counted."""
+    files = Path(model.path).glob("*.safetensors")
+    return sum(path.stat().st_size for path in files) / model.engine_ranks
+
+
 def _bytes(layout: Layout, rank: int) -> int:
     return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
 
@@ -222,71 +207,10 @@ def _slots(config: Config) -> int:
 
 def _own_gpus(side: Side, stages: list[Uses], parallel: ParallelConfig) -> Iterable[RankMemory]:
     for stage, uses in enumerate(stages):
-        yield RankMemory(side, _ranks(side, stage, len(stages), parallel), "train step", uses)
-
-
-def _ranks(role: str, stage: int, num_stages: int, parallel: ParallelConfig) -> str:
-    per_stage = parallel.world_size // num_stages
-    return f"{role} ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
+        yield RankMemory(side, stage_name(side, stage, len(stages), parallel), "train step", uses)
 
 
 def _engine_ranks(stages: list[Uses]) -> Iterable[RankMemory]:
     for stage, uses in enumerate(stages):
         which = f" of stage {stage}" if len(stages) > 1 else ""
         yield RankMemory("engine", f"engine ranks{which}", "weight sync", uses)
-
-
-STATE = ("weights", "gradients", "optimizer")
-
-
-def _shared_gpus(
-    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses]
-) -> Iterable[RankMemory]:
-    """Each stage's GPUs at the fullest of their moments; a GPU may also have a critic's and an engine's rank.
-
-    Which of these ranks meet on a GPU is left open: the fullest critic and engine stage are taken.
-    """
-    offload = config.cluster.offload
-    guest_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
-    guest_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
-    num_processes = 1 + bool(critic) + bool(engines)
-    for stage, uses in enumerate(trainer):
-        own = {f"trainer's {what}": size for what, size in uses.items()}
-        other = {f"critic's {what}": size for what, size in guest_critic.items()}
-        served = {f"engine's {what}": size for what, size in guest_engine.items()}
-        own_state = _only(own, "trainer's", STATE)
-        other_state = _only(other, "critic's", STATE)
-        moments = {
-            "train step": {**own, **({} if offload else other_state)},
-            "critic's train step": {**other, **({} if offload else own_state)} if other else {},
-            "weight sync": {
-                **(_only(own, "trainer's", ("weights",)) if offload else {**own_state, **other_state}),
-                **_only(own, "trainer's", ("sync buffers",)),
-                **_without(served, "engine's KV cache"),
-            },
-            "generation": {**({} if offload else {**own_state, **other_state}), **served},
-        }
-        moment = max(moments, key=lambda name: sum(moments[name].values()))
-        who = _ranks("trainer", stage, len(trainer), config.parallel)
-        yield RankMemory("trainer", who, moment, moments[moment], num_processes)
-
-
-def _only(uses: Uses, owner: str, names: Iterable[str]) -> Uses:
-    wanted = {f"{owner} {name}" for name in names}
-    return {what: size for what, size in uses.items() if what in wanted}
-
-
-def _without(uses: Uses, name: str) -> Uses:
-    return {what: size for what, size in uses.items() if what != name}
-
-
-def as_json(ranks: Iterable[RankMemory]) -> list[dict[str, Any]]:
-    return [
-        {
-            "who": rank.who,
-            "moment": rank.moment,
-            "bytes": round(rank.num_bytes),
-            "uses": {what: round(size) for what, size in rank.uses.items()},
-        }
-        for rank in ranks
-    ]

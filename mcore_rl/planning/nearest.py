@@ -7,7 +7,8 @@ from math import ceil, log2
 from typing import Any
 
 from mcore_rl.config import Config
-from mcore_rl.planning.memory import RankMemory, Side, predict_memory
+from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.rank_memory import RankMemory, Side
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
 

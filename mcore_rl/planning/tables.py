@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.planning.memory import RankMemory
 from mcore_rl.planning.nearest import GIB, Settings, available_bytes, nearest_that_fits, too_large
+from mcore_rl.planning.rank_memory import RankMemory
 
 
 def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:

@@ -9,8 +9,9 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config import Config
 from mcore_rl.planning.activations import Activations, Pass
-from mcore_rl.planning.memory import RankMemory, predict_memory
+from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
+from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.recipe import list_recipes, load_recipe
 from mcore_rl.slices.hf_config import read_hf_config
 from tests.policy import read
@@ -70,7 +71,7 @@ def test_recompute_keeps_less() -> None:
 
 
 def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
-    colocated = ["cluster=h100_colocated", "rollout.mode=sync", "rollout.engines=8"]
+    colocated = ["cluster=h100_colocated", "rollout.mode=sync"]
     away = predict(QWEN, *colocated)
     at_hand = predict(QWEN, *colocated, "cluster.offload=false")
     assert {rank.moment for rank in at_hand} == {"generation"}
@@ -78,6 +79,17 @@ def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
     assert {rank.moment for rank in away} == {"train step"}
     assert not any("engine" in what for rank in away for what in rank.uses)
     assert all(rank.num_processes == 2 for rank in away + at_hand)
+
+
+def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(120 * 2**30)  # takes no room on the disk
+    settings = ["cluster=h100_colocated", "rollout.mode=sync", f"reward_model.path={tmp_path}"]
+    settings += ["reward_model.restarts=0", "reward_model.colocated=true", "reward_model.tp=2"]
+    ranks = predict(QWEN, *settings)
+    assert {(rank.moment, rank.num_processes) for rank in ranks} == {("scoring", 3)}
+    assert ranks[0].uses["reward_model's weights"] == 60 * 2**30
+    assert "engine's weights" in ranks[0].uses
 
 
 def test_fp8_engines_hold_half_the_weights() -> None:
@@ -116,8 +128,8 @@ def _fits(config: Config, settings: dict[str, Any]) -> bool:
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=40"]) == 1
     out, error = capsys.readouterr()
-    assert "does not fit: engine ranks" in out
-    assert "most is weights" in out
+    assert "does not fit: trainer ranks 0-15 are" in out
+    assert "most is optimizer" in out
     assert "The nearest layout that fits: " in out
     assert "does not fit its GPUs" in error
     assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=6"]) == 1

@@ -1,0 +1,54 @@
+"""GPUs that several processes share: what each of them holds, moment by moment, in; the fullest moment out."""
+
+from collections.abc import Iterable
+
+from mcore_rl.config import Config
+from mcore_rl.planning.rank_memory import RankMemory, Uses, stage_name
+
+STATE = ("weights", "gradients", "optimizer")
+
+
+def shared_gpus(
+    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses], guests: Uses
+) -> Iterable[RankMemory]:
+    """Each stage's GPUs at the fullest of their moments; a GPU may also have a critic's and an engine's rank.
+
+    Which of these ranks meet on a GPU is left open: the fullest critic and engine stage are taken.
+    """
+    offload = config.cluster.offload
+    guest_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
+    guest_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
+    num_processes = 1 + bool(critic) + bool(engines) + len(guests)
+    for stage, uses in enumerate(trainer):
+        own = {f"trainer's {what}": size for what, size in uses.items()}
+        other = {f"critic's {what}": size for what, size in guest_critic.items()}
+        served = {f"engine's {what}": size for what, size in guest_engine.items()}
+        own_state = _only(own, "trainer's", STATE)
+        other_state = _only(other, "critic's", STATE)
+        moments = {
+            "train step": {**own, **({} if offload else other_state)},
+            "critic's train step": {**other, **({} if offload else own_state)} if other else {},
+            "weight sync": {
+                **(_only(own, "trainer's", ("weights",)) if offload else {**own_state, **other_state}),
+                **_only(own, "trainer's", ("sync buffers",)),
+                **_without(served, "engine's KV cache"),
+            },
+            "generation": {**({} if offload else {**own_state, **other_state}), **served},
+            "scoring": {
+                **({} if offload else {**own_state, **other_state}),
+                **_only(served, "engine's", ("weights",)),
+                **{f"{role}'s weights": size for role, size in guests.items()},
+            },
+        }
+        moment = max(moments, key=lambda name: sum(moments[name].values()))
+        who = stage_name("trainer", stage, len(trainer), config.parallel)
+        yield RankMemory("trainer", who, moment, moments[moment], num_processes)
+
+
+def _only(uses: Uses, owner: str, names: Iterable[str]) -> Uses:
+    wanted = {f"{owner} {name}" for name in names}
+    return {what: size for what, size in uses.items() if what in wanted}
+
+
+def _without(uses: Uses, name: str) -> Uses:
+    return {what: size for what, size in uses.items() if what != name}
