@@ -1,4 +1,4 @@
-"""GPUs that several processes share: what each of them holds, moment by moment, in; the fullest moment out."""
+"""GPUs that several processes share: what each of them holds moment by moment, and the fullest moment."""
 
 from collections.abc import Iterable
 
