@@ -124,6 +124,11 @@ def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
     if newest is None:
         return 0
     state = trainer.load(str(newest))
+    if not state:
+        raise ValueError(
+            f"{newest} holds a model without the state of a run: choose its HuggingFace directory as "
+            "model.path instead, and another run.dir"
+        )
     for name, part in parts.items():
         part.load_state_dict(state[name])
     print(f"resumed from {newest}")

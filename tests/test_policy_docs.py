@@ -2,11 +2,13 @@
 
 import re
 import shlex
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from checkpoint_tools.cli import make_parser as make_tools_parser
 from mcore_rl.cli import make_parser
 from mcore_rl.recipe import load_recipe
 from tests.policy import ROOT, read, tracked
@@ -42,16 +44,22 @@ def check(words: list[str]) -> None:
         assert not unknown, f"make has no target {unknown}"
     elif name == "mcore-rl":
         check_cli(arguments)
+    elif name == "mcore-rl-ckpt":
+        check_arguments(make_tools_parser(), name, arguments)
     elif name in RUNNERS and arguments and arguments[0] != "-m" and not arguments[0].startswith("-"):
         assert (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
 
 
-def check_cli(arguments: list[str]) -> None:
+def check_arguments(parser: ArgumentParser, name: str, arguments: list[str]) -> Namespace:
     try:
-        parsed = make_parser().parse_args(arguments)
+        return parser.parse_args(arguments)
     except SystemExit as stop:
-        assert stop.code == 0, f"mcore-rl refuses {arguments}"
-        return
+        assert stop.code == 0, f"{name} refuses {arguments}"
+        return Namespace()
+
+
+def check_cli(arguments: list[str]) -> None:
+    parsed = check_arguments(make_parser(), "mcore-rl", arguments)
     settings = getattr(parsed, "settings", [])
     if recipes := [word.removeprefix("recipe=") for word in settings if word.startswith("recipe=")]:
         load_recipe(recipes[0], [word for word in settings if not word.startswith("recipe=")])
@@ -94,6 +102,7 @@ def test_the_readme_names_the_two_commands() -> None:
         "make nonsense",
         "mcore-rl nonsense",
         "mcore-rl train recipe=nonsense",
+        "mcore-rl-ckpt to-hf checkpoint out",
         "mcore-rl train recipe=tiny_moe_grpo rollout.nonsense=1",
         "A=1 python benchmarks/nonsense.py && ls",
     ],

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
+from mcore_rl.slices.checksums import MANIFEST, FileSums, sum_safetensors, sum_small_files, write_manifest
 from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig, Shape
@@ -138,20 +139,25 @@ def plan_export(
     sizes = {name: prod(shape) * itemsize(dtypes[name]) for name, shape in shapes.items()}
     num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))
     num_files = -(-num_files // num_ranks) * num_ranks if num_files > num_ranks else num_files
-    bins: list[list[str]] = [[] for _ in range(num_files)]
-    loads = [(0, number) for number in range(num_files)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        num_bytes, lightest = heapq.heappop(loads)
-        bins[lightest].append(name)
-        heapq.heappush(loads, (num_bytes + sizes[name], lightest))
     return tuple(
         ExportFile(
             f"model-{number + 1:05d}-of-{num_files:05d}.safetensors",
             number % num_ranks,
             tuple(whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names)),
         )
-        for number, names in enumerate(bins)
+        for number, names in enumerate(deal_out(sizes, num_files))
     )
+
+
+def deal_out(sizes: Mapping[str, int], num_files: int) -> list[list[str]]:
+    """Names to files, so that files differ by at most one tensor's bytes."""
+    bins: list[list[str]] = [[] for _ in range(num_files)]
+    loads = [(0, number) for number in range(num_files)]
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        num_bytes, lightest = heapq.heappop(loads)
+        bins[lightest].append(name)
+        heapq.heappush(loads, (num_bytes + sizes[name], lightest))
+    return bins
 
 
 def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
@@ -171,11 +177,13 @@ def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
     return {shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype)) for shard in shards}
 
 
-def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file under a temporary name; `commit_export` gives it its own."""
+def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Tensor]) -> FileSums:
+    """Write one file under a temporary name, its checksums out; `commit_export` gives it its own."""
     out_dir.mkdir(parents=True, exist_ok=True)
     chosen = {shard.tensor: tensors[shard.tensor] for shard in file.shards}
-    save_file(chosen, out_dir / (file.filename + TEMPORARY), metadata={"format": "pt"})
+    path = out_dir / (file.filename + TEMPORARY)
+    save_file(chosen, path, metadata={"format": "pt"})
+    return sum_safetensors(path)
 
 
 def commit_export(
@@ -185,12 +193,14 @@ def commit_export(
     dtype: str,
     side_files_from: Path | None = None,
     carried: Sequence[CarriedFile] = (),
+    sums: Mapping[str, FileSums] | None = None,
 ) -> None:
     """Make the written files a model directory; call once, after all ranks have written theirs.
 
     The index comes last, so a directory with an index is complete. Tokenizer and other small files are
     copied from `side_files_from`; `carried` files hold tensors beside the model; config.json is `hf_config`
-    with `dtype`, the model's. ValueError names a file that no rank wrote.
+    with `dtype`, the model's; checksums.json has the `sums` that were taken while writing, and those
+    of all other files. ValueError names a file that no rank wrote.
     """
     for file in files:
         written = out_dir / (file.filename + TEMPORARY)
@@ -199,24 +209,43 @@ def commit_export(
                 f"{written} does not exist: rank {file.rank} has not written its part of the export"
             )
     (out_dir / INDEX).unlink(missing_ok=True)
-    for stale in out_dir.glob("*.safetensors"):
-        stale.unlink()
+    for stale in (*out_dir.glob("*.safetensors"), out_dir / MANIFEST):
+        stale.unlink(missing_ok=True)
     for filename in [file.filename for file in (*files, *carried)]:
         (out_dir / (filename + TEMPORARY)).rename(out_dir / filename)
-    if side_files_from is not None:
-        _copy_side_files(side_files_from, out_dir)
-    _write_json(out_dir / "config.json", {**hf_config, "dtype": dtype})
     total = sum(shard.num_bytes for file in files for shard in file.shards)
     total += sum(file.num_bytes for file in carried)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
     weight_map |= {name: file.filename for file in carried for name in file.names}
-    _write_json(out_dir / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_small_files(out_dir, {**hf_config, "dtype": dtype}, weight_map, total, side_files_from)
+    names = [file.filename for file in (*files, *carried)]
+    every = {name: (sums or {}).get(name) or sum_safetensors(out_dir / name) for name in names}
+    write_manifest(out_dir, every | sum_small_files(out_dir, every))
+
+
+def write_small_files(
+    out_dir: Path,
+    config: HfConfig,
+    weight_map: Mapping[str, str],
+    total_bytes: int,
+    side_files_from: Path | None = None,
+) -> None:
+    """Tokenizer and the like from `side_files_from`, config.json, and last the index."""
+    if side_files_from is not None:
+        _copy_side_files(side_files_from, out_dir)
+    _write_json(out_dir / "config.json", config)
+    _write_json(out_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _copy_side_files(source: Path, out_dir: Path) -> None:
     for path in sorted(source.iterdir()):
         weights = ".safetensors" in path.name or path.suffix in {".bin", ".pt", ".pth"}
-        if path.is_file() and not weights and path.parent.resolve() != out_dir.resolve():
+        if (
+            path.is_file()
+            and not weights
+            and path.name != MANIFEST
+            and path.parent.resolve() != out_dir.resolve()
+        ):
             shutil.copy(path, out_dir / path.name)
 
 

@@ -2,7 +2,7 @@
 
 A save goes to `<folder>.incomplete` and is renamed when every rank has written its part, so a folder that
 has its own name is whole. Tensors are copied to host memory first (peak: one host copy of the rank's model
-and optimizer state); a thread writes them while training goes on.
+and optimizer state); a thread writes them while training goes on, and takes checksums of what it wrote.
 """
 
 import queue
@@ -23,12 +23,16 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import device, synchronize
+from mcore_rl.slices.checksums import FileSums, read_manifest, sum_file, sum_small_files, write_manifest
 from mcore_rl.train.rng import rng_state, set_rng_state
 
 INCOMPLETE = ".incomplete"
+OF_FILE = ".checksums.json"
+"""Ending of the checksums of one file, until those of all ranks are in one."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Checkpointer:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._pending: _Save | None = None
+        self._pending: Save | None = None
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
         """Copy the state and start writing it; `finish` (or the next save) makes the folder count.
@@ -53,11 +57,6 @@ class Checkpointer:
         extra   picklable, the same on every rank
         """
         self.finish()
-        staging = folder.with_name(folder.name + INCOMPLETE)
-        if dist.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-        dist.barrier()
         sharded = _sharded_state(self._state, is_loading=False)
         sharded |= {
             "rng": _rng_object(),
@@ -65,11 +64,7 @@ class Checkpointer:
             "extra": extra,
             "layout": _layout(self._state.parallel),
         }
-        request = dist_checkpointing.save(
-            sharded, str(staging), _ThreadedStrategy("torch_dist", 1), async_sharded_save=True
-        )
-        assert request is not None
-        self._pending = _Save(request, staging, folder)
+        self._pending = start_save(sharded, folder)
 
     def finish(self, timeout_s: float = 600.0) -> None:
         """Wait for the save under way and make its folder count. TimeoutError, or the writer's error, names
@@ -96,15 +91,19 @@ class Checkpointer:
         if not (folder / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         state = self._state
-        same_layout = dist_checkpointing.load_common_state_dict(str(folder))["layout"] == _layout(
-            state.parallel
-        )
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        same_layout = common["layout"] == _layout(state.parallel)
         sharded = _sharded_state(state, is_loading=True) | ({"rng": _rng_object()} if same_layout else {})
+        if "optimizer" not in common:
+            del sharded["optimizer"]
         loaded = dist_checkpointing.load(sharded, str(folder))
         for name, chunk in _named_chunks(state.chunks):
             unwrap_model(chunk).load_state_dict(loaded[name])
         with torch.no_grad():
-            state.optimizer.load_state_dict(loaded["optimizer"])
+            if "optimizer" in common:
+                state.optimizer.load_state_dict(loaded["optimizer"])
+            else:  # a model alone, as mcore-rl-ckpt from-hf writes it
+                state.optimizer.reload_model_params()
         if same_layout:
             set_rng_state(loaded["rng"])
         return loaded["step"], loaded["extra"]
@@ -138,6 +137,20 @@ def _rng_object() -> ShardedObject:
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
     return {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp_size")}
+
+
+def start_save(sharded: dict[str, Any], folder: Path) -> "Save":
+    """Copy a sharded state and start writing it; collective over all ranks. `finish` makes `folder` count."""
+    staging = folder.with_name(folder.name + INCOMPLETE)
+    if dist.get_rank() == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    dist.barrier()
+    request = dist_checkpointing.save(
+        sharded, str(staging), _ThreadedStrategy("torch_dist", 1), async_sharded_save=True
+    )
+    assert request is not None
+    return Save(request, staging, folder)
 
 
 class _ThreadedStrategy(TorchDistSaveShardedStrategy):
@@ -185,11 +198,27 @@ def _write_buckets(transforms: list[Any], buckets: list[Any], results: "queue.Qu
         if isinstance(answer, Exception):
             results.put(answer)
             return
+        _sum_written(Path(bucket[0]), answer)
         written[i] = answer
     results.put(written)
 
 
-class _Save:
+def _sum_written(path: Path, items: Sequence[WriteResult]) -> None:
+    """Checksums of a file just written, item by item, beside it: `_merge_checksums` collects them."""
+    edges = [item.storage_data.offset for item in items]
+    write_manifest(path.parent, {path.name: sum_file(path, edges)}, path.name + OF_FILE)
+
+
+def _merge_checksums(folder: Path) -> None:
+    """checksums.json out of what all ranks have left, and of the small files."""
+    sums: dict[str, FileSums] = {}
+    for path in sorted(folder.glob(f"*{OF_FILE}")):
+        sums |= read_manifest(folder, path.name) or {}
+        path.unlink()
+    write_manifest(folder, sums | sum_small_files(folder, sums))
+
+
+class Save:
     """A save under way on this rank."""
 
     def __init__(self, request: AsyncRequest, staging: Path, folder: Path) -> None:
@@ -213,7 +242,9 @@ class _Save:
             )
         for finalize in self._request.finalize_fns:
             finalize()
+        dist.barrier()
         if dist.get_rank() == 0:
+            _merge_checksums(self._staging)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._staging.rename(self._folder)
         dist.barrier()

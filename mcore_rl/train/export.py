@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.carried import write_carried
+from mcore_rl.slices.checksums import FileSums
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_files import (
@@ -47,17 +48,20 @@ def export_hf(
     family = family_of(hf_config)
     dtypes = family.dtypes(hf_config, dtype)
     files = plan_export(family.shapes(hf_config), dtypes, world_size, max_file_bytes)
+    sums: dict[str, FileSums] = {}
     for i in range(0, len(files), world_size):
         plan, targets = _plan_round(held_by, files[i : i + world_size], world_size)
         filled = empty_tensors(targets[rank])
         exchange(plan, rank, tensors, filled)
         for file in files[i : i + world_size]:
             if file.rank == rank:
-                write_export_file(out_dir, file, filled)
-    dist.barrier()
+                sums[file.filename] = write_export_file(out_dir, file, filled)
+    sums_of: list[dict[str, FileSums]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(sums_of, sums)
     if rank == 0:
         carried = write_carried(side_files_from, out_dir, hf_config, max_file_bytes)
-        commit_export(out_dir, files, hf_config, dtype, side_files_from, carried)
+        every = {name: entry for of_rank in sums_of for name, entry in of_rank.items()}
+        commit_export(out_dir, files, hf_config, dtype, side_files_from, carried, every)
     dist.barrier()
 
 

@@ -1,0 +1,222 @@
+"""Merging a Megatron checkpoint of 2 GiB, saved at TP2 PP2 EP2, into HuggingFace files: memory, and speed.
+
+megatron-core itself writes the checkpoint, on four gloo ranks. Then, in turn: `cp -r`, and `mcore-rl-ckpt
+to-hf` as a process of its own, from start to end. Last a merge is killed (SIGKILL) in the middle and run
+again, and the results are compared. Prints a table, and last one JSON object.
+"""
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from checkpoint_tools.memory import proportional_bytes
+from checkpoint_tools.options import show_bytes
+from mcore_rl.rollout.ports import find_free_port
+
+LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
+RANKS = 4
+MODEL = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 768,
+    "num_experts": 36,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--memory-budget", default="512MiB")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="12 make 2 GiB")
+    parser.add_argument(
+        "--folder", type=Path, help="work here and keep the files; by default a temporary one"
+    )
+    args = parser.parse_args()
+    if args.folder:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        measure(args.folder, args)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(Path(folder), args)
+
+
+def measure(folder: Path, args: argparse.Namespace) -> None:
+    hf_dir, checkpoint = folder / "hf", folder / "step_000001"
+    if not checkpoint.exists():
+        make_checkpoint(hf_dir, checkpoint, args.layers)
+    num_bytes = sum(path.stat().st_size for path in checkpoint.iterdir())
+    options = [
+        "--source-hf",
+        str(hf_dir),
+        "--memory-budget",
+        args.memory_budget,
+        "--workers",
+        str(args.workers),
+    ]
+    copies, merges, peaks = [], [], []
+    for _ in range(args.repeats):
+        copies.append(copy(checkpoint, folder / "copy"))
+        seconds, peak = merge(checkpoint, fresh(folder / "merged"), options)
+        merges.append(seconds)
+        peaks.append(peak)
+    kept = kill_and_rerun(checkpoint, fresh(folder / "killed"), options)
+    same = (folder / "merged/checksums.json").read_text() == (folder / "killed/checksums.json").read_text()
+    equal = subprocess.run(command("verify", checkpoint, folder / "killed", *options[2:])).returncode == 0
+    ratio = median(copies) / median(merges)
+    rows = {
+        "checkpoint": f"{show_bytes(num_bytes)}, {LAYOUT}",
+        "cp -r, seconds": f"{median(copies):.2f} of {[round(s, 2) for s in copies]}",
+        "to-hf, seconds": f"{median(merges):.2f} of {[round(n, 2) for n in merges]}, whole process",
+        "throughput to cp": f"{ratio:.0%}",
+        "peak memory of to-hf": f"{show_bytes(max(peaks))}: Pss of {args.workers + 1} processes, every 10 ms",
+        "killed in the middle": kept,
+        "the rerun's files": f"those of the first merge: {same}; equal to the checkpoint: {equal}",
+    }
+    for name, value in rows.items():
+        print(f"{name:24s}{value}")
+    figures = {
+        "bytes": num_bytes,
+        "cp_s": median(copies),
+        "to_hf_s": median(merges),
+        "throughput_ratio": round(ratio, 3),
+        "peak_bytes": max(peaks),
+        "resumed_equal": same and equal,
+    }
+    print(json.dumps(figures))
+
+
+def make_checkpoint(hf_dir: Path, checkpoint: Path, num_layers: int) -> None:
+    """A random model in bfloat16, and the HuggingFace directory, without weights, that it began from."""
+    hf_dir.mkdir(parents=True, exist_ok=True)
+    (hf_dir / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": num_layers}))
+    (hf_dir / "tokenizer_config.json").write_text("{}")
+    context, port = mp.get_context("spawn"), find_free_port("127.0.0.1")
+    ranks = [
+        context.Process(target=save_rank, args=(rank, port, hf_dir, checkpoint)) for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit(f"ranks ended with {[process.exitcode for process in ranks]}")
+
+
+def save_rank(rank: int, port: int, hf_dir: Path, checkpoint: Path) -> None:
+    import torch
+
+    from mcore_rl.config import ParallelConfig, TrainConfig
+    from mcore_rl.slices.hf_config import read_hf_config
+    from mcore_rl.train.checkpoint import start_save
+    from mcore_rl.train.hf_config import make_transformer_config
+    from mcore_rl.train.model import make_chunks
+    from mcore_rl.train.runtime import init_distributed
+
+    torch.set_num_threads(1)
+    parallel = ParallelConfig(**LAYOUT)
+    init_distributed(rank, RANKS, "127.0.0.1", port, parallel, seed=rank, timeout_s=600.0)
+    config = read_hf_config(hf_dir)
+    settings = make_transformer_config(config, parallel, torch.bfloat16, TrainConfig())
+    (chunk,) = make_chunks(settings, config)
+    state: dict[str, Any] = {"model": model_state(chunk), "step": 1, "layout": LAYOUT, "extra": {}}
+    start_save(state, checkpoint).finish(600.0)
+
+
+def model_state(chunk: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state as ps
+
+    group = ps.get_data_parallel_group(with_context_parallel=True)
+    return chunk.sharded_state_dict(metadata={"dp_cp_group": group})
+
+
+def command(name: str, *arguments: object) -> list[str]:
+    return [sys.executable, "-m", "checkpoint_tools.cli", name, *map(str, arguments)]
+
+
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def copy(source: Path, target: Path) -> float:
+    fresh(target)
+    os.sync()
+    begun = time.monotonic()
+    subprocess.run(["cp", "-r", source, target], check=True)
+    return time.monotonic() - begun
+
+
+def merge(checkpoint: Path, out: Path, options: Sequence[str]) -> tuple[float, int]:
+    """Seconds of the whole process, and the peak of its processes' memory."""
+    os.sync()
+    begun, peak = time.monotonic(), 0
+    process = psutil.Popen(command("to-hf", checkpoint, out, *options))
+    while process.poll() is None:
+        peak = max(peak, sum(map(proportional_bytes, family(process))))
+        time.sleep(0.01)
+    if process.returncode:
+        raise SystemExit(f"to-hf ended with {process.returncode}")
+    return time.monotonic() - begun, peak
+
+
+def family(process: psutil.Popen) -> list[int]:
+    try:
+        return [process.pid, *(child.pid for child in process.children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+def kill_and_rerun(checkpoint: Path, out: Path, options: Sequence[str]) -> str:
+    """What the rerun said that it kept."""
+    partial = out.with_name(out.name + ".partial")
+    fresh(partial)
+    process = subprocess.Popen(command("to-hf", checkpoint, out, *options))
+    while finished_units(partial / ".journal") < 10:
+        if process.poll() is not None:
+            raise SystemExit("to-hf ended before it could be killed")
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    units = finished_units(partial / ".journal")
+    if out.exists():
+        raise SystemExit(f"{out} exists after the kill")
+    told = subprocess.run(
+        command("to-hf", checkpoint, out, *options), check=True, capture_output=True, text=True
+    )
+    return f"after {units} units, rerun: {told.stdout.strip().split(': ', 1)[1]}"
+
+
+def finished_units(journal: Path) -> int:
+    return max(0, journal.read_bytes().count(b"\n") - 1) if journal.exists() else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""HuggingFace directory in, a Megatron distributed checkpoint of the model out, which any layout can load."""
+
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from checkpoint_tools.archive import make_archive
+from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_model import model_dtype
+from checkpoint_tools.megatron_model import Wanted, extra_state_keys, megatron_assemblies, megatron_tensors
+from checkpoint_tools.options import Effort
+from checkpoint_tools.output import OutputFile, Task
+from checkpoint_tools.produce import Report, produce
+from checkpoint_tools.staging import refuse_existing
+from checkpoint_tools.torch_dist import BACKEND, METADATA, open_torch_dist
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.hf_config import read_hf_config
+
+Stored = Mapping[tuple[str, Shape | None], _StorageInfo]
+
+
+def from_hf(source_hf: Path, out: Path, dtype: str | None, max_file_bytes: int, effort: Effort) -> Report:
+    """Write the model of `source_hf` to `out` as a checkpoint of step 0 without optimizer.
+
+    dtype   of the result, but for tensors whose dtype the family's table gives; by default the model's
+    ValueError names the file or tensor that is wrong.
+    """
+    refuse_existing(out)
+    config = read_hf_config(source_hf)
+    source = open_hf(source_hf)
+    left_out = family_of(config).left_out(config)
+    chunks = {key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out}
+    wanted = megatron_tensors(config, dtype or model_dtype(config, source.tensors))
+    objects = extra_state_keys(config)
+    files, stored = _lay_out(megatron_assemblies(wanted, chunks, config), objects, max_file_bytes)
+    describe = partial(_write_small_files, wanted=wanted, objects=objects, stored=stored)
+    expected = {tensor.key: (tensor.dtype, tensor.shape) for tensor in wanted}
+    return produce(out, [source], files, effort, describe, open_torch_dist, expected)
+
+
+def _lay_out(
+    boxes: Sequence[tuple], objects: Sequence[str], max_file_bytes: int
+) -> tuple[list[OutputFile], dict[tuple[str, Shape | None], _StorageInfo]]:
+    """One after the other into files of about `max_file_bytes`; the objects, all empty, share a place."""
+    buffer = io.BytesIO()
+    torch.save([None], buffer)  # megatron-core stores an object as a list of one
+    nothing = buffer.getvalue()
+    stored: dict[tuple[str, Shape | None], _StorageInfo] = {}
+    files: list[OutputFile] = []
+    name, at, tasks = _filename(0), len(nothing), []
+    for key in objects:
+        stored[key, None] = _StorageInfo(name, 0, len(nothing))
+    for tensor, offset, assembly in boxes:
+        num_bytes = make_archive(assembly.dtype, assembly.shape).num_bytes
+        if tasks and at + num_bytes > max_file_bytes:
+            files.append(OutputFile(name, at, b"" if files else nothing, tuple(tasks)))
+            name, at, tasks = _filename(len(files)), 0, []
+        tasks.append(Task(name, at, assembly, is_archive=True))
+        stored[tensor.key, offset] = _StorageInfo(name, at, num_bytes)
+        at += num_bytes
+    files.append(OutputFile(name, at, b"" if files else nothing, tuple(tasks)))
+    return files, stored
+
+
+def _filename(number: int) -> str:
+    return f"__0_{number}.distcp"
+
+
+def _write_small_files(
+    folder: Path, wanted: Sequence[Wanted], objects: Sequence[str], stored: Stored
+) -> None:
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        tensor.key: TensorStorageMetadata(
+            TensorProperties(getattr(torch, tensor.dtype)),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in tensor.boxes],
+        )
+        for tensor in wanted
+    }
+    entries |= {key: BytesStorageMetadata() for key in objects}
+    storage = {MetadataIndex(key, offset): info for (key, offset), info in stored.items()}
+    with (folder / METADATA).open("wb") as file:
+        pickle.dump(Metadata(entries, storage_data=storage), file)
+    torch.save({"step": 0, "extra": {}, "layout": {}}, folder / "common.pt")
+    backend = BACKEND | {"common_backend": "torch", "common_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(backend))

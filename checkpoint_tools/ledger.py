@@ -1,0 +1,98 @@
+"""What was read of the source files in, an error that names the tensor if a checksum does not agree.
+
+A checksum may cover several reads (a matrix that goes to three tensors): they are joined when all are in.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+
+from checkpoint_tools.reader import Record
+from checkpoint_tools.stored import Checkpoint, Chunk
+from mcore_rl.slices.checksums import MANIFEST, FileSums, Span, combine
+
+
+class Ledger:
+    """Compares the checksums of what was read with checksums.json, or else with those inside the archives."""
+
+    def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
+        self._sums: dict[str, FileSums] = {}
+        by_path: dict[str, list[Chunk]] = defaultdict(list)
+        for checkpoint in checkpoints:
+            for chunk in (chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks):
+                by_path[chunk.path].append(chunk)
+            for file, sums in (checkpoint.sums or {}).items():
+                self._sums[str(checkpoint.folder / file)] = sums
+        self._chunks: dict[str, tuple[list[int], list[Chunk]]] = {}
+        for path, chunks in by_path.items():
+            chunks.sort(key=lambda chunk: (chunk.start, chunk.num_bytes))
+            self._chunks[path] = [chunk.start for chunk in chunks], chunks
+        self._starts = {path: [span.start for span in sums.spans] for path, sums in self._sums.items()}
+        self._promised: dict[tuple[str, int], Span] = {}
+        self._read: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
+        self.num_checked = 0
+
+    def add(self, record: Record) -> None:
+        """Take down what was read; ValueError names file and tensor of the first that does not agree."""
+        for path, spans in record.promised.items():
+            if path not in self._sums:
+                for span in spans:
+                    chunk = self._chunk_at(path, span.start)
+                    assert chunk is not None
+                    self._promised[path, chunk.start] = span
+        for path, spans in record.read.items():
+            for span in spans:
+                self._add(path, span)
+
+    def close(self) -> None:
+        """ValueError, which would be an error of ours, if a checksum was begun but not all of it was read."""
+        for (path, start), reads in self._read.items():
+            have = sum(span.num_bytes for span in reads.values())
+            raise ValueError(f"{self._where(path, start)}: only {have} bytes of its checksum's were read")
+
+    def _add(self, path: str, span: Span) -> None:
+        expected = self._covering(path, span)
+        if expected is None:
+            return
+        key = path, expected.start
+        reads = self._read[key]
+        if span.start in reads and reads[span.start] != span:
+            raise ValueError(f"{self._where(path, expected.start)}: two reads of the same bytes differ")
+        reads[span.start] = span
+        if sum(read.num_bytes for read in reads.values()) == expected.num_bytes:
+            del self._read[key]
+            self._compare(path, expected, sorted(reads.values(), key=lambda read: read.start))
+
+    def _covering(self, path: str, span: Span) -> Span | None:
+        """The checksum that the read is a part of, if there is one."""
+        if path in self._sums:
+            return self._sums[path].spans[bisect_right(self._starts[path], span.start) - 1]
+        chunk = self._chunk_at(path, span.start)
+        promised = self._promised.get((path, chunk.start)) if chunk else None
+        return promised if promised and promised.start <= span.start < promised.stop else None
+
+    def _compare(self, path: str, expected: Span, reads: list[Span]) -> None:
+        at, crc32 = expected.start, 0
+        for read in reads:
+            assert read.start == at, f"{path}: byte {at} was not read"
+            crc32, at = combine(crc32, read.crc32, read.num_bytes), read.stop
+        if crc32 != expected.crc32:
+            source = MANIFEST if path in self._sums else "the archive's own"
+            raise ValueError(
+                f"{self._where(path, expected.start)}: its checksum is {crc32:08x}, by {source} it should be "
+                f"{expected.crc32:08x}: the file is damaged"
+            )
+        self.num_checked += 1
+
+    def _where(self, path: str, start: int) -> str:
+        chunk = self._chunk_at(path, start)
+        return chunk.where if chunk else f"{path}: bytes from {start} on"
+
+    def _chunk_at(self, path: str, start: int) -> Chunk | None:
+        starts, chunks = self._chunks.get(path, ((), ()))
+        number = bisect_right(starts, start) - 1
+        return (
+            chunks[number]
+            if number >= 0 and start < chunks[number].start + chunks[number].num_bytes
+            else None
+        )

@@ -1,0 +1,50 @@
+"""A checkpoint in, what is in it out: as a table for people or as one JSON object."""
+
+from collections import Counter
+from typing import Any
+
+from checkpoint_tools.options import show_bytes
+from checkpoint_tools.stored import Checkpoint
+
+
+def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Kind, facts, totals and every tensor, by name."""
+    return {
+        "folder": str(checkpoint.folder),
+        "kind": checkpoint.kind,
+        "checksums": checkpoint.sums is not None,
+        **checkpoint.facts,
+        "num_tensors": len(checkpoint.tensors),
+        "bytes": checkpoint.num_bytes,
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.num_bytes,
+                "chunks": len(tensor.chunks),
+                "files": sorted({chunk.file for chunk in tensor.chunks}),
+            }
+            for name, tensor in sorted(checkpoint.tensors.items())
+        },
+        "objects": sorted(item.key for item in checkpoint.items),
+    }
+
+
+def print_listing(checkpoint: Checkpoint) -> None:
+    rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        rows.append((name, tensor.dtype, shape, str(len(tensor.chunks)), show_bytes(tensor.num_bytes)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    files = {chunk.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks}
+    dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors.values())
+    print()
+    for name, value in checkpoint.facts.items():
+        print(f"{name}: {value}")
+    print(f"kind: {checkpoint.kind}")
+    counts = ", ".join(f"{count} of {dtype}" for dtype, count in dtypes.items())
+    print(f"tensors: {len(checkpoint.tensors)} ({counts}), {len(checkpoint.items)} other objects")
+    print(f"bytes: {checkpoint.num_bytes} ({show_bytes(checkpoint.num_bytes)}) in {len(files)} files")
+    print(f"checksums: {'checksums.json' if checkpoint.sums is not None else 'none'}")

@@ -1,0 +1,92 @@
+"""What the commands that read tensors have in common: memory, processes, progress."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from checkpoint_tools.memory import PeakMemory
+from checkpoint_tools.pool import Pool
+
+T = TypeVar("T")
+R = TypeVar("R")
+UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a command may take: bytes of buffers over all workers, and processes."""
+
+    memory_bytes: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"--workers={self.num_workers}: at least 1")
+
+    @property
+    def worker_bytes(self) -> int:
+        return self.memory_bytes // self.num_workers
+
+
+def parse_bytes(text: str) -> int:
+    """512MiB, 4GB, 1048576. ValueError names the text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise ValueError(f"{text!r} is no size: write for example 512MiB, 4GiB or 500MB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def show_bytes(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
+def work_through(
+    make: Callable[[], Callable[[T], R]],
+    tasks: Sequence[T],
+    size_of: Callable[[T], int],
+    effort: Effort,
+    text: str,
+    on_result: Callable[[T, R], Any],
+) -> int:
+    """Carry out `tasks` in the workers, calling `on_result` here for each; the peak of memory, bytes."""
+    with (
+        Pool(make, effort.num_workers) as pool,
+        PeakMemory(pool.process_ids) as memory,
+        _progress(text, sum(map(size_of, tasks))) as advance,
+    ):
+        for task, result in pool.run(tasks):
+            on_result(task, result)
+            advance(size_of(task))
+    return memory.peak_bytes
+
+
+@contextmanager
+def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task(text, total=total)
+        yield lambda count: progress.advance(bar, count)

@@ -1,0 +1,189 @@
+"""Files to be: which assemblies go where in which file, and what a worker does to write them.
+
+Peak memory of a worker: one band and the reader's scratch memory (for 8-bit matrices four bands more).
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools.archive import make_archive
+from checkpoint_tools.assembly import Assembly
+from checkpoint_tools.reader import Reader, Record, bands
+from checkpoint_tools.stored import DTYPE_BYTES
+from mcore_rl.slices.checksums import Span, combine
+from mcore_rl.slices.fp8 import BLOCK, num_blocks, quantise_into
+
+
+@dataclass(frozen=True)
+class Task:
+    """Write an assembly to bytes from `start` on of `file`, as it is or inside an archive of torch.save.
+
+    scales_start   where the scales of the blocks go, if the matrix is to be written as 8-bit values
+    """
+
+    file: str
+    start: int
+    assembly: Assembly
+    is_archive: bool = False
+    scales_start: int | None = None
+
+    @property
+    def source_bytes(self) -> int:
+        return self.assembly.num_bytes
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """A file of `num_bytes` that begins with `header`; its tasks write the rest."""
+
+    name: str
+    num_bytes: int
+    header: bytes
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Tasks of one file that one worker carries out at a time."""
+
+    number: int
+    file: str
+    tasks: tuple[Task, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        return sum(task.source_bytes for task in self.tasks)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a unit wrote, stretch by stretch, and what was read for it."""
+
+    written: tuple[Span, ...]
+    record: Record
+
+
+def make_units(files: Sequence[OutputFile], unit_bytes: int) -> list[Unit]:
+    """Cut the tasks of each file, in their order, into units of about `unit_bytes`."""
+    units: list[Unit] = []
+    for file in files:
+        batch: list[Task] = []
+        for task in file.tasks:
+            if batch and sum(t.source_bytes for t in batch) + task.source_bytes > unit_bytes:
+                units.append(Unit(len(units), file.name, tuple(batch)))
+                batch = []
+            batch.append(task)
+        if batch:
+            units.append(Unit(len(units), file.name, tuple(batch)))
+    return units
+
+
+class Writer:
+    """Carries out units of one output folder, in one process."""
+
+    def __init__(self, folder: Path, memory_bytes: int) -> None:
+        """`memory_bytes`: for this process's buffers."""
+        self._folder = folder
+        self._band_bytes = buffer_bytes(memory_bytes)
+        self._reader = Reader(self._band_bytes)
+        self._band = bytearray(self._band_bytes)
+
+    def __call__(self, unit: Unit) -> Done:
+        descriptor = os.open(self._folder / unit.file, os.O_WRONLY)
+        try:
+            written = [span for task in unit.tasks for span in self._write(descriptor, task)]
+        finally:
+            os.close(descriptor)
+        return Done(tuple(written), self._reader.take_record())
+
+    def _write(self, descriptor: int, task: Task) -> list[Span]:
+        for stretch in task.assembly.skipped:
+            self._reader.skip(stretch)
+        if task.scales_start is not None:
+            return self._write_quantised(descriptor, task, task.scales_start)
+        if not task.is_archive:
+            return self._write_elements(descriptor, task, task.start)
+        archive = make_archive(task.assembly.dtype, task.assembly.shape)
+        _write_all(descriptor, archive.prefix, task.start)
+        first = task.start + len(archive.prefix)
+        crc32 = zlib.crc32(archive.prefix)
+        data = self._write_elements(descriptor, task, first)
+        suffix = archive.suffix(data[0].crc32 if data else 0)
+        _write_all(descriptor, suffix, first + archive.data_bytes)
+        for part_crc32, num_bytes in (
+            *((s.crc32, s.num_bytes) for s in data),
+            (zlib.crc32(suffix), len(suffix)),
+        ):
+            crc32 = combine(crc32, part_crc32, num_bytes)
+        return [Span(task.start, archive.num_bytes, crc32)]
+
+    def _write_elements(self, descriptor: int, task: Task, start: int) -> list[Span]:
+        size, crc32 = DTYPE_BYTES[task.assembly.dtype], 0
+        for band in bands(task.assembly, self._band_bytes):
+            view = self._view((band.stop - band.start) * size)
+            self._reader.fill(task.assembly, band, view)
+            crc32 = zlib.crc32(view, crc32)
+            _write_all(descriptor, view, start + band.start * size)
+        return [Span(start, task.assembly.num_bytes, crc32)] if task.assembly.num_bytes else []
+
+    def _write_quantised(self, descriptor: int, task: Task, scales_start: int) -> list[Span]:
+        """Bands of whole rows of blocks; see mcore_rl/slices/fp8.py."""
+        assembly, columns = task.assembly, task.assembly.shape[1]
+        size, values_crc32, scales_crc32 = DTYPE_BYTES[assembly.dtype], 0, 0
+        scales_at = scales_start
+        for band in bands(assembly, self._band_bytes // 4, row=BLOCK * columns):
+            view = self._view((band.stop - band.start) * size)
+            self._reader.fill(assembly, band, view)
+            weights_NK = torch.frombuffer(view, dtype=getattr(torch, assembly.dtype)).view(-1, columns)
+            values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
+            scales_nk = torch.empty(num_blocks(len(weights_NK)), num_blocks(columns), dtype=torch.float32)
+            quantise_into(weights_NK, values_NK, scales_nk)
+            values, scales = _bytes_of(values_NK), _bytes_of(scales_nk)
+            values_crc32, scales_crc32 = zlib.crc32(values, values_crc32), zlib.crc32(scales, scales_crc32)
+            _write_all(descriptor, values, task.start + band.start)
+            _write_all(descriptor, scales, scales_at)
+            scales_at += len(scales)
+        spans = [
+            Span(task.start, prod(assembly.shape), values_crc32),
+            Span(scales_start, scales_at - scales_start, scales_crc32),
+        ]
+        return [span for span in spans if span.num_bytes]
+
+    def _view(self, num_bytes: int) -> memoryview:
+        """A single row may be longer than a band."""
+        if num_bytes > len(self._band):
+            self._band = bytearray(num_bytes)
+        return memoryview(self._band)[:num_bytes]
+
+
+LARGEST_BAND = 8 << 20
+"""More gains nothing; bands of this size stay in the processor's cache between reading and writing."""
+
+
+def buffer_bytes(memory_bytes: int) -> int:
+    """Of the band and of the scratch memory; ValueError if the budget leaves too little to work with."""
+    if memory_bytes < 4 << 20:
+        raise ValueError(
+            f"--memory-budget leaves {memory_bytes >> 10} KiB for each worker, which needs 4 MiB: raise it, "
+            "or take fewer --workers"
+        )
+    return min(LARGEST_BAND, memory_bytes // 8) // 64 * 64
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array).cast("B")
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, start: int) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], start + done)

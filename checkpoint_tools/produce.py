@@ -1,0 +1,121 @@
+"""Planned files in, a checked folder out: workers write, checksums are compared, the name comes last."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from pathlib import Path
+
+from checkpoint_tools.ledger import Ledger
+from checkpoint_tools.options import Effort, show_bytes, work_through
+from checkpoint_tools.output import Done, OutputFile, Task, Unit, Writer, buffer_bytes, make_units
+from checkpoint_tools.staging import JOURNAL, Staging
+from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
+from mcore_rl.slices.checksums import sum_small_files, write_manifest
+from mcore_rl.slices.families.table import Shape
+
+SMALLEST_UNIT, LARGEST_UNIT = 1 << 20, 64 << 20
+"""Bytes that a worker does at a time: what a kill costs, and how evenly the workers end."""
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command wrote and what it took.
+
+    reused_bytes   of the output that an earlier, killed run had finished
+    checked        checksums of the source that agreed
+    peak_bytes     memory of all processes together, see PeakMemory
+    """
+
+    out: Path
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    reused_bytes: int
+    checked: int
+    peak_bytes: int
+
+    def __str__(self) -> str:
+        speed = show_bytes((self.num_bytes - self.reused_bytes) / max(self.seconds, 1e-9))
+        reused = f", {show_bytes(self.reused_bytes)} kept from an earlier run" if self.reused_bytes else ""
+        return (
+            f"{self.out}: {self.num_tensors} tensors, {show_bytes(self.num_bytes)} in {self.seconds:.1f} s "
+            f"({speed}/s{reused}); {self.checked} checksums of the source agreed; peak memory "
+            f"{show_bytes(self.peak_bytes)} (Pss of all processes)"
+        )
+
+
+def produce(
+    out: Path,
+    sources: Sequence[Checkpoint],
+    files: Sequence[OutputFile],
+    effort: Effort,
+    describe: Callable[[Path], None],
+    reopen: Callable[[Path], Checkpoint],
+    expected: Mapping[str, tuple[str, Shape]],
+) -> Report:
+    """Write `files` to `out`, which appears under its name only when all is right.
+
+    describe   writes the small files of the folder (index, configuration, metadata)
+    reopen     opens the folder as anyone would, with every check
+    expected   tensor -> (dtype, shape) that the folder must then have, no more and no less
+    ValueError names the file or tensor that is wrong; a rerun goes on where this one stopped.
+    """
+    begun = time.monotonic()
+    buffer_bytes(effort.worker_bytes)
+    total = sum(file.num_bytes for file in files)
+    units = make_units(files, min(LARGEST_UNIT, max(SMALLEST_UNIT, total // 64)))
+    staging = Staging(out, _digest(sources, files, units))
+    with staging.open(files, units):
+        ledger = Ledger(sources)
+        for done in staging.done.values():
+            ledger.add(done.record)
+        reused = sum(span.num_bytes for done in staging.done.values() for span in done.written)
+
+        def finish(unit: Unit, done: Done) -> None:
+            ledger.add(done.record)
+            staging.finish(unit, done)
+
+        left = [unit for unit in units if unit.number not in staging.done]
+        make = partial(Writer, staging.folder, effort.worker_bytes)
+        peak = work_through(make, left, lambda unit: unit.source_bytes, effort, out.name, finish)
+        ledger.close()
+        describe(staging.folder)
+        sums = staging.file_sums(files, units)
+        sums |= sum_small_files(staging.folder, {*sums, JOURNAL})
+        write_manifest(staging.folder, sums)
+        _check(reopen(staging.folder), expected)
+        staging.commit()
+    seconds = time.monotonic() - begun
+    return Report(out, len(expected), total, seconds, reused, ledger.num_checked, peak)
+
+
+def _check(made: Checkpoint, expected: Mapping[str, tuple[str, Shape]]) -> None:
+    have = {tensor.key: (tensor.dtype, tensor.shape) for tensor in made.tensors.values()}
+    for name in sorted(have.keys() | expected.keys()):
+        if have.get(name) != expected.get(name):
+            raise ValueError(
+                f"{made.folder}: tensor {name!r} is {have.get(name)}, should be {expected.get(name)}"
+            )
+    wanted = sum(prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in expected.values())
+    if made.num_bytes != wanted:
+        raise ValueError(f"{made.folder} has {made.num_bytes} bytes of tensors, it should have {wanted}")
+
+
+def _digest(sources: Sequence[Checkpoint], files: Sequence[OutputFile], units: Sequence[Unit]) -> str:
+    """Of the sources as they are on disk and of what is to be made of them, unit by unit."""
+    paths = {chunk.path for s in sources for tensor in s.tensors.values() for chunk in tensor.chunks}
+    stats = [(path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns) for path in sorted(paths)]
+    plan = [(file.name, file.num_bytes, file.header.hex()) for file in files]
+    tasks = [(unit.number, unit.file, [_line(task) for task in unit.tasks]) for unit in units]
+    return hashlib.sha256(json.dumps([_FORMAT, stats, plan, tasks]).encode()).hexdigest()
+
+
+def _line(task: Task) -> list[object]:
+    made = task.assembly
+    places = [(p.chunk.path, p.chunk.start, p.source, p.target, p.rows, p.run, p.stride) for p in made.pieces]
+    return [task.start, task.is_archive, task.scales_start, made.name, made.dtype, made.shape, places]

@@ -1,0 +1,144 @@
+"""Assemblies read band by band: each byte of the files once, its checksum taken on the way.
+
+Peak memory: what the caller passes for a band, and as much again for pieces that are scattered or cast.
+"""
+
+import os
+import zlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+from checkpoint_tools.archive import Located, locate
+from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
+from checkpoint_tools.stored import DTYPE_BYTES, Chunk
+from mcore_rl.slices.checksums import Span
+
+
+@dataclass
+class Record:
+    """What was read: checksums by file, and those that archives say their data should have."""
+
+    read: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    promised: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True)
+class Band:
+    """Elements [start, stop) of a tensor, and the pieces that have some of them."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+
+def bands(assembly: Assembly, band_bytes: int, row: int | None = None) -> list[Band]:
+    """The tensor in whole rows of `row` elements, at least one row each."""
+    row, size = row or assembly.row, DTYPE_BYTES[assembly.dtype]
+    numel = assembly.num_bytes // size
+    step = max(1, band_bytes // (row * size)) * row if numel else 1
+    members: dict[int, list[Piece]] = defaultdict(list)
+    for piece in assembly.pieces:
+        last = piece.target + (piece.rows - 1) * piece.stride + piece.run - 1
+        for number in range(piece.target // step, last // step + 1):
+            members[number].append(piece)
+    return [
+        Band(start, min(start + step, numel), tuple(members[start // step]))
+        for start in range(0, numel, step)
+    ]
+
+
+class Reader:
+    """Open files and located chunks; of one process. Close it when done."""
+
+    def __init__(self, scratch_bytes: int) -> None:
+        self._scratch = bytearray(scratch_bytes)
+        self._descriptors: dict[str, int] = {}
+        self._located: dict[tuple[str, int], Located] = {}
+        self.record = Record()
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def take_record(self) -> Record:
+        """What was read since the last call."""
+        record, self.record = self.record, Record()
+        self._located.clear()
+        return record
+
+    def fill(self, assembly: Assembly, band: Band, out: memoryview) -> None:
+        """Write the band's elements to `out`, bytes of just its size."""
+        size = DTYPE_BYTES[assembly.dtype]
+        parts = [(piece, part) for piece in band.pieces if (part := cut(piece, band.start, band.stop))]
+        if sum(rows * run for _, (_, rows, run, _) in parts) != band.stop - band.start:
+            out[:] = bytes(len(out))
+        for piece, (source, rows, run, target) in parts:
+            first = (target - band.start) * size
+            if rows == 1 and piece.chunk.dtype == assembly.dtype:
+                self._read(piece.chunk, source * size, out[first : first + run * size])
+            else:
+                self._scatter(piece, (source, rows, run), out[first:], assembly.dtype)
+
+    def skip(self, stretch: Stretch) -> None:
+        """Read what goes nowhere."""
+        size = DTYPE_BYTES[stretch.chunk.dtype]
+        start, stop = stretch.source * size, (stretch.source + stretch.count) * size
+        for at in range(start, stop, len(self._scratch)):
+            self._read(stretch.chunk, at, memoryview(self._scratch)[: min(len(self._scratch), stop - at)])
+
+    def _scatter(self, piece: Piece, part: tuple[int, int, int], out: memoryview, dtype: str) -> None:
+        """As many rows at a time as the scratch memory holds; a longer row in several steps."""
+        source, rows, run = part
+        size, target = DTYPE_BYTES[piece.chunk.dtype], torch.frombuffer(out, dtype=getattr(torch, dtype))
+        width = min(run, max(1, len(self._scratch) // size))
+        height = max(1, len(self._scratch) // (size * width)) if width == run else 1
+        for row in range(0, rows, height):
+            count = min(height, rows - row)
+            for column in range(0, run, width):
+                columns = min(width, run - column)
+                view = memoryview(self._scratch)[: count * columns * size]
+                self._read(piece.chunk, (source + row * run + column) * size, view)
+                values = torch.frombuffer(view, dtype=getattr(torch, piece.chunk.dtype)).view(count, columns)
+                first = row * piece.stride + column
+                target.as_strided((count, columns), (piece.stride, 1), first).copy_(values)
+
+    def _read(self, chunk: Chunk, offset: int, out: memoryview) -> None:
+        """Bytes of the chunk's elements from `offset` on."""
+        descriptor = self._open(chunk)
+        first = self._locate(descriptor, chunk).start
+        start, done = first + offset, 0
+        while done < len(out):
+            count = os.preadv(descriptor, [out[done:]], start + done)
+            if count == 0:
+                raise ValueError(f"{chunk.where}: the file ends at byte {start + done}: it was truncated")
+            done += count
+        _append(self.record.read[chunk.path], start, out, first)
+
+    def _open(self, chunk: Chunk) -> int:
+        if chunk.path not in self._descriptors:
+            self._descriptors[chunk.path] = os.open(chunk.path, os.O_RDONLY)
+        return self._descriptors[chunk.path]
+
+    def _locate(self, descriptor: int, chunk: Chunk) -> Located:
+        place = (chunk.path, chunk.start)
+        if place not in self._located:
+            located = self._located[place] = locate(descriptor, chunk)
+            self.record.read[chunk.path] += [span for span in located.around if span.num_bytes]
+            if located.data_crc32 is not None and chunk.data_bytes:
+                promised = Span(located.start, chunk.data_bytes, located.data_crc32)
+                self.record.promised[chunk.path].append(promised)
+        return self._located[place]
+
+
+def _append(spans: list[Span], start: int, data: memoryview, first: int) -> None:
+    """Lengthen a span that `data` follows, else begin one. Of the last three, since the rows of queries, keys
+    and values are read in turn; none that began before `first`, where another tensor lies.
+    """
+    for i in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
+        if spans[i].stop == start and spans[i].start >= first:
+            spans[i] = Span(spans[i].start, spans[i].num_bytes + len(data), zlib.crc32(data, spans[i].crc32))
+            return
+    spans.append(Span(start, len(data), zlib.crc32(data)))

@@ -1,0 +1,207 @@
+"""A checkpoint of megatron-core's dist_checkpointing (torch_dist) in, its tensors and where they lie out.
+
+Only .metadata and the small files are read; no torch.distributed, no Megatron, no process group.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoint_tools.archive import READ_ERRORS
+from checkpoint_tools.files import check_manifest
+from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, Item, StoredTensor
+from checkpoint_tools.tiling import check_boxes
+from checkpoint_tools.unpickle import Record, read_metadata
+from mcore_rl.slices.checksums import FileSums
+from mcore_rl.slices.families.table import Shape
+
+METADATA = ".metadata"
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+OPTIMIZER = "optimizer."
+"""What keys of the optimizer's state begin with."""
+SHARED = "_extra_state/shard_"
+"""In the keys of objects that hold nothing, of which many may be stored as one."""
+
+
+def is_torch_dist(folder: Path) -> bool:
+    return (folder / METADATA).exists() or (folder / "metadata.json").exists()
+
+
+def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
+    """Read and check the structure of a checkpoint; ValueError names the file or tensor that is wrong."""
+    _check_backend(folder)
+    path = folder / METADATA
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
+    metadata = read_metadata(path.read_bytes(), path)
+    try:
+        stored = _stored(metadata)
+        tensors, items = _read_tensors(folder, metadata.get("state_dict_metadata"), stored)
+    except READ_ERRORS as error:
+        raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
+    for tensor in tensors.values():
+        check_boxes(tensor.key, tensor.shape, [(c.offset, c.shape) for c in tensor.chunks], path)
+    chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
+    stretches = [*((c.file, c.start, c.num_bytes, c.key) for c in chunks)]
+    stretches += [(item.file, item.start, item.num_bytes, item.key) for item in items]
+    files = _check_files(folder, stretches)
+    sums = check_manifest(folder, files) if use_sums else None
+    if sums is not None:
+        _check_spans(folder, chunks, sums)
+    return Checkpoint("torch_dist", folder, tensors, tuple(items), sums, _facts(folder))
+
+
+def _check_backend(folder: Path) -> None:
+    path = folder / "metadata.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist: {folder} is no complete Megatron distributed checkpoint (choose a "
+            "step's folder, such as <run.dir>/checkpoints/step_000050)"
+        )
+    try:
+        backend = json.loads(path.read_text())
+        found = {key: backend.get(key) for key in BACKEND}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if found != BACKEND:
+        raise ValueError(f"{path}: {found} cannot be read, only {BACKEND}")
+
+
+def _stored(metadata: Record) -> dict[tuple[str, Shape | None], Record]:
+    """(key, offset of the chunk or None) -> where it is stored."""
+    stored: dict[tuple[str, Shape | None], Record] = {}
+    for index, info in metadata.get("storage_data").items():
+        offset = index.__dict__.get("offset")
+        place = index.get("fqn"), None if offset is None else _shape(offset)
+        if place in stored:
+            raise ValueError(f"tensor {place[0]!r} at {place[1]} is stored twice")
+        if info.__dict__.get("transform_descriptors"):
+            raise ValueError(f"tensor {place[0]!r} is stored transformed, which cannot be read")
+        stored[place] = info
+    return stored
+
+
+def _read_tensors(
+    folder: Path, entries: Mapping[str, Record], stored: dict[tuple[str, Shape | None], Record]
+) -> tuple[dict[str, StoredTensor], list[Item]]:
+    tensors: dict[str, StoredTensor] = {}
+    items: list[Item] = []
+    for key, entry in entries.items():
+        if not isinstance(key, str):
+            raise ValueError(f"a key is {key!r}, not a name")
+        if "size" not in entry.__dict__:
+            items.append(Item(key, *_place(stored, key, None)))
+            continue
+        dtype = entry.get("properties").args[0]
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"tensor {key!r} has dtype {dtype!r}, which the tools do not carry")
+        chunks = tuple(_chunk(folder, key, dtype, chunk, stored) for chunk in entry.get("chunks"))
+        tensors[key] = StoredTensor(key, dtype, _shape(entry.get("size")), chunks)
+    if stored:
+        key, offset = next(iter(stored))
+        raise ValueError(f"tensor {key!r} at {offset} is stored, but has no entry of its own")
+    return tensors, items
+
+
+def _chunk(
+    folder: Path, key: str, dtype: str, chunk: Record, stored: dict[tuple[str, Shape | None], Record]
+) -> Chunk:
+    offset, shape = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
+    file, start, num_bytes = _place(stored, key, offset)
+    return Chunk(key, dtype, offset, shape, str(folder / file), start, num_bytes, is_archive=True)
+
+
+def _place(
+    stored: dict[tuple[str, Shape | None], Record], key: str, offset: Shape | None
+) -> tuple[str, int, int]:
+    info = stored.pop((key, offset), None)
+    if info is None:
+        raise ValueError(f"tensor {key!r} at {offset} is not stored in any file")
+    file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    if not isinstance(file, str) or Path(file).name != file:
+        raise ValueError(f"tensor {key!r} is stored in {file!r}, which is no file of the checkpoint")
+    if not (isinstance(start, int) and isinstance(length, int)) or start < 0 or length <= 0:
+        raise ValueError(f"tensor {key!r}: bytes {start} + {length} of {file} are no stretch of a file")
+    return file, start, length
+
+
+def _shape(value: Any) -> Shape:
+    shape = tuple(value)
+    if not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"{shape} is no shape or offset")
+    return shape
+
+
+def _check_files(folder: Path, stretches: Sequence[tuple[str, int, int, str]]) -> set[str]:
+    """Every file is there and is made up of stretches, each byte of one; the names of the files."""
+    by_file: dict[str, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for file, start, num_bytes, key in stretches:
+        by_file[file][start, num_bytes].append(key)
+    for file, places in sorted(by_file.items()):
+        _check_file(folder / file, places)
+    return set(by_file)
+
+
+def _check_file(path: Path, places: Mapping[tuple[int, int], list[str]]) -> None:
+    """Objects that are no tensors may share one place."""
+    first = next(iter(places.values()))[0]
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: it should hold {len(places)} items, the first is {first!r}")
+    for (start, _), keys in places.items():
+        if len(keys) > 1 and not all(SHARED in key for key in keys):
+            raise ValueError(f"{path}: {keys[0]!r} and {keys[1]!r} are both at byte {start}")
+    at, size = 0, path.stat().st_size
+    for (start, num_bytes), keys in sorted(places.items()):
+        if start + num_bytes > size:
+            raise ValueError(
+                f"{path} has {size} bytes, {keys[0]!r} should end at byte {start + num_bytes}: it was "
+                "truncated"
+            )
+        if start < at:
+            raise ValueError(f"{path}: {keys[0]!r} at byte {start} overlaps another item")
+        if start > at:
+            raise ValueError(f"{path}: bytes {at} to {start}, before {keys[0]!r}, belong to nothing")
+        at = start + num_bytes
+    if at != size:
+        raise ValueError(f"{path} has {size} bytes, but its items end at byte {at}")
+
+
+def _check_spans(folder: Path, chunks: Sequence[Chunk], sums: Mapping[str, FileSums]) -> None:
+    edges = {file: {span.start: span.num_bytes for span in entry.spans} for file, entry in sums.items()}
+    for chunk in chunks:
+        if edges[chunk.file].get(chunk.start) != chunk.num_bytes:
+            raise ValueError(
+                f"{folder / chunk.file}: checksums.json has none for tensor {chunk.key!r} at byte "
+                f"{chunk.start}: {METADATA} or checksums.json is damaged"
+            )
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """Step and layout, where common.pt says them in plain types."""
+    common = read_common(folder)
+    return {name: common[name] for name in ("step", "layout", "iteration") if name in common}
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """The unsharded part of the state; {} where it needs classes that are not loaded here. ValueError names
+    the file if it is damaged.
+    """
+    import torch
+
+    path = folder / "common.pt"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
+    try:
+        common = torch.load(path, weights_only=True)
+    except READ_ERRORS as error:
+        if "GLOBAL" in str(error):
+            return {}
+        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+    return common if isinstance(common, dict) else {}
+
+
+def model_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
+    """The tensors of the model, without those of the optimizer."""
+    return (t for t in checkpoint.tensors.values() if not t.key.startswith(OPTIMIZER))

@@ -1,0 +1,133 @@
+"""One checkpoint in: is it what its checksums say. Two in, of any kinds and layouts: are they equal."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from checkpoint_tools.assembly import Assembly, joined, whole
+from checkpoint_tools.compare import Compared, Comparer, Pair
+from checkpoint_tools.files import check_whole_files
+from checkpoint_tools.ledger import Ledger
+from checkpoint_tools.megatron_model import config_of, hf_assemblies
+from checkpoint_tools.opening import open_checkpoint
+from checkpoint_tools.options import Effort, work_through
+from checkpoint_tools.stored import Checkpoint
+from checkpoint_tools.torch_dist import OPTIMIZER, model_tensors
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf_config import read_hf_config
+
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found.
+
+    differences   one line per tensor that differs, the first ones first
+    crc32         tensor -> CRC-32 of its elements in the first checkpoint
+    checked       checksums that were compared with what was read
+    notes         what could not be compared
+    """
+
+    num_tensors: int
+    num_bytes: int
+    differences: tuple[str, ...]
+    crc32: Mapping[str, int]
+    checked: int
+    notes: tuple[str, ...]
+    peak_bytes: int
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+
+def verify(
+    first: Path, second: Path | None, source_hf: Path | None, optimizer: bool, effort: Effort
+) -> Verdict:
+    """Read every tensor of one checkpoint, or of two and compare them.
+
+    source_hf   whose config.json says which HuggingFace tensor is which of Megatron's; needed where one
+                checkpoint is of Megatron and the other is not and has no config.json
+    optimizer   also the optimizer's state, where both are of Megatron
+    ValueError names the file or tensor that is damaged.
+    """
+    checkpoints = [open_checkpoint(path) for path in (first, second) if path is not None]
+    notes = [
+        f"{c.folder} came without checksums: structure was checked, and in archives their own checksums"
+        for c in checkpoints
+        if c.sums is None
+    ]
+    sides = _sides(checkpoints, source_hf, with_optimizer=optimizer or second is None)
+    pairs, differences = _pairs(sides)
+    ledger = Ledger(checkpoints)
+    crc32: dict[str, int] = {}
+
+    def take(pair: Pair, result: Compared) -> None:
+        ledger.add(result.record)
+        crc32[pair.name] = result.crc32
+        if found := result.difference:
+            differences[pair.name] = (
+                f"{pair.name}: {found.count} of {found.numel} elements differ, the first at "
+                f"{list(found.index)}: {found.first!r} and {found.second!r}; largest "
+                f"difference {found.max_abs:.3g}; checksums {result.crc32:08x} and {result.second_crc32:08x}"
+            )
+
+    make = partial(Comparer, effort.worker_bytes)
+    peak = work_through(make, pairs, lambda pair: pair.num_bytes, effort, "verify", take)
+    if second is None:
+        check_whole_files(checkpoints[0])
+    lines = tuple(differences[name] for name in sorted(differences))
+    num_bytes = sum(pair.num_bytes for pair in pairs)
+    return Verdict(len(pairs), num_bytes, lines, crc32, ledger.num_checked, tuple(notes), peak)
+
+
+def _sides(
+    checkpoints: list[Checkpoint], source_hf: Path | None, with_optimizer: bool
+) -> list[dict[str, Assembly]]:
+    """The tensors of each, in Megatron's names if all are of Megatron, else in those of HuggingFace."""
+    kinds = Counter(checkpoint.kind for checkpoint in checkpoints)
+    if len(kinds) == 1:
+        return [
+            {
+                key: joined(key, tensor.dtype, tensor.shape, tensor.chunks)
+                for key, tensor in checkpoint.tensors.items()
+                if with_optimizer or not key.startswith(OPTIMIZER)
+            }
+            for checkpoint in checkpoints
+        ]
+    hf = next(checkpoint for checkpoint in checkpoints if checkpoint.kind == "hf")
+    config = read_hf_config(source_hf or hf.folder)
+    return [_in_hf_names(checkpoint, config) for checkpoint in checkpoints]
+
+
+def _in_hf_names(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
+    if checkpoint.kind == "torch_dist":
+        tensors = {tensor.key: tensor for tensor in model_tensors(checkpoint)}
+        return hf_assemblies(tensors.values(), config_of(tensors, config), None, checkpoint.folder)
+    family = family_of(config)
+    return {
+        name: whole(tensor.chunks[0])
+        for name, tensor in checkpoint.tensors.items()
+        if name not in family.left_out(config) and not family.is_carried(config, name)
+    }
+
+
+def _pairs(sides: list[dict[str, Assembly]]) -> tuple[list[Pair], dict[str, str]]:
+    """What can be compared element by element, and the differences that are seen without."""
+    if len(sides) == 1:
+        return [Pair(name, made) for name, made in sides[0].items()], {}
+    first, second = sides
+    pairs, differences = [], {}
+    for name in sorted(first.keys() | second.keys()):
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None:
+            differences[name] = f"{name}: only in the {'second' if a is None else 'first'}"
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            differences[name] = f"{name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+        else:
+            pairs.append(Pair(name, a, b))
+    return pairs, differences

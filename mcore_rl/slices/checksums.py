@@ -1,0 +1,171 @@
+"""Files of a checkpoint in, checksums.json beside them out: CRC-32 of every tensor, which tile each file.
+
+CRC-32 as in zip and zlib: a flipped byte, and any burst of up to 32 bits, always shows.
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+MANIFEST = "checksums.json"
+ALGORITHM = "crc32"
+_READ_BYTES = 4 << 20
+_POLYNOMIAL = 0xEDB88320
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, start + num_bytes) of a file, and their CRC-32."""
+
+    start: int
+    num_bytes: int
+    crc32: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_bytes
+
+
+@dataclass(frozen=True)
+class FileSums:
+    """The size of a file and the spans that make it up, in order."""
+
+    num_bytes: int
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        at = 0
+        for span in self.spans:
+            if span.start != at or span.num_bytes <= 0:
+                raise ValueError(f"a span begins at byte {span.start}, the one before ends at {at}")
+            at = span.stop
+        if at != self.num_bytes:
+            raise ValueError(f"spans end at byte {at} of {self.num_bytes}")
+
+
+def sum_file(path: Path, edges: Iterable[int] = ()) -> FileSums:
+    """Checksums of a file cut at byte offsets `edges`. Peak memory: 4 MiB."""
+    num_bytes = path.stat().st_size
+    cuts = sorted({0, num_bytes, *(edge for edge in edges if 0 < edge < num_bytes)})
+    return FileSums(num_bytes, tuple(sum_ranges(path, pairwise(cuts))))
+
+
+def sum_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> list[Span]:
+    """Checksums of bytes [start, stop) of a file. ValueError if it ends before. Peak memory: 4 MiB."""
+    buffer = bytearray(_READ_BYTES)
+    with path.open("rb") as file:
+        return [
+            Span(start, stop - start, _sum_range(file.fileno(), start, stop, buffer, path))
+            for start, stop in ranges
+        ]
+
+
+def sum_safetensors(path: Path) -> FileSums:
+    """Checksums of a safetensors file: its header, then each tensor."""
+    with path.open("rb") as file:
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(header_bytes))
+    first = 8 + header_bytes
+    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    return sum_file(path, (first, *(first + end for end in ends)))
+
+
+def _sum_range(descriptor: int, start: int, stop: int, buffer: bytearray, path: Path) -> int:
+    view, crc = memoryview(buffer), 0
+    while start < stop:
+        count = os.preadv(descriptor, [view[: min(len(buffer), stop - start)]], start)
+        if count == 0:
+            raise ValueError(f"{path} ends at byte {start}, it should have {stop}: it was truncated")
+        crc = zlib.crc32(view[:count], crc)
+        start += count
+    return crc
+
+
+def write_manifest(folder: Path, sums: Mapping[str, FileSums], name: str = MANIFEST) -> None:
+    """Write what `read_manifest` reads; the file appears whole or not at all."""
+    files = {
+        file: {
+            "bytes": entry.num_bytes,
+            "spans": [[span.start, span.num_bytes, f"{span.crc32:08x}"] for span in entry.spans],
+        }
+        for file, entry in sorted(sums.items())
+    }
+    temporary = folder / (name + ".part")
+    temporary.write_text(json.dumps({"algorithm": ALGORITHM, "files": files}) + "\n")
+    temporary.rename(folder / name)
+
+
+def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, FileSums] | None:
+    """File name -> checksums; None if the checkpoint came without. ValueError names a manifest that is
+    damaged.
+    """
+    path = folder / name
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        if content["algorithm"] != ALGORITHM:
+            raise ValueError(f"algorithm is {content['algorithm']!r}, only {ALGORITHM!r} is known")
+        return {file: _file_sums(entry) for file, entry in content["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}): take it from the original, or remove it to go without checksums"
+        ) from error
+
+
+def _file_sums(entry: Mapping[str, object]) -> FileSums:
+    num_bytes, spans = entry["bytes"], entry["spans"]
+    if not isinstance(num_bytes, int) or not isinstance(spans, list):
+        raise ValueError("bytes or spans of a file are missing")
+    return FileSums(num_bytes, tuple(Span(int(at), int(count), int(crc, 16)) for at, count, crc in spans))
+
+
+def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:
+    """Checksums of the files of `folder` that are not among `known`: configuration, tokenizer, metadata."""
+    skipped = {*known, MANIFEST}
+    return {
+        path.name: sum_file(path)
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name not in skipped and not path.name.endswith(".part")
+    }
+
+
+def combine(first: int, second: int, second_bytes: int) -> int:
+    """CRC-32 of two stretches of bytes, one after the other, from the CRC-32 of each."""
+    if second_bytes == 0:
+        return first
+    power = 0
+    while second_bytes:
+        if second_bytes & 1:
+            first = _apply(_zero_bytes(power), first)
+        second_bytes >>= 1
+        power += 1
+    return first ^ second
+
+
+@cache
+def _zero_bytes(power: int) -> tuple[int, ...]:
+    """What 2**power zero bytes do to a CRC-32: a matrix over GF(2), one column of 32 bits per input bit."""
+    if power > 0:
+        half = _zero_bytes(power - 1)
+        return tuple(_apply(half, column) for column in half)
+    one_bit = (_POLYNOMIAL, *(1 << i for i in range(31)))
+    for _ in range(3):
+        one_bit = tuple(_apply(one_bit, column) for column in one_bit)
+    return one_bit
+
+
+def _apply(matrix: Sequence[int], vector: int) -> int:
+    result, i = 0, 0
+    while vector:
+        if vector & 1:
+            result ^= matrix[i]
+        vector >>= 1
+        i += 1
+    return result

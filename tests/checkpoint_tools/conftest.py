@@ -1,0 +1,81 @@
+"""Checkpoints that megatron-core itself wrote, of every family, made by one launch of two processes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools.cli import main
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.train.critic import Critic
+from tests.distributed import run_ranks
+from tests.tiny_models import write_model
+from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss
+
+LAYOUTS: Mapping[str, dict[str, int]] = {
+    "qwen3_moe": {"tp": 2, "ep": 2},
+    "mixed_moe": {"pp": 2},
+    "qwen3": {"pp": 2, "vpp": 2},
+    "qwen2": {"tp": 2},
+    "llama": {"dp": 2},
+    "deepseek_v3": {"tp": 2, "etp": 2},
+    "deepseek_v2": {"ep": 2},
+}
+MTP = ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.up_proj.weight")
+"""Tensors that Megatron's model does not have."""
+
+
+def write_source(kind: str, folder: Path) -> Path:
+    if kind == "mixed_moe":
+        return write_model("qwen3_moe", folder, seed=1, mlp_only_layers=[1])
+    if kind != "deepseek_v3":
+        return write_model(kind, folder)
+    write_model(kind, folder, num_nextn_predict_layers=1)
+    path = folder / "model.safetensors"
+    more = {name: torch.randn(700, 130, dtype=torch.bfloat16) for name in MTP}
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+    return folder
+
+
+def save_all(rank: int, world_size: int, port: int, root: Path) -> None:
+    """Each family: a random model, its weights from `megatron`, saved to `step`; one of them also trained."""
+    for kind, layout in LAYOUTS.items():
+        model = ModelConfig(path=str(root / kind / "hf"), init="random")
+        actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+        actor.load(root / kind / "megatron")
+        if kind == "qwen3_moe":
+            actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+            actor.export_hf(root / "exported")
+        actor.save(root / kind / "step", {"prompts": {"position": 7}})
+        actor.finish_save()
+    train, optimizer = TrainConfig(), OptimizerConfig(lr=1e-3)
+    parallel = ParallelConfig(**LAYOUTS["deepseek_v2"])
+    critic = Critic(ModelConfig(path=str(root / "deepseek_v2/hf")), parallel, train, optimizer, 6, seed=0)
+    critic.save(root / "critic" / "step", {})
+    critic.finish_save()
+    critic.export_hf(root / "critic" / "exported")
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """<kind>/hf: HuggingFace directory; megatron: made of it by from-hf; step: loaded from that and saved."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for kind in LAYOUTS:
+        write_source(kind, root / kind / "hf")
+        assert main(["from-hf", str(root / kind / "hf"), str(root / kind / "megatron"), "--workers=1"]) == 0
+    run_ranks(save_all, 2, root, timeout_s=200)
+    return root
+
+
+def run(*arguments: Any) -> int:
+    """The command's exit status; in this process."""
+    workers = [] if arguments[0] in ("inspect", "checksums") else ["--workers=1"]
+    return main([*map(str, arguments), *workers])
+
+
+@pytest.fixture
+def command() -> Any:
+    return run

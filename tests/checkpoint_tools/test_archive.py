@@ -1,0 +1,77 @@
+"""Archives around one tensor: torch.load reads ours, and we read those of torch.save."""
+
+import io
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_tools.archive import STORAGES, locate, make_archive
+from checkpoint_tools.stored import Chunk
+
+
+@pytest.mark.parametrize("dtype", sorted(set(STORAGES.values())))
+def test_torch_loads_what_we_write(dtype: str) -> None:
+    tensor = torch.arange(35).view(5, 7).to(getattr(torch, dtype))
+    data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    archive = make_archive(dtype, (5, 7))
+    content = archive.prefix + data + archive.suffix(zlib.crc32(data))
+    assert len(content) == archive.num_bytes
+    assert len(archive.prefix) % 64 == 0
+    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int64"])
+def test_we_find_the_elements_of_what_torch_writes(tmp_path: Path, dtype: str) -> None:
+    tensor = torch.arange(24).view(4, 6).to(getattr(torch, dtype))
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    path = tmp_path / "file"
+    path.write_bytes(b"before" + buffer.getvalue() + b"after")
+    chunk = Chunk("t", dtype, (0, 0), (4, 6), str(path), 6, len(buffer.getvalue()), True)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        found = locate(descriptor, chunk)
+        data = os.pread(descriptor, tensor.nbytes, found.start)
+        wrong = Chunk("t", dtype, (0, 0), (6, 4), str(path), 6, len(buffer.getvalue()), True)
+        with pytest.raises(ValueError, match=r"file: tensor 't': .* shape \(4, 6\), by the metadata"):
+            locate(descriptor, wrong)
+    finally:
+        os.close(descriptor)
+    assert data == tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    assert found.around[0].start == 6 and found.around[1].stop == 6 + len(buffer.getvalue())
+
+
+def test_an_archive_of_more_than_4_gib_has_its_sizes(tmp_path: Path) -> None:
+    """Written with a hole in place of the elements, so that it takes no room on the disk."""
+    shape = (5, 1 << 30)
+    archive = make_archive("uint8", shape)
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.write(archive.prefix)
+        file.seek(archive.data_bytes, os.SEEK_CUR)
+        file.write(archive.suffix(0))
+    assert path.stat().st_size == archive.num_bytes
+    chunk = Chunk("t", "uint8", (0, 0), shape, str(path), 0, archive.num_bytes, True)
+    with path.open("rb") as file:
+        assert locate(file.fileno(), chunk).start == len(archive.prefix)
+    mapped = torch.load(path, weights_only=True, mmap=True)
+    assert tuple(mapped.shape) == shape
+    assert int(mapped[4, -1]) == 0
+
+
+def test_an_archive_that_names_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    buffer = io.BytesIO()
+    torch.save(Evil(), buffer)
+    path = tmp_path / "file"
+    path.write_bytes(buffer.getvalue())
+    chunk = Chunk("t", "float32", (0,), (1,), str(path), 0, len(buffer.getvalue()), True)
+    with path.open("rb") as file, pytest.raises(ValueError, match=r"it names (posix|os)\.mkdir"):
+        locate(file.fileno(), chunk)
+    assert not (tmp_path / "made").exists()

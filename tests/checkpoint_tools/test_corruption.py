@@ -1,0 +1,72 @@
+"""Damaged checkpoints are refused by every command, with the name of the file or tensor."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.slices.checksums import MANIFEST
+from tests.checkpoint_tools.conftest import run
+from tests.checkpoint_tools.corruption import SHOWN_BY_STRUCTURE, Damage, flip
+
+COMMANDS: dict[str, list[str]] = {"hf": ["verify", "from-hf", "to-fp8"], "torch_dist": ["verify", "to-hf"]}
+
+
+def refused(kind: str, name: str, folder: Path, source: Path, out: Path) -> bool:
+    """Whether the command ends with the status of damaged input and leaves no result."""
+    arguments = {
+        "verify": (folder,),
+        "to-hf": (folder, out, "--source-hf", source),
+        "from-hf": (folder, out),
+        "to-fp8": (folder, out),
+    }
+    status = run(name, *arguments[name])
+    shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
+    return status == 2 and not out.exists()
+
+
+def damage_and_run(saved: Path, tmp_path: Path, seed: int, capsys: Any) -> str:
+    """ "" if the damage of this seed was refused by name, else what happened."""
+    rng = random.Random(seed)
+    kind = ("hf", "torch_dist")[seed % 2]
+    original = {"hf": saved / "exported", "torch_dist": saved / "qwen3_moe/step"}[kind]
+    folder, out = tmp_path / "damaged", tmp_path / "out"
+    shutil.copytree(original, folder)
+    if rng.random() < 0.3:
+        name, damage = "verify", flip(folder, rng)
+    else:
+        name = rng.choice(COMMANDS[kind])
+        (folder / MANIFEST).unlink()
+        damage = rng.choice(SHOWN_BY_STRUCTURE[kind])(folder, rng)
+    capsys.readouterr()
+    was_refused = refused(kind, name, folder, saved / "qwen3_moe/hf", out)
+    error = capsys.readouterr().err
+    shutil.rmtree(folder)
+    shutil.rmtree(out, ignore_errors=True)
+    return "" if was_refused and names(error, damage) else f"seed {seed}, {name}: {damage.what}: {error!r}"
+
+
+def names(error: str, damage: Damage) -> bool:
+    """Whether it is one message that has one of the words, not a traceback."""
+    return any(word in error for word in damage.words) and "Traceback" not in error
+
+
+@pytest.mark.gloo
+def test_damage_is_refused_by_name(saved: Path, tmp_path: Path, capsys: Any) -> None:
+    missed = [text for seed in range(200) if (text := damage_and_run(saved, tmp_path, seed, capsys))]
+    assert not missed, f"{len(missed)} of 200:\n" + "\n".join(missed)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.gloo
+def test_undamaged_copies_are_accepted(saved: Path, tmp_path: Path) -> None:
+    """What the other test refuses is the damage."""
+    for number, original in enumerate((saved / "exported", saved / "qwen3_moe/step")):
+        for with_sums in (True, False):
+            folder = tmp_path / f"{number}{with_sums}"
+            shutil.copytree(original, folder)
+            if not with_sums:
+                (folder / MANIFEST).unlink()
+            assert run("verify", folder) == 0

@@ -1,0 +1,106 @@
+"""Pieces of chunks make up tensors, read in bands of any size, cast or not; every byte is read once."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_tools.assembly import Assembly, Stretch, joined, make_pieces
+from checkpoint_tools.ledger import Ledger
+from checkpoint_tools.reader import Reader, bands
+from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, StoredTensor
+from checkpoint_tools.tiling import check_boxes
+from mcore_rl.slices.checksums import sum_file
+from mcore_rl.slices.coverage import contiguous_strides
+
+
+def split(size: int, rng: random.Random) -> list[int]:
+    """Edges of a partition of [0, size)."""
+    inner = rng.sample(range(1, size), min(size - 1, rng.randrange(3)))
+    return [0, *sorted(inner), size]
+
+
+def store(tensor: torch.Tensor, path: Path, rng: random.Random) -> StoredTensor:
+    """The tensor cut along every axis at random, its chunks end to end in a file."""
+    boxes: list[list[tuple[int, int]]] = [[]]
+    for size in tensor.shape:
+        edges = split(size, rng)
+        boxes = [[*box, (a, b)] for box in boxes for a, b in pairwise(edges)]
+    rng.shuffle(boxes)
+    dtype, chunks, content = str(tensor.dtype).removeprefix("torch."), [], b""
+    for box in boxes:
+        part = tensor[tuple(slice(a, b) for a, b in box)].contiguous()
+        offset, shape = tuple(a for a, _ in box), tuple(part.shape)
+        chunks.append(Chunk("t", dtype, offset, shape, str(path), len(content), part.nbytes, False))
+        content += part.view(-1).view(torch.uint8).numpy().tobytes()
+    path.write_bytes(content)
+    return StoredTensor("t", dtype, tuple(tensor.shape), tuple(chunks))
+
+
+def read(assembly: Assembly, band_bytes: int, reader: Reader) -> torch.Tensor:
+    size = DTYPE_BYTES[assembly.dtype]
+    out = bytearray(assembly.num_bytes)
+    for band in bands(assembly, band_bytes):
+        reader.fill(assembly, band, memoryview(out)[band.start * size : band.stop * size])
+    return torch.frombuffer(out, dtype=getattr(torch, assembly.dtype)).view(assembly.shape)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_tensor_is_put_together_from_chunks_of_any_cut(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(1, 5)))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    stored = store(tensor, tmp_path / "file", rng)
+    dtype = rng.choice(["bfloat16", "float32"])
+    edges = [chunk.start for chunk in stored.chunks]
+    sums = {"file": sum_file(tmp_path / "file", edges)}
+    ledger = Ledger([Checkpoint("hf", tmp_path, {"t": stored}, (), sums)])
+    reader = Reader(scratch_bytes=rng.choice([2, 16, 1000]))
+    found = read(joined("t", dtype, shape, stored.chunks), rng.choice([1, 40, 4096]), reader)
+    assert torch.equal(found, tensor.to(getattr(torch, dtype)))
+    record = reader.take_record()
+    reader.close()
+    assert sum(span.num_bytes for span in record.read[str(tmp_path / "file")]) == tensor.nbytes
+    ledger.add(record)
+    ledger.close()
+    assert ledger.num_checked == len(stored.chunks)
+
+
+def test_what_no_chunk_has_is_zero_and_padding_is_read_for_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(12)))
+    chunk = Chunk("t", "uint8", (0,), (12,), str(path), 0, 12, False)
+    assembly = Assembly("t", "uint8", (10,), tuple(make_pieces(chunk, (8,), (0, (1,)), (1, (1,)), 10)))
+    reader = Reader(scratch_bytes=3)
+    reader.skip(Stretch(chunk, 8, 4))
+    assert read(assembly, 4, reader).tolist() == [0, *range(8), 0]
+    ledger = Ledger([Checkpoint("hf", tmp_path, {}, (), {"file": sum_file(path)})])
+    ledger.add(reader.take_record())
+    ledger.close()
+    assert ledger.num_checked == 1
+
+
+def test_a_part_that_is_scattered_over_its_chunk_is_refused(tmp_path: Path) -> None:
+    chunk = Chunk("t", "uint8", (0, 0), (4, 4), str(tmp_path / "file"), 0, 16, False)
+    strides = contiguous_strides(chunk.shape)
+    with pytest.raises(ValueError, match=r"file: tensor 't': a part of shape \(4, 2\) is scattered"):
+        list(make_pieces(chunk, (4, 2), (0, strides), (0, (2, 1)), 2))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (1, 3))], ""),
+        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], "which is not inside it"),
+        ([((0, 0), (2, 3))], "its parts hold 6 of 9 elements"),
+        ([((0, 0), (2, 3)), ((0, 0), (1, 3))], r"its parts overlap at \(0, 0\)"),
+    ],
+)
+def test_parts_must_make_up_the_tensor(boxes: list, message: str) -> None:
+    if not message:
+        check_boxes("t", (3, 3), boxes, "file")
+        return
+    with pytest.raises(ValueError, match=rf"file: tensor 't' .*{message}"):
+        check_boxes("t", (3, 3), boxes, "file")

@@ -1,0 +1,80 @@
+"""CRC-32 of files and parts of files, and the manifest that keeps them."""
+
+import json
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_rl.slices.checksums import (
+    MANIFEST,
+    FileSums,
+    Span,
+    combine,
+    read_manifest,
+    sum_file,
+    sum_ranges,
+    sum_safetensors,
+    sum_small_files,
+    write_manifest,
+)
+
+
+def test_checksums_of_two_stretches_combine_to_that_of_both() -> None:
+    rng = random.Random(0)
+    for sizes in ((1, 1), (0, 7), (7, 0), (1000, 123457)):
+        first, second = (rng.randbytes(size) for size in sizes)
+        assert combine(zlib.crc32(first), zlib.crc32(second), sizes[1]) == zlib.crc32(first + second)
+
+
+def test_spans_that_do_not_tile_the_file_are_refused() -> None:
+    with pytest.raises(ValueError, match="a span begins at byte 5, the one before ends at 4"):
+        FileSums(9, (Span(0, 4, 0), Span(5, 4, 0)))
+    with pytest.raises(ValueError, match="spans end at byte 4 of 9"):
+        FileSums(9, (Span(0, 4, 0),))
+
+
+def test_a_manifest_is_written_whole(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    write_manifest(tmp_path, {"file": sum_file(tmp_path / "file", [2])})
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["checksums.json", "file"]
+    content = (tmp_path / "file").read_bytes()
+    sums = FileSums(5, (Span(0, 2, zlib.crc32(content[:2])), Span(2, 3, zlib.crc32(content[2:]))))
+    assert read_manifest(tmp_path) == {"file": sums}
+    assert sum_small_files(tmp_path, ["other"]).keys() == {"file"}
+    assert read_manifest(tmp_path / "file") is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: {**content, "algorithm": "md5"},
+        lambda content: {"algorithm": "crc32"},
+        lambda content: {**content, "files": {"file": {"bytes": 5, "spans": [[0, 4, "00000000"]]}}},
+        lambda content: {**content, "files": {"file": {"bytes": 5, "spans": [[0, 5, "no hex"]]}}},
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path: Path, change) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    write_manifest(tmp_path, {"file": sum_file(tmp_path / "file")})
+    content = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps(change(content)))
+    with pytest.raises(ValueError, match=r"checksums.json is damaged .*: take it from the original"):
+        read_manifest(tmp_path)
+
+
+def test_every_tensor_of_a_safetensors_file_has_a_checksum(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
+    save_file(tensors, tmp_path / "file")
+    sums = sum_safetensors(tmp_path / "file")
+    wanted = {zlib.crc32(tensor.numpy().tobytes()) for tensor in tensors.values()}
+    assert {span.crc32 for span in sums.spans[1:]} == wanted
+
+
+def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    with pytest.raises(ValueError, match=r"file ends at byte 5, it should have 9"):
+        sum_ranges(tmp_path / "file", [(2, 9)])
