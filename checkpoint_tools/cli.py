@@ -61,6 +61,12 @@ def _add_to_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         required=True,
         help="the directory the run began from: config.json, tokenizer, tensors that were not trained",
     )
+    command.add_argument(
+        "--optimizer",
+        type=Path,
+        metavar="FOLDER",
+        help="write the optimizer's state, in HuggingFace's names, here",
+    )
     _add_dtype(command)
     _add_file_bytes(command)
     _add_effort(command)
@@ -73,6 +79,9 @@ def _add_from_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     command.add_argument("source_hf", type=Path)
     command.add_argument("out", type=Path)
+    command.add_argument(
+        "--optimizer", type=Path, metavar="FOLDER", help="take the optimizer's state that to-hf wrote there"
+    )
     _add_dtype(command)
     _add_file_bytes(command)
     _add_effort(command)
@@ -149,12 +158,17 @@ def _effort(args: argparse.Namespace) -> Effort:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    print(to_hf(args.checkpoint, args.source_hf, args.out, args.dtype, args.max_file_bytes, _effort(args)))
+    effort = _effort(args)
+    for report in to_hf(
+        args.checkpoint, args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort
+    ):
+        print(report)
     return 0
 
 
 def _from_hf(args: argparse.Namespace) -> int:
-    print(from_hf(args.source_hf, args.out, args.dtype, args.max_file_bytes, _effort(args)))
+    effort = _effort(args)
+    print(from_hf(args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort))
     return 0
 
 

@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -19,14 +20,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from checkpoint_tools.archive import make_archive
+from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_model import model_dtype
 from checkpoint_tools.megatron_model import Wanted, extra_state_keys, megatron_assemblies, megatron_tensors
+from checkpoint_tools.optimizer import optimizer_from_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import OutputFile, Task
 from checkpoint_tools.produce import Report, produce
 from checkpoint_tools.staging import refuse_existing
-from checkpoint_tools.torch_dist import BACKEND, METADATA, open_torch_dist
+from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf_config import read_hf_config
@@ -34,10 +37,18 @@ from mcore_rl.slices.hf_config import read_hf_config
 Stored = Mapping[tuple[str, Shape | None], _StorageInfo]
 
 
-def from_hf(source_hf: Path, out: Path, dtype: str | None, max_file_bytes: int, effort: Effort) -> Report:
-    """Write the model of `source_hf` to `out` as a checkpoint of step 0 without optimizer.
+def from_hf(
+    source_hf: Path,
+    out: Path,
+    dtype: str | None,
+    optimizer: Path | None,
+    max_file_bytes: int,
+    effort: Effort,
+) -> Report:
+    """Write the model of `source_hf` to `out`, a checkpoint that any layout can load.
 
-    dtype   of the result, but for tensors whose dtype the family's table gives; by default the model's
+    optimizer   state that `to_hf` wrote, with which training goes on; without it is step 0 of a new one
+    dtype       of the model, but for tensors whose dtype the family's table gives; by default the model's
     ValueError names the file or tensor that is wrong.
     """
     refuse_existing(out)
@@ -47,14 +58,20 @@ def from_hf(source_hf: Path, out: Path, dtype: str | None, max_file_bytes: int, 
     chunks = {key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out}
     wanted = megatron_tensors(config, dtype or model_dtype(config, source.tensors))
     objects = extra_state_keys(config)
-    files, stored = _lay_out(megatron_assemblies(wanted, chunks, config), objects, max_file_bytes)
-    describe = partial(_write_small_files, wanted=wanted, objects=objects, stored=stored)
-    expected = {tensor.key: (tensor.dtype, tensor.shape) for tensor in wanted}
-    return produce(out, [source], files, effort, describe, open_torch_dist, expected)
+    boxes = megatron_assemblies(wanted, chunks, config, source_hf)
+    sources, common = [source], {"step": 0, "extra": {}}
+    if optimizer is not None:
+        state, state_boxes, state_common = optimizer_from_hf(optimizer, wanted, config)
+        sources, boxes, common = [source, state], boxes + state_boxes, common | state_common
+    files, stored = _lay_out(boxes, objects, max_file_bytes)
+    tensors = list({tensor.key: tensor for tensor, _, _ in boxes}.values())
+    describe = partial(_write_small_files, tensors=tensors, objects=objects, stored=stored, common=common)
+    expected = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
+    return produce(out, sources, files, effort, describe, open_torch_dist, expected)
 
 
 def _lay_out(
-    boxes: Sequence[tuple], objects: Sequence[str], max_file_bytes: int
+    boxes: Sequence[tuple[Wanted, Shape, Assembly]], objects: Sequence[str], max_file_bytes: int
 ) -> tuple[list[OutputFile], dict[tuple[str, Shape | None], _StorageInfo]]:
     """One after the other into files of about `max_file_bytes`; the objects, all empty, share a place."""
     buffer = io.BytesIO()
@@ -82,20 +99,25 @@ def _filename(number: int) -> str:
 
 
 def _write_small_files(
-    folder: Path, wanted: Sequence[Wanted], objects: Sequence[str], stored: Stored
+    folder: Path,
+    tensors: Sequence[Wanted],
+    objects: Sequence[str],
+    stored: Stored,
+    common: Mapping[str, Any],
 ) -> None:
+    """No layout is recorded: the generators of its ranks are not there to go on with."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         tensor.key: TensorStorageMetadata(
             TensorProperties(getattr(torch, tensor.dtype)),
             torch.Size(tensor.shape),
             [ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in tensor.boxes],
         )
-        for tensor in wanted
+        for tensor in tensors
     }
     entries |= {key: BytesStorageMetadata() for key in objects}
     storage = {MetadataIndex(key, offset): info for (key, offset), info in stored.items()}
     with (folder / METADATA).open("wb") as file:
         pickle.dump(Metadata(entries, storage_data=storage), file)
-    torch.save({"step": 0, "extra": {}, "layout": {}}, folder / "common.pt")
+    torch.save({**common, "layout": {}}, folder / COMMON)
     backend = BACKEND | {"common_backend": "torch", "common_backend_version": 1}
     (folder / "metadata.json").write_text(json.dumps(backend))

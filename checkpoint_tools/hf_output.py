@@ -1,6 +1,6 @@
 """Assemblies in, the safetensors files and small files of a HuggingFace directory out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +11,12 @@ from checkpoint_tools.output import OutputFile, Task
 from checkpoint_tools.produce import Report, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
-from mcore_rl.slices.families.table import HfConfig, Shape
+from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
-from mcore_rl.slices.hf_files import deal_out, write_small_files
+from mcore_rl.slices.hf_files import deal_out
+
+Describe = Callable[..., None]
+"""(folder, weight_map=tensor -> file, total_bytes=...): writes the small files of a folder."""
 
 
 def make_hf(
@@ -21,15 +24,14 @@ def make_hf(
     sources: Sequence[Checkpoint],
     assemblies: Mapping[str, Assembly],
     quantised: frozenset[str],
-    config: HfConfig,
-    side_files_from: Path,
+    describe: Describe,
     max_file_bytes: int,
     effort: Effort,
 ) -> Report:
-    """Write a model directory; `config` becomes its config.json, other small files come from
-    `side_files_from`.
+    """Write a directory of safetensors files.
 
     quantised   names of the matrices to write as 8-bit values and scales
+    describe    writes the small files, the index among them
     Errors: see `produce`.
     """
     sizes = {name: assembly.num_bytes for name, assembly in assemblies.items()}
@@ -43,14 +45,8 @@ def make_hf(
         weight_map |= dict.fromkeys(tensors, filename)
         expected |= tensors
     total = sum(file.num_bytes - len(file.header) for file in files)
-    describe = partial(
-        write_small_files,
-        config=config,
-        weight_map=weight_map,
-        total_bytes=total,
-        side_files_from=side_files_from,
-    )
-    return produce(out, sources, files, effort, describe, open_hf, expected)
+    complete = partial(describe, weight_map=weight_map, total_bytes=total)
+    return produce(out, sources, files, effort, complete, open_hf, expected)
 
 
 def _tensors(assemblies: Mapping[str, Assembly], quantised: frozenset[str]) -> dict[str, tuple[str, Shape]]:

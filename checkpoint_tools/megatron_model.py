@@ -27,11 +27,16 @@ def config_of(tensors: Mapping[str, StoredTensor], hf_config: HfConfig) -> HfCon
 
 
 def hf_assemblies(
-    tensors: Iterable[StoredTensor], hf_config: HfConfig, dtype: str | None, where: object
+    tensors: Iterable[StoredTensor],
+    hf_config: HfConfig,
+    dtype: str | None,
+    where: object,
+    with_buffers: bool = True,
 ) -> dict[str, Assembly]:
     """HF name -> how the tensor is made of the chunks of Megatron's `tensors`.
 
-    dtype   that of the result, but for tensors whose dtype the family's table gives; by default as stored
+    dtype          of the result, but for tensors whose dtype the family's table gives; by default as stored
+    with_buffers   whether what no gradient changes must be there too (an optimizer has no state of it)
     ValueError names `where` and the tensor if one is unknown, missing, misshapen or not whole.
     """
     family = family_of(hf_config)
@@ -52,11 +57,11 @@ def hf_assemblies(
     for span in padding:
         chunk = chunks[int(span.tensor)][1]
         skipped[chunk.key].append(Stretch(chunk, span.start, span.stop - span.start))
-    shapes = family.shapes(hf_config)
+    fixed = family.dtypes(hf_config, "")
+    shapes = {n: shape for n, shape in family.shapes(hf_config).items() if with_buffers or not fixed[n]}
     _check_names(by_name.keys(), shapes.keys(), where)
-    dtypes = family.dtypes(hf_config, dtype or "")
     return {
-        name: _assembly(name, shape, dtypes[name] if dtype else "", by_name[name], skipped, where)
+        name: _assembly(name, shape, (fixed[name] or dtype) if dtype else "", by_name[name], skipped, where)
         for name, shape in shapes.items()
     }
 
@@ -95,12 +100,16 @@ def _assembly(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of Megatron's model, and the boxes (offset, shape) it is to be stored in."""
+    """A tensor of Megatron's model, and the boxes (offset, shape) it is to be stored in.
+
+    is_buffer   no gradient changes it, the optimizer has no state of it
+    """
 
     key: str
     dtype: str
     shape: Shape
     boxes: tuple[tuple[Shape, Shape], ...]
+    is_buffer: bool = False
 
 
 def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
@@ -123,7 +132,8 @@ def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
                 ((*at, *(0 for _ in matrix)), (*(1 for _ in at), *matrix))
                 for at in product(*(range(size) for size in whole[:axes]))
             )
-            wanted.append(Wanted(key, rule.tensors[0].dtype or dtype, whole, boxes))
+            fixed = rule.tensors[0].dtype
+            wanted.append(Wanted(key, fixed or dtype, whole, boxes, is_buffer=fixed is not None))
     return wanted
 
 
@@ -145,9 +155,13 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
 
 
 def megatron_assemblies(
-    wanted: Sequence[Wanted], hf: Mapping[str, Chunk], hf_config: HfConfig
+    wanted: Sequence[Wanted], hf: Mapping[str, Chunk], hf_config: HfConfig, where: object
 ) -> list[tuple[Wanted, Shape, Assembly]]:
-    """(tensor, offset, how the box there is made of HF tensors) for each box; padding is 0."""
+    """(tensor, offset, how the box there is made of HF tensors) for each box; padding is 0.
+
+    ValueError names `where` and the HF tensor that is missing or misshapen.
+    """
+    shapes = family_of(hf_config).shapes(hf_config)
     family = family_of(hf_config)
     boxes = [(tensor, offset, shape) for tensor in wanted for offset, shape in tensor.boxes]
     parts = [
@@ -156,7 +170,11 @@ def megatron_assemblies(
     ]
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for shard in training_shards(parts, family, hf_config):
-        chunk, number = hf[shard.box.name], int(shard.tensor)
+        name, number = shard.box.name, int(shard.tensor)
+        if name not in hf or hf[name].shape != shapes[name]:
+            found = f"has {hf[name].key!r} of shape {hf[name].shape}" if name in hf else f"lacks {name!r}"
+            raise ValueError(f"{where} {found}, by config.json it should have shape {shapes[name]}")
+        chunk = hf[name]
         strides, shape = contiguous_strides(chunk.shape), boxes[number][2]
         source = sum(at * stride for at, stride in zip(shard.box.start, strides, strict=True))
         pieces[number] += make_pieces(

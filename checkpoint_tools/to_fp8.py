@@ -1,5 +1,6 @@
 """HuggingFace directory in, the same with its matrices as 8-bit values and scales of 128 x 128 blocks out."""
 
+from functools import partial
 from pathlib import Path
 
 from checkpoint_tools.assembly import whole
@@ -11,6 +12,7 @@ from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG, is_converted
 from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_files import write_small_files
 
 KEPT = ("eh_proj",)
 """Modules of multi-token prediction that are not quantised by DeepSeek's convention, whatever their name."""
@@ -40,4 +42,5 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> R
                 f"{checkpoint.tensors[name].chunks[0].where} is {assemblies[name].dtype} already"
             )
     settings = {**config, "quantization_config": QUANTIZATION_CONFIG}
-    return make_hf(out, [checkpoint], assemblies, quantised, settings, source_hf, max_file_bytes, effort)
+    describe = partial(write_small_files, config=settings, side_files_from=source_hf)
+    return make_hf(out, [checkpoint], assemblies, quantised, describe, max_file_bytes, effort)

@@ -17,7 +17,7 @@ from checkpoint_tools.unpickle import Record, read_metadata
 from mcore_rl.slices.checksums import FileSums
 from mcore_rl.slices.families.table import Shape
 
-METADATA = ".metadata"
+METADATA, COMMON = ".metadata", "common.pt"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 OPTIMIZER = "optimizer."
 """What keys of the optimizer's state begin with."""
@@ -140,6 +140,10 @@ def _check_files(folder: Path, stretches: Sequence[tuple[str, int, int, str]]) -
     for file, start, num_bytes, key in stretches:
         by_file[file][start, num_bytes].append(key)
     for file, places in sorted(by_file.items()):
+        for (start, _), keys in places.items():
+            if len(keys) > 1 and not all(SHARED in key for key in keys):
+                raise ValueError(f"{folder / file}: {keys[0]!r} and {keys[1]!r} are both at byte {start}")
+    for file, places in sorted(by_file.items()):
         _check_file(folder / file, places)
     return set(by_file)
 
@@ -149,9 +153,6 @@ def _check_file(path: Path, places: Mapping[tuple[int, int], list[str]]) -> None
     first = next(iter(places.values()))[0]
     if not path.is_file():
         raise ValueError(f"{path} does not exist: it should hold {len(places)} items, the first is {first!r}")
-    for (start, _), keys in places.items():
-        if len(keys) > 1 and not all(SHARED in key for key in keys):
-            raise ValueError(f"{path}: {keys[0]!r} and {keys[1]!r} are both at byte {start}")
     at, size = 0, path.stat().st_size
     for (start, num_bytes), keys in sorted(places.items()):
         if start + num_bytes > size:
@@ -190,7 +191,7 @@ def read_common(folder: Path) -> dict[str, Any]:
     """
     import torch
 
-    path = folder / "common.pt"
+    path = folder / COMMON
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
     try:

@@ -234,6 +234,11 @@ def write_small_files(
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
     _write_json(out_dir / "config.json", config)
+    write_index(out_dir, weight_map, total_bytes)
+
+
+def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Which file has which tensor."""
     _write_json(out_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 

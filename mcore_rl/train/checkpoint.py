@@ -198,7 +198,11 @@ def _write_buckets(transforms: list[Any], buckets: list[Any], results: "queue.Qu
         if isinstance(answer, Exception):
             results.put(answer)
             return
-        _sum_written(Path(bucket[0]), answer)
+        try:
+            _sum_written(Path(bucket[0]), answer)
+        except OSError as error:
+            results.put(error)
+            return
         written[i] = answer
     results.put(written)
 

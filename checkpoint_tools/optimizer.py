@@ -1,0 +1,80 @@
+"""The optimizer's state in HuggingFace names: Adam's moments and the master weights, as safetensors.
+
+optimizer.state.exp_avg.decoder.layers....  <-->  exp_avg.model.layers....
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from checkpoint_tools.assembly import Assembly
+from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_output import make_hf
+from checkpoint_tools.megatron_model import Wanted, hf_assemblies, megatron_assemblies
+from checkpoint_tools.options import Effort
+from checkpoint_tools.produce import Report
+from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
+from checkpoint_tools.torch_dist import COMMON, OPTIMIZER, read_common
+from mcore_rl.slices.families.table import HfConfig, Shape
+from mcore_rl.slices.hf_files import write_index
+
+PREFIX = OPTIMIZER + "state."
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+def optimizer_to_hf(
+    source: Checkpoint, config: HfConfig, out: Path, max_file_bytes: int, effort: Effort
+) -> Report:
+    """Write the state to `out`, with the rest of it (steps, learning rates) in common.pt as it is.
+
+    ValueError if the checkpoint has none, or names the tensor that is wrong.
+    """
+    by_state: dict[str, list[StoredTensor]] = defaultdict(list)
+    for key, tensor in source.tensors.items():
+        if key.startswith(PREFIX):
+            state, _, model_key = key.removeprefix(PREFIX).partition(".")
+            by_state[state].append(replace(tensor, key=model_key))
+    if sorted(by_state) != sorted(STATES):
+        raise ValueError(
+            f"{source.folder} has optimizer state {sorted(by_state)}, only that of Adam, {sorted(STATES)}, "
+            "can be carried"
+        )
+    assemblies: dict[str, Assembly] = {}
+    for state, tensors in sorted(by_state.items()):
+        where = f"{source.folder}: optimizer state {state!r}"
+        made = hf_assemblies(tensors, config, None, where, with_buffers=False)
+        assemblies |= {f"{state}.{name}": replace(a, name=f"{state}.{name}") for name, a in made.items()}
+
+    def describe(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+        shutil.copy(source.folder / COMMON, folder / COMMON)
+        write_index(folder, weight_map, total_bytes)
+
+    return make_hf(out, [source], assemblies, frozenset(), describe, max_file_bytes, effort)
+
+
+def optimizer_from_hf(
+    folder: Path, wanted: Sequence[Wanted], config: HfConfig
+) -> tuple[Checkpoint, list[tuple[Wanted, Shape, Assembly]], dict[str, Any]]:
+    """What `optimizer_to_hf` wrote: the checkpoint, how Megatron's tensors are made of it, the rest of the
+    state.
+
+    ValueError names the file or tensor that is wrong.
+    """
+    source, common = open_hf(folder), read_common(folder)
+    if "optimizer" not in common:
+        raise ValueError(f"{folder / COMMON} has no state of an optimizer")
+    boxes: list[tuple[Wanted, Shape, Assembly]] = []
+    for state in STATES:
+        chunks: dict[str, Chunk] = {
+            name.removeprefix(f"{state}."): tensor.chunks[0]
+            for name, tensor in source.tensors.items()
+            if name.startswith(f"{state}.")
+        }
+        trained = [replace(tensor, dtype="float32") for tensor in wanted if not tensor.is_buffer]
+        for tensor, offset, made in megatron_assemblies(trained, chunks, config, folder):
+            key = f"{PREFIX}{state}.{tensor.key}"
+            boxes.append((replace(tensor, key=key), offset, replace(made, name=key)))
+    return source, boxes, common
