@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 from torch.distributed import distributed_c10d as c10d
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.families.qwen3_moe import FAMILY
+from mcore_rl.slices.families.softmax_moe import QWEN3_MOE
 from mcore_rl.slices.training import training_shards
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
@@ -105,7 +105,7 @@ class _Rank:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._layouts = [local_tensors(config, other, world_size) for other in range(world_size)]
         self._tensors = {t.part.tensor: t.make() for t in self._layouts[rank]}
-        shards = training_shards([t.part for t in self._layouts[rank]], FAMILY, config)
+        shards = training_shards([t.part for t in self._layouts[rank]], QWEN3_MOE, config)
         self._sender = WeightSender(shards, self._tensors, rank)
         self._hf: dict[str, Tensor] = {}
 
@@ -195,7 +195,7 @@ class _Rank:
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """HF tensors, each as soon as its last part has come; on rank 0 only, the others take part."""
         filled: dict[str, tuple[Tensor, int]] = {}
-        shapes = FAMILY.shapes(self._config)
+        shapes = QWEN3_MOE.shapes(self._config)
         for same in zip(*self._layouts, strict=True):
             mine = self._tensors[same[self._rank].part.tensor]
             holders, parts = list(same[:1]), [mine]
@@ -205,7 +205,7 @@ class _Rank:
             if self._rank != 0:
                 continue
             for holder, part in zip(holders, parts, strict=True):
-                for shard in training_shards([holder.part], FAMILY, self._config):
+                for shard in training_shards([holder.part], QWEN3_MOE, self._config):
                     name = shard.box.name
                     if name not in filled:
                         filled[name] = (torch.empty(shapes[name], dtype=mine.dtype), 0)

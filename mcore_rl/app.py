@@ -38,7 +38,7 @@ from mcore_rl.parts import (
     resume,
     sample_beside,
 )
-from mcore_rl.planning.checks import check_sizes
+from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.players import EngineGenerator, at_once
 from mcore_rl.report import make_report
 from mcore_rl.roles import Roles, in_turn
@@ -205,6 +205,8 @@ def _run(
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
+    if with_engines:
+        check_engines(config)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)
     newest = folder.prepare(config)
     _log.info("start-up")

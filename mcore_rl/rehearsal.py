@@ -31,6 +31,7 @@ TINY: Mapping[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "rotary_dim": 8,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -136,7 +137,7 @@ def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     """config.json of a model of the same family with `num_layers` layers, of which at most one is dense."""
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
     tiny |= {"vocab_size": len(vocabulary()), "num_hidden_layers": num_layers, "num_nextn_predict_layers": 0}
-    if "kv_lora_rank" in tiny:
+    if hf_config.get("num_key_value_heads") == hf_config["num_attention_heads"]:
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     if (hf_config.get("n_group") or 1) > 1:
         experts_per_group = hf_config["num_experts_per_tok"] // hf_config["topk_group"]

@@ -1,6 +1,23 @@
-"""Signals of the test run itself."""
+"""The test run itself: its signals, and what it writes down."""
 
 import signal
+from pathlib import Path
+
+import pytest
+
+from tests import models_table
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--models-table", type=Path, help="write what the tests of model families measured into this document"
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.getoption("--models-table")
+    if path:
+        models_table.write(path)
 
 
 def pytest_configure() -> None:

@@ -11,7 +11,10 @@ import pytest
 from checkpoint_tools.cli import make_parser as make_tools_parser
 from mcore_rl.cli import make_parser
 from mcore_rl.recipe import load_recipe
+from mcore_rl.slices.families import CAUSAL, REFUSED
+from tests import models_table
 from tests.policy import ROOT, read, tracked
+from tests.tiny_models import MODELS
 
 RUNNERS = {"python", "python3", "python3.11", "bash", "sh"}
 FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -63,6 +66,16 @@ def check_cli(arguments: list[str]) -> None:
     settings = getattr(parsed, "settings", [])
     if recipes := [word.removeprefix("recipe=") for word in settings if word.startswith("recipe=")]:
         load_recipe(recipes[0], [word for word in settings if not word.startswith("recipe=")])
+
+
+def test_every_family_is_in_the_table_of_models_with_what_was_measured() -> None:
+    text = read(Path("docs/models.md"))
+    table, refused = text.split(models_table.BEGIN)[1].split(models_table.END)
+    rows = models_table.read_rows(table)
+    assert rows.keys() == models_table.MODELS.keys() == MODELS.keys()
+    assert {row[0] for row in rows.values()} == {family.architecture for family in CAUSAL}
+    assert all(row[models_table.MEGATRON] for row in rows.values())
+    assert not [architecture for architecture in REFUSED if architecture not in refused]
 
 
 @pytest.mark.parametrize("path", documents(), ids=str)

@@ -40,6 +40,14 @@ LATENT = {
         "original_max_position_embeddings": 64,
     },
 }
+UNGROUPED = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 0}
+BIASED_ROUTING = {
+    **UNGROUPED,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -50,6 +58,53 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
             "mlp_only_layers": [],
+        },
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+        },
+    ),
+    "mixtral": (
+        "MixtralConfig",
+        {"num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {
+            "pad_token_id": None,  # else the embedding of a token is 0, and its gradient enormous
+            "num_key_value_heads": 4,
+            "intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": False,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            **GROUPED_QUERIES,
+            **BIASED_ROUTING,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {
+            **GROUPED_QUERIES,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         },
     ),
     "qwen3": ("Qwen3Config", GROUPED_QUERIES),
@@ -81,6 +136,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "moonlight": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            **UNGROUPED,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.446,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        },
+    ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        {
+            **LATENT,
+            **UNGROUPED,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.827,
+            "rope_parameters": {
+                **LATENT["rope_parameters"],
+                "rope_theta": 50000.0,
+                "factor": 32.0,
+                "beta_fast": 1.0,
+                "beta_slow": 1.0,
+            },
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         {
@@ -94,9 +177,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+DEEPSEEK_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "deepseek_v3": DEEPSEEK_V3,
+    "moonlight": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
+    "minimax_m2": {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rotary_dim": 8,
+    },
 }
 """What the published config.json says, SGLang needs, and transformers leaves out when it saves."""
 

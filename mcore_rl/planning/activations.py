@@ -89,7 +89,7 @@ class Activations:
             numbers = low_rank + cut * (2 * sizes["q"] + sizes["kv_up"] + 2 * sizes["v"])
         else:
             numbers = cut * (2 * sizes["q"] + 2 * sizes["kv"])
-            if sizes["qk_norm"]:
+            if sizes["q_norm"]:
                 numbers += cut * (sizes["q"] + sizes["kv"])
         return self._norm + numbers * step.itemsize
 

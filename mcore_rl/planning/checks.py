@@ -1,9 +1,11 @@
 """Sizes of a recipe that must fit one another and the model; errors name both numbers and a remedy."""
 
 from mcore_rl.config import Config
+from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
+from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config) -> None:
@@ -13,6 +15,14 @@ def check_sizes(config: Config) -> None:
     if config.has_critic:
         check_layout(hf_config, config.critic.parallel, "critic.parallel")
     check_lens(config, hf_config)
+
+
+def check_engines(config: Config) -> None:
+    """ValueError names what engines of the recipe's sizes cannot do with the model, or would do wrongly."""
+    try:
+        refuse_unserved(read_hf_config(config.model.path), engine_sizes(config))
+    except ValueError as error:
+        raise ValueError(f"model.path={config.model.path} in the recipe's engines: {error}") from None
 
 
 def check_lens(config: Config, hf_config: HfConfig) -> None:

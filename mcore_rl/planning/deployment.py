@@ -7,7 +7,7 @@ from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.shares import RegularHosts
 
 
@@ -28,6 +28,12 @@ class Deployment:
     relays: bool
 
 
+def engine_sizes(config: Config) -> SGLangSizes:
+    """Of the recipe's engines."""
+    rollout = config.rollout
+    return SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
+
+
 def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
     """The layouts that Megatron and the given engines have in this recipe."""
     hf_config = read_hf_config(config.model.path)
@@ -39,8 +45,7 @@ def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
 def make_deployment(config: Config) -> Deployment:
     """ValueError names the two sizes that do not divide."""
     rollout, per_host = config.rollout, config.plan.ranks_per_host
-    engines = SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
-    recorded = record_layouts(config, engines)
+    recorded = record_layouts(config, engine_sizes(config))
     source, target = recorded.source(), recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)

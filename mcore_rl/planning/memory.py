@@ -21,7 +21,7 @@ from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.passage import NUM_SLOTS
 
 ADAM_BYTES = 8

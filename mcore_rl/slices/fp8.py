@@ -58,7 +58,8 @@ def is_converted(name: str) -> bool:
     experts are; embeddings, output layer, norms, biases and the router are not.
     """
     module, _, kind = name.rpartition(".")
-    return kind == "weight" and "_proj" in module.rpartition(".")[2]
+    projection = module.rpartition(".")[2]
+    return kind == "weight" and ("_proj" in projection or projection in ("w1", "w2", "w3"))
 
 
 def quantise_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> None:

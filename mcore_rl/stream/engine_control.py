@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 from torch import Tensor
 
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.wire import COMMAND_NAME
 
 LOADER = "mcore_rl.stream.receiver.load"

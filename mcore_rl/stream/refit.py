@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.engine_control import EngineControl, EngineError
 from mcore_rl.stream.linked_engine import LinkedEngine
 from mcore_rl.stream.refit_report import RefitReport, agreement

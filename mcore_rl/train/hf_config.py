@@ -58,7 +58,11 @@ def make_transformer_config(
 def rotary_options(config: HfConfig) -> dict[str, Any]:
     """GPTModel's arguments for the rotary embedding; latent attention makes its own."""
     rope = rope_of(config)
-    options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": float(rope["rope_theta"])}
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": float(rope["rope_theta"]),
+        "rotary_percent": family_of(config).rotary_share(config),
+    }
     if rope["rope_type"] == "llama3":
         options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     return options

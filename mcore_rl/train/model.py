@@ -10,12 +10,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf_config import padded_vocab_size
 from mcore_rl.train.hf_config import rotary_options
+from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.value_head import ValueHead
 
@@ -33,7 +36,7 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
     value_head = has_value_head(hf_config)
     chunk = GPTModel(
         config,
-        _make_spec(config, vp_stage),
+        _make_spec(config, hf_config, vp_stage),
         vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
@@ -48,9 +51,18 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
     return chunk.cuda()
 
 
-def _make_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _make_spec(
+    config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    sizes = family_of(hf_config).sizes(hf_config)
     for layer in spec.layer_specs or ():
+        if sizes.get("q_norm", 0) > sizes.get("head", 0):
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm, attention.k_layernorm = (
+                ModuleSpec(ProjectionNorm, params={"num_heads": num_heads})
+                for num_heads in (config.num_attention_heads, config.num_query_groups)
+            )
         experts = layer.submodules.mlp.submodules
         if isinstance(experts, MoESubmodules):
             experts.router = TokenWeightedRouter

@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
             "parallel.tp=3 parallel.dp=16 parallel.ep=1",
             "parallel.tp=3 does not divide num_attention_heads=32",
         ),
-        ("parallel.etp=5 parallel.dp=20", "parallel.etp=5 does not divide moe_intermediate_size=768"),
+        ("parallel.etp=5 parallel.dp=20", "parallel.etp=5 does not divide an expert's intermediate size=768"),
         ("train.mini_batches=3", "= 2048 is not divisible by train.mini_batches=3"),
         ("rollout.max_response_len=9000", "= 11048 exceeds train.max_tokens_per_microbatch=10240"),
         ("rollout.kv_cache_len=9000", "= 10240 exceeds rollout.kv_cache_len=9000"),

@@ -1,7 +1,7 @@
 """The recorded rule of SGLang's layouts against its own models and loaders, rank after rank in one process.
 
 SGLang builds a model for any rank before there are process groups, so no rank needs a process of its own.
-Arguments: JSON list of cases {"hf_dir": ..., "sizes": {"tp": 2, ...}}. Output, last line: JSON.
+Arguments: JSON list of cases {"hf_dir": ..., "dtype": ..., "sizes": {"tp": 2, ...}}. Output, last line: JSON.
 """
 
 # pyright: reportMissingImports=false
@@ -20,10 +20,9 @@ from mcore_rl.slices.engine_trace import trace_load_weights
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import check_rank
-from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
+from mcore_rl.slices.layouts.sglang import SGLangLayout
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.receiver import _in_this_thread, _loaded_parameters
-
-DTYPE = "float32"
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,25 @@ class Group:
 def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Ranks looked at, and what is wrong."""
     use_cpu([])
-    torch.set_default_dtype(getattr(torch, DTYPE))
     errors, num_ranks = [], 0
     for case in cases:
-        sizes = SGLangSizes(**case["sizes"])
+        sizes, dtype = SGLangSizes(**case["sizes"]), case["dtype"]
+        torch.set_default_dtype(getattr(torch, dtype))
         hf_config = read_hf_config(case["hf_dir"])
-        layout = SGLangLayout(family_of(hf_config), hf_config, sizes, DTYPE)
+        layout = SGLangLayout(family_of(hf_config), hf_config, sizes, dtype)
         for rank in range(sizes.engine_ranks):
             num_ranks += 1
             try:
-                check_rank(layout, rank, trace_rank(case["hf_dir"], hf_config, sizes, rank))
+                check_rank(layout, rank, trace_rank(case["hf_dir"], dtype, hf_config, sizes, rank))
             except ValueError as error:
                 errors.append(f"{case}: {error}")
     return {"num_ranks": num_ranks, "errors": errors}
 
 
-def trace_rank(hf_dir: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:
+def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:
     """What the loader of this engine rank puts into its parameters."""
-    with engine_model(hf_dir, DTYPE, sizes, rank) as model:
-        dtypes = family_of(hf_config).dtypes(hf_config, DTYPE)
+    with engine_model(hf_dir, dtype, sizes, rank) as model:
+        dtypes = family_of(hf_config).dtypes(hf_config, dtype)
         shapes = {
             name: (shape, getattr(torch, dtypes[name])) for name, shape in hf_tensor_shapes(hf_config).items()
         }

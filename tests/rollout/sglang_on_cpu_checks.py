@@ -135,6 +135,56 @@ def check_run_local_experts():
     assert torch.allclose(actual, expected, atol=1e-5)
 
 
+def check_gate_shared_expert():
+    import torch
+    from sglang.kernels.ops.elementwise.elementwise import fused_gate_sigmoid_mul, fused_gate_sigmoid_mul_add
+    from sglang_on_cpu.kernels import gate_shared_expert
+
+    torch.manual_seed(0)
+    hidden, weight, shared, routed = torch.randn(5, 8), torch.randn(8), torch.randn(5, 8), torch.randn(5, 8)
+    raises(NotImplementedError, fused_gate_sigmoid_mul, hidden, weight, shared)
+    gate_shared_expert()
+    expected = torch.sigmoid(hidden @ weight)[:, None] * shared
+    assert torch.allclose(fused_gate_sigmoid_mul(hidden, weight, shared), expected)
+    total = routed.clone()
+    fused_gate_sigmoid_mul_add(hidden, weight, shared, total)
+    assert torch.allclose(total, routed + expected)
+
+
+def check_normalise_projections():
+    import torch
+    from sglang.srt.models import minimax_m2
+    from sglang_on_cpu.kernels import normalise_projections
+
+    torch.manual_seed(0)
+    q, k, q_weight, k_weight = torch.randn(5, 8), torch.randn(5, 4), torch.randn(8), torch.randn(4)
+    raises(AssertionError, minimax_m2.rms_sumsq_serial, q, k)
+    normalise_projections(minimax_m2)
+    sums = minimax_m2.rms_sumsq_serial(q, k)
+    arguments = (q[:, :4], k[:, :2], q_weight[:4], k_weight[:2], sums, 2, 1e-6)
+    found = minimax_m2.rms_apply_serial(*arguments)  # of the first of two ranks
+    for x, weight, half in zip((q, k), (q_weight, k_weight), found, strict=True):
+        whole = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+        assert torch.allclose(half, whole[:, : half.shape[1]], atol=1e-6)
+
+
+def check_rotate_without_yarn():
+    import torch
+    from sglang.srt.layers.rotary_embedding.factory import get_rope_wrapper
+    from sglang_on_cpu.attention import rotate_without_yarn
+
+    arguments = (8, 8, 64, 50000, False, None, None, 1.0, "cpu")
+    raises(AssertionError, get_rope_wrapper, *arguments)
+    rotate_without_yarn()
+    embedding = get_rope_wrapper(*arguments)
+    positions, query = torch.tensor([0, 5, 9]), torch.randn(3, 2, 12)[..., 4:]
+    rotated, _ = embedding.forward_cpu(positions, query, torch.randn(3, 1, 12)[..., 4:])
+    angles = positions[:, None] * 50000.0 ** (-torch.arange(4) / 4)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.view_as_real(torch.view_as_complex(query.reshape(3, 2, 4, 2)) * turns).flatten(2)
+    assert torch.allclose(rotated, expected, atol=1e-6)
+
+
 def check_allow_seeded_sampling():
     from sglang.srt.arg_groups import choices
     from sglang_on_cpu.sampling import allow_seeded_sampling
@@ -186,9 +236,19 @@ def check_leave_megatron_out():
 
 def check_served_models_come_alone():
     from sglang.srt.models.registry import ModelRegistry
+    from sglang_on_cpu.models import import_models_when_asked
 
     assert set(ModelRegistry.models) == {"Qwen3MoeForCausalLM"}
-    assert ModelRegistry.is_arch_supported("Qwen3ForCausalLM"), "the others are imported when asked for"
+    before = set(sys.modules)
+    import_models_when_asked()
+    assert ModelRegistry.is_arch_supported("Glm4MoeForCausalLM")
+    found = [
+        ModelRegistry.resolve_model_cls([name])[0] for name in ("Glm4MoeForCausalLM", "Qwen3MoeForCausalLM")
+    ]
+    assert [cls.__name__ for cls in found] == ["Glm4MoeForCausalLM", "Qwen3MoeForCausalLM"]
+    imported = [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")]
+    assert "sglang.srt.models.glm4_moe" in imported and len(imported) < 20, imported
+    assert ModelRegistry.is_arch_supported("GemmaForCausalLM"), "the others are imported when asked for"
 
 
 def check_murmur_hash():

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from tests.tiny_models import write_model
 
@@ -13,6 +14,15 @@ CASES = [
     ("qwen3_moe", {}, {"tp": 4, "ep": 2}),
     ("qwen3_moe", {}, {"tp": 4, "ep": 4, "dp": 2}),
     ("qwen3_moe", {}, {"tp": 2, "pp": 3, "dp": 2}),
+    ("qwen2_moe", {}, {"tp": 4, "ep": 2, "dp": 2}),
+    ("qwen2_moe", {}, {"tp": 2, "pp": 2}),
+    ("mixtral", {}, {"tp": 4, "ep": 2}),
+    ("mixtral", {}, {"tp": 2, "pp": 2, "ep": 2}),
+    ("olmoe", {}, {}),
+    ("glm4_moe", {}, {"tp": 4, "ep": 4, "dp": 2}),
+    ("glm4_moe", {"use_qk_norm": False}, {"tp": 2, "pp": 3}),
+    ("minimax_m2", {}, {"tp": 4, "ep": 2}),
+    ("minimax_m2", {}, {"tp": 2, "pp": 2, "dp": 2}),
     ("deepseek_v3", {}, {"tp": 4, "ep": 4, "dp": 2}),
     ("deepseek_v3", {}, {"tp": 2, "pp": 3}),
     ("deepseek_v2", {}, {"tp": 2, "ep": 2}),
@@ -23,13 +33,16 @@ CASES = [
     ("llama", TIED, {"tp": 4}),
 ]
 """(family, changes to its config.json, sizes of an engine)"""
+BFLOAT16 = [("deepseek_v3", {}, {}), ("glm4_moe", {}, {"tp": 2}), ("minimax_m2", {}, {"tp": 2})]
+"""Families with tensors that stay in float32."""
 
 
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
-    cases = []
-    for i, (kind, changes, sizes) in enumerate(CASES):
+    listed = [("float32", case) for case in CASES] + [("bfloat16", case) for case in BFLOAT16]
+    cases: list[dict[str, Any]] = []
+    for i, (dtype, (kind, changes, sizes)) in enumerate(listed):
         write_model(kind, tmp_path / str(i), **changes)
-        cases.append({"hf_dir": str(tmp_path / str(i)), "sizes": sizes})
+        cases.append({"hf_dir": str(tmp_path / str(i)), "dtype": dtype, "sizes": sizes})
     process = subprocess.run(
         [sys.executable, "-m", "tests.rollout.sglang_layout_checks", json.dumps(cases)],
         env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
@@ -40,4 +53,5 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr[-3000:]
     outcome = json.loads(process.stdout.splitlines()[-1])
     assert not outcome["errors"], "\n".join(outcome["errors"])
-    assert outcome["num_ranks"] == sum(sizes["tp"] * sizes.get("pp", 1) for _, _, sizes in CASES)
+    sizes = [case["sizes"] for case in cases]
+    assert outcome["num_ranks"] == sum(s.get("tp", 1) * s.get("pp", 1) for s in sizes)

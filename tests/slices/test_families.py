@@ -1,11 +1,19 @@
 """The tables against what transformers itself saves, and what they refuse."""
 
+import re
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
-from mcore_rl.slices.families import CAUSAL, family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.slices.families import (
+    CAUSAL,
+    FAMILIES,
+    REFUSED,
+    family_of,
+    hf_tensor_shapes,
+    refuse_unsupported,
+)
 from mcore_rl.slices.hf_config import read_hf_config
 from tests.slices.megatron_layout import model_config
 from tests.tiny_models import MODELS, write_model
@@ -14,6 +22,9 @@ CASES = [
     *((kind, {}) for kind in MODELS),
     ("qwen3_moe", {"tie_word_embeddings": True, "mlp_only_layers": [1]}),
     ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [2]}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 3}),
+    ("olmoe", {"num_key_value_heads": 2}),
     ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
 ]
 
@@ -28,11 +39,19 @@ def test_names_shapes_and_dtypes_are_those_that_transformers_saves(tmp_path, kin
     assert family_of(config).dtypes(config, "float32") == dict.fromkeys(saved, "float32")
 
 
-def test_the_bias_that_chooses_experts_stays_in_float32(tmp_path):
-    config = read_hf_config(write_model("deepseek_v3", tmp_path))
+@pytest.mark.parametrize(
+    ("kind", "layers", "name"),
+    [
+        ("deepseek_v3", (1, 2, 3), "mlp.gate.e_score_correction_bias"),
+        ("glm4_moe", (1, 2, 3), "mlp.gate.e_score_correction_bias"),
+        ("minimax_m2", (0, 1, 2, 3), "block_sparse_moe.e_score_correction_bias"),
+    ],
+)
+def test_the_bias_that_chooses_experts_stays_in_float32(tmp_path, kind, layers, name):
+    config = read_hf_config(write_model(kind, tmp_path))
     dtypes = family_of(config).dtypes(config, "bfloat16")
     kept = [name for name, dtype in dtypes.items() if dtype != "bfloat16"]
-    assert kept == [f"model.layers.{i}.mlp.gate.e_score_correction_bias" for i in (1, 2, 3)]
+    assert kept == [f"model.layers.{i}.{name}" for i in layers]
 
 
 def test_every_second_layer_is_moe_with_a_sparse_step_of_two():
@@ -45,6 +64,13 @@ def test_every_second_layer_is_moe_with_a_sparse_step_of_two():
 def test_unknown_architecture_is_refused_by_name():
     with pytest.raises(ValueError, match=r"NoSuchForCausalLM.*Qwen3MoeForCausalLM"):
         family_of({"architectures": ["NoSuchForCausalLM"]})
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_a_known_architecture_that_is_refused_says_why(architecture):
+    with pytest.raises(ValueError, match=rf"{architecture}.*{re.escape(REFUSED[architecture])}"):
+        family_of({"architectures": [architecture]})
+    assert architecture not in FAMILIES
 
 
 def test_missing_settings_are_named():
@@ -70,6 +96,13 @@ def test_missing_settings_are_named():
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'.*only 'noaux_tc'"),
         ("deepseek_v3", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 and topk_group=2.*by its best 1"),
         ("deepseek_v3", {"kv_lora_rank": None}, "lacks 'kv_lora_rank'"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096.*only None"),
+        ("mixtral", {"rope_theta": None, "rope_parameters": None}, "it lacks 'rope_theta'"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": None}, "lacks 'shared_expert_intermediate_size'"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*only None"),
+        ("glm4_moe", {"n_group": 4, "topk_group": 4}, "num_experts_per_tok=4 and topk_group=4"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'.*only 'per_layer'"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
         (
             "deepseek_v2",
             {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
@@ -83,13 +116,24 @@ def test_what_is_not_carried_is_refused_by_name(tmp_path, kind, changes, message
         refuse_unsupported(config | changes, Path("model/config.json"))
 
 
-def test_multi_token_prediction_layers_are_carried_and_nothing_else(tmp_path):
-    config = read_hf_config(write_model("deepseek_v3", tmp_path)) | {"num_nextn_predict_layers": 1}
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+def test_multi_token_prediction_layers_are_carried_and_nothing_else(tmp_path, kind):
+    config = read_hf_config(write_model(kind, tmp_path)) | {"num_nextn_predict_layers": 1}
     family = family_of(config)
     assert family.is_carried(config, "model.layers.4.eh_proj.weight")
     assert not family.is_carried(config, "model.layers.3.mlp.gate.weight")
     assert not family.is_carried(config, "model.layers.40.mlp.gate.weight")
     assert not family.is_carried(config | {"num_nextn_predict_layers": 0}, "model.layers.4.eh_proj.weight")
+
+
+def test_half_of_a_head_is_rotated_where_the_model_says_so(tmp_path):
+    config = read_hf_config(write_model("minimax_m2", tmp_path))
+    rotary_share = family_of(config).rotary_share
+    assert rotary_share(config) == 0.5
+    published = {k: v for k, v in config.items() if k != "rope_parameters"} | {"rotary_dim": 4}
+    assert rotary_share(published) == 0.25
+    glm = FAMILIES["Glm4MoeForCausalLM"].rotary_share
+    assert (glm({}), glm({"partial_rotary_factor": 1.0})) == (0.5, 1.0)
 
 
 def test_every_family_has_a_tiny_model(tmp_path):

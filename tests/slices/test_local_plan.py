@@ -13,7 +13,7 @@ from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.slices.layouts.layout import Placement
 from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Grain
 from mcore_rl.slices.shares import ListedHosts, RegularHosts

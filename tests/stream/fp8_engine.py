@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.rollout.server import use_cpu
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.receiver import WeightReceiver, _in_this_thread, _loaded_parameters
 from mcore_rl.stream.wire import Command, Link
 from tests.rollout.sglang_layout_checks import engine_model

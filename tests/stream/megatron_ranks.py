@@ -124,7 +124,21 @@ LAYER_NAMES = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
+NUMBERED = {
+    "mlp.gate.e_score": "block_sparse_moe.e_score",
+    "mlp.": "block_sparse_moe.",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
+OTHER_NAMES = {
+    "MixtralForCausalLM": NUMBERED,
+    "MiniMaxM2ForCausalLM": NUMBERED,
+    "Qwen2MoeForCausalLM": {"mlp.shared_experts.": "mlp.shared_expert."},
+}
+"""Architecture -> what is written otherwise than above, in this order."""
 
 
 def _hf_tensors(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -137,6 +151,8 @@ def _hf_tensors(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> Itera
         layers = tensor[None] if found[1] else tensor
         for i, layer in enumerate(layers, start=int(found[1] or 0)):
             for name, part in _layer_tensors(found[2], layer, config):
+                for usual, other in OTHER_NAMES.get(config["architectures"][0], {}).items():
+                    name = name.replace(usual, other)
                 yield f"model.layers.{i}.{name}", part.contiguous()
 
 

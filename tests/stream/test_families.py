@@ -17,6 +17,7 @@ from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import Refitter
+from tests import models_table
 from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.stream.test_refit import checksums, checksums_after_loading, generate, logprob_error
 from tests.tiny_models import write_model
@@ -75,8 +76,10 @@ def gather(ranks: MegatronRanks, hf_dir: Path, folder: Path) -> Path:
     weights = hf_weights_of(folder / "megatron", config)
     before = load_file(hf_dir / "model.safetensors")
     assert weights.keys() == before.keys()
-    trained = [name for name in before if not name.endswith("e_score_correction_bias")]
-    assert not any(torch.equal(weights[name], before[name]) for name in trained)
+    same = {name for name in before if torch.equal(weights[name], before[name])}
+    same = {name for name in same if not name.endswith("e_score_correction_bias")}
+    experts = {name.rsplit(".", 2)[0] for name in same if ".experts." in name}
+    assert len(same) == 3 * len(experts) <= 6, same  # at most two experts to which no token went
     save_file(weights, gathered / "model.safetensors", metadata={"format": "pt"})
     return gathered
 
@@ -110,6 +113,13 @@ CASES = {
     "deepseek_v2": ("deepseek_v2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
     "qwen2": ("qwen2", DENSE_LAYOUTS[:1], [{"tp": 2}], UNEVEN[1:]),
     "llama": ("llama", DENSE_LAYOUTS[1:], [{"tp": 2}], UNEVEN[1:]),
+    "qwen2_moe": ("qwen2_moe", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[:1]),
+    "mixtral": ("mixtral", MOE_LAYOUTS[1:2], [{"tp": 2, "ep": 2}], RECORDED[:1]),
+    "olmoe": ("olmoe", MOE_LAYOUTS[:1], [{}], RECORDED[:1]),
+    "glm4_moe": ("glm4_moe", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
+    "minimax_m2": ("minimax_m2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], RECORDED[:1]),
+    "moonlight": ("moonlight", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
+    "kimi_k2": ("kimi_k2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
     "qwen3_moe_cut_otherwise": ("qwen3_moe", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL], RECORDED),
     "deepseek_v3_cut_otherwise": ("deepseek_v3", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL], UNEVEN),
 }
@@ -119,11 +129,11 @@ SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32, which is not recor
 """
 
 
-SLOW = ("deepseek_v2", "qwen2", "llama", "qwen3_moe_cut_otherwise")
+IN_EVERY_RUN = ("qwen3_moe", "deepseek_v3", "qwen3", "deepseek_v3_cut_otherwise")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES]
+    "case", [pytest.param(c, marks=() if c in IN_EVERY_RUN else pytest.mark.slow) for c in CASES]
 )
 def test_engines_hold_what_megatron_holds(ranks: MegatronRanks, tmp_path: Path, case: str) -> None:
     kind, layouts, sizes, agreed = CASES[case]
@@ -139,9 +149,11 @@ def test_engines_hold_what_megatron_holds(ranks: MegatronRanks, tmp_path: Path, 
             check_trainer(logprobs, gathered, layout)
             for engine in engines:
                 answer = generate(engine.url)
-                assert logprob_error(gathered, answer) < 1e-4 < logprob_error(hf_dir, answer)
+                error = logprob_error(gathered, answer)
+                assert error < 1e-4 < logprob_error(hf_dir, answer)
                 found = checksums(engine.url)
                 assert found == checksums_after_loading(engine.url, gathered), (layout, engine.spec)
+                models_table.record(kind, models_table.SGLANG, sizes[engines.index(engine)], error)
         before = [checksums(engine.url) for engine in engines]
         assert link_and_sync(ranks, engines, hf_dirs[-1], {"tp": 4}, len(layouts) + 1) == ["listed"] * len(
             engines

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mcore_rl.config import Config, ModelConfig, ParallelConfig, RolloutConfig
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.store import LinkStore
 from mcore_rl.stream.wire import Link
 from tests.slices.fp8_oracle import dequantise, per_block_cast_to_fp8

@@ -52,7 +52,8 @@ def test_sizes_come_from_config_json(tmp_path: Path) -> None:
     assert built.variable_seq_lengths
     assert built.recompute_granularity == "full"
     assert rotary_options(config)["rotary_base"] == 5e5
-    assert rotary_options({"rope_parameters": {"rope_theta": 1e6}})["rotary_base"] == 1e6
+    other = config | {"rope_parameters": {"rope_theta": 1e6}}
+    assert rotary_options(other)["rotary_base"] == 1e6
 
 
 @pytest.mark.parametrize(

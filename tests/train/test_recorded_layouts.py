@@ -42,6 +42,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
             {"pp": 2, "first_stage_layers": 1, "tp": 2, "ep": 2, "dp": 2},
         ],
     ),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [2]}, [{"tp": 4, "pp": 2, "ep": 2, "etp": 2}]),
+    "mixtral": ("mixtral", {}, [{"tp": 2, "cp": 2, "pp": 2, "ep": 4}]),
+    "olmoe": ("olmoe", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
+    "glm4_moe": ("glm4_moe", {}, [{"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "dp": 2}]),
+    "minimax_m2": ("minimax_m2", {}, [{"tp": 4, "ep": 4, "etp": 2, "dp": 2}]),
     "deepseek_v2": ("deepseek_v2", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
     "qwen2": ("qwen2", {}, [{"tp": 4, "pp": 2}]),
     "qwen3": (

@@ -24,13 +24,15 @@ from tests.train.experts_seen import Watch, experts_by_token
 from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
 
 BATCHES = "replayed.pt"
-TOP_K = {"qwen3_moe": 2, "deepseek_v3": 4}
+TOP_K = {"qwen3_moe": 2, "deepseek_v3": 4, "qwen2_moe": 4, "glm4_moe": 4}
 Case = tuple[str, dict[str, int], str, str]
 """(model, layout, recompute, router_replay)"""
 ALONE: list[Case] = [
     ("qwen3_moe", {}, "none", "engine"),
     ("qwen3_moe", {}, "none", "old_pass"),
     ("deepseek_v3", {}, "none", "engine"),
+    ("qwen2_moe", {}, "none", "engine"),
+    ("glm4_moe", {}, "none", "engine"),
 ]
 CASES: list[Case] = [
     ("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2}, "full", "engine"),
@@ -39,6 +41,8 @@ CASES: list[Case] = [
     ("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2}, "full", "old_pass"),
     ("qwen3_moe", {"cp": 2, "pp": 2, "vpp": 2}, "none", "old_pass"),
     ("deepseek_v3", {"tp": 2, "pp": 2, "ep": 2}, "none", "engine"),
+    ("qwen2_moe", {"tp": 2, "cp": 2, "ep": 4}, "none", "engine"),
+    ("glm4_moe", {"pp": 2, "vpp": 2, "ep": 2}, "none", "engine"),
 ]
 
 
@@ -114,8 +118,9 @@ def run_cases(rank: int, world_size: int, port: int, folder: Path, cases: list[C
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routing")
     write_hf_model(folder / "qwen3_moe")
-    write_model("deepseek_v3", folder / "deepseek_v3")
     for kind in TOP_K:
+        if kind != "qwen3_moe":
+            write_model(kind, folder / kind)
         torch.save(numbered_batches(folder / kind), folder / kind / BATCHES)
     return folder
 
@@ -135,7 +140,7 @@ def check_experts(seen: Any, batches: list[TrainBatch], kind: str) -> None:
     """Every token that the batches name experts for was computed on by these in every layer, by no others."""
     experts = experts_by_token(seen)
     layers = sorted({layer for layer, _ in experts})
-    assert len(layers) == 3
+    assert len(layers) == (4 if kind == "qwen2_moe" else 3)
     for batch in batches:
         assert batch.routed_experts_TLK is not None
         for token, rows_LK in zip(batch.token_ids_T.tolist(), batch.routed_experts_TLK.tolist(), strict=True):
@@ -198,7 +203,7 @@ def given_experts(experts_LTK: list[Tensor], num_experts: int) -> Iterator[None]
 
     def choose(x: Tensor, k: int, **options: Any) -> Any:
         values, own = topk(x, k=k, **options)
-        if x.shape[-1] != num_experts:
+        if x.shape[-1] != num_experts or x.dim() > 2:  # not of experts, or of those in a group
             return values, own
         given = next(layers)
         taken = torch.where(given >= 0, given, own)

@@ -1,11 +1,24 @@
 """Model families by the architecture that `config.json` names."""
 
-from mcore_rl.slices.families import deepseek, dense, qwen3_moe
+from mcore_rl.slices.families import deepseek, dense, glm4_moe, minimax_m2, qwen2_moe, softmax_moe
+from mcore_rl.slices.families.refused import REFUSED
 from mcore_rl.slices.families.settings import rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 from mcore_rl.slices.families.value_head import classifier_of
 
-CAUSAL = (qwen3_moe.FAMILY, dense.QWEN3, dense.QWEN2, dense.LLAMA, deepseek.V3, deepseek.V2)
+CAUSAL = (
+    softmax_moe.QWEN3_MOE,
+    qwen2_moe.FAMILY,
+    softmax_moe.MIXTRAL,
+    softmax_moe.OLMOE,
+    glm4_moe.FAMILY,
+    minimax_m2.FAMILY,
+    deepseek.V3,
+    deepseek.V2,
+    dense.QWEN3,
+    dense.QWEN2,
+    dense.LLAMA,
+)
 FAMILIES = {family.architecture: family for family in (*CAUSAL, *map(classifier_of, CAUSAL))}
 
 
@@ -14,6 +27,8 @@ def family_of(hf_config: HfConfig) -> Family:
     for architecture in hf_config.get("architectures") or ():
         if architecture in FAMILIES:
             return FAMILIES[architecture]
+        if architecture in REFUSED:
+            raise ValueError(f"architectures = [{architecture!r}] in config.json: {REFUSED[architecture]}")
     raise ValueError(
         f"architectures = {hf_config.get('architectures')} in config.json is not supported; "
         f"supported: {', '.join(sorted(FAMILIES))}"

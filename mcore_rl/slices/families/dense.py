@@ -7,6 +7,7 @@ from typing import Any
 from mcore_rl.slices.families import rules
 from mcore_rl.slices.families.settings import (
     PLAIN_SETTINGS,
+    QkNorm,
     base_options,
     base_sizes,
     grouped_query_options,
@@ -19,11 +20,11 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 """The constants of Llama 3's rotary embedding that megatron-core has built in; the factor is free."""
 
 
-def _sizes(config: HfConfig, *, qk_norm: bool, qkv_bias: bool) -> Mapping[str, int]:
+def _sizes(config: HfConfig, *, qk_norm: QkNorm, qkv_bias: bool) -> Mapping[str, int]:
     return {**base_sizes(config), **grouped_query_sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias)}
 
 
-def _options(config: HfConfig, *, qk_norm: bool, qkv_bias: bool) -> dict[str, Any]:
+def _options(config: HfConfig, *, qk_norm: QkNorm, qkv_bias: bool) -> dict[str, Any]:
     sizes = _sizes(config, qk_norm=qk_norm, qkv_bias=qkv_bias)
     return {**base_options(config), **grouped_query_options(sizes)}
 
@@ -41,7 +42,7 @@ def _llama_refusal(config: HfConfig) -> str:
     return ""
 
 
-def _dense(architecture: str, *, qk_norm: bool = False, qkv_bias: bool = False, **more: Any) -> Family:
+def _dense(architecture: str, *, qk_norm: QkNorm = "none", qkv_bias: bool = False, **more: Any) -> Family:
     return Family(
         architecture,
         (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP),
@@ -53,6 +54,6 @@ def _dense(architecture: str, *, qk_norm: bool = False, qkv_bias: bool = False, 
     )
 
 
-QWEN3 = _dense("Qwen3ForCausalLM", qk_norm=True)
+QWEN3 = _dense("Qwen3ForCausalLM", qk_norm="head")
 QWEN2 = _dense("Qwen2ForCausalLM", qkv_bias=True)
 LLAMA = _dense("LlamaForCausalLM", rope_types=("default", "llama3"), refusal=_llama_refusal)

@@ -13,10 +13,13 @@ def layer_rule(key: str, name: str, *axes: str, where: Any = "layer", dtype: str
     return Rule(LAYER + key, (HfTensor(HF_LAYER + name, axes, dtype),), where)
 
 
-def gated_rule(key: str, name: str, ffn: str, where: Any) -> Rule:
-    """linear_fc1 of a gated MLP: gate_proj above up_proj."""
-    halves = (HfTensor(f"{HF_LAYER}{name}.{half}_proj.weight", (ffn, "hidden")) for half in ("gate", "up"))
-    return Rule(LAYER + key, tuple(halves), where)
+GATE_UP = ("gate_proj", "up_proj")
+
+
+def gated_rule(key: str, name: str, ffn: str, where: Any, halves: tuple[str, str] = GATE_UP) -> Rule:
+    """linear_fc1 of a gated MLP: the gate's projection above the other."""
+    tensors = (HfTensor(f"{HF_LAYER}{name}.{half}.weight", (ffn, "hidden")) for half in halves)
+    return Rule(LAYER + key, tuple(tensors), where)
 
 
 def _qkv_rule(kind: str, q: str, kv: str, *axes: str) -> Rule:
@@ -42,8 +45,8 @@ GROUPED_QUERY_ATTENTION = (
     layer_rule("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"),
     _qkv_rule("weight", "q", "kv", "hidden"),
     _qkv_rule("bias", "q_bias", "kv_bias"),
-    layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "qk_norm"),
-    layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "qk_norm"),
+    layer_rule("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "q_norm"),
+    layer_rule("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "k_norm"),
     layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "q"),
 )
 
@@ -72,26 +75,51 @@ DENSE_MLP = (
     layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "dense_ffn", where="dense"),
 )
 
-EXPERTS = (
-    layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"),
-    layer_rule("mlp.router.weight", "mlp.gate.weight", "experts", "hidden", where="moe"),
-    gated_rule("mlp.experts.experts.linear_fc1.weight", "mlp.experts.{expert}", "expert_ffn", "moe"),
-    layer_rule(
-        "mlp.experts.experts.linear_fc2.weight",
-        "mlp.experts.{expert}.down_proj.weight",
-        "hidden",
-        "expert_ffn",
-        where="moe",
-    ),
-)
 
-SHARED_EXPERTS = (
-    gated_rule("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts", "shared_ffn", "moe"),
-    layer_rule(
-        "mlp.shared_experts.linear_fc2.weight",
-        "mlp.shared_experts.down_proj.weight",
-        "hidden",
-        "shared_ffn",
-        where="moe",
-    ),
-)
+def experts(
+    name: str = "mlp", halves: tuple[str, str] = GATE_UP, down: str = "down_proj"
+) -> tuple[Rule, ...]:
+    """Router and routed experts; `name` is the module's within the layer."""
+    return (
+        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"),
+        layer_rule("mlp.router.weight", f"{name}.gate.weight", "experts", "hidden", where="moe"),
+        gated_rule(
+            "mlp.experts.experts.linear_fc1.weight", name + ".experts.{expert}", "expert_ffn", "moe", halves
+        ),
+        layer_rule(
+            "mlp.experts.experts.linear_fc2.weight",
+            f"{name}.experts.{{expert}}.{down}.weight",
+            "hidden",
+            "expert_ffn",
+            where="moe",
+        ),
+    )
+
+
+EXPERTS = experts()
+NUMBERED_EXPERTS = experts("block_sparse_moe", ("w1", "w3"), "w2")
+"""As Mixtral names them."""
+
+
+def expert_bias(name: str) -> Rule:
+    """What keeps the experts' load even without a loss: added to the scores for choosing experts only. A
+    buffer in Megatron, which no gradient changes; training leaves it as loaded unless told to steer it.
+    """
+    return layer_rule("mlp.router.expert_bias", name, "experts", where="moe", dtype="float32")
+
+
+def shared_experts(name: str) -> tuple[Rule, ...]:
+    """The expert that every token goes to; `name` is the module's within the layer."""
+    return (
+        gated_rule("mlp.shared_experts.linear_fc1.weight", name, "shared_ffn", "moe"),
+        layer_rule(
+            "mlp.shared_experts.linear_fc2.weight",
+            name + ".down_proj.weight",
+            "hidden",
+            "shared_ffn",
+            where="moe",
+        ),
+    )
+
+
+SHARED_EXPERTS = shared_experts("mlp.shared_experts")

@@ -1,7 +1,7 @@
 """config.json in, sizes of the axes and TransformerConfig's settings out: what families share."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mcore_rl.slices.families.table import HfConfig
 
@@ -34,7 +34,13 @@ def base_sizes(config: HfConfig) -> dict[str, int]:
     }
 
 
-def grouped_query_sizes(config: HfConfig, *, qk_norm: bool, qkv_bias: bool = False) -> dict[str, int]:
+QkNorm = Literal["none", "head", "projection"]
+"""Whether queries and keys are normalised, and over what: each head by itself, or all heads together."""
+
+
+def grouped_query_sizes(
+    config: HfConfig, *, qk_norm: QkNorm = "none", qkv_bias: bool = False
+) -> dict[str, int]:
     heads = need(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or need(config, "hidden_size") // heads
@@ -44,7 +50,8 @@ def grouped_query_sizes(config: HfConfig, *, qk_norm: bool, qkv_bias: bool = Fal
         "q": q,
         "kv": kv,
         "kv_heads": kv_heads,
-        "qk_norm": head if qk_norm else 0,
+        "q_norm": {"none": 0, "head": head, "projection": q}[qk_norm],
+        "k_norm": {"none": 0, "head": head, "projection": kv}[qk_norm],
         "q_bias": q if qkv_bias else 0,
         "kv_bias": kv if qkv_bias else 0,
     }
@@ -81,7 +88,7 @@ def grouped_query_options(sizes: Mapping[str, int]) -> dict[str, Any]:
     return {
         "num_query_groups": sizes["kv_heads"],
         "kv_channels": sizes["head"],
-        "qk_layernorm": sizes["qk_norm"] > 0,
+        "qk_layernorm": sizes["q_norm"] > 0,
         "add_qkv_bias": sizes["q_bias"] > 0,
     }
 
@@ -121,6 +128,74 @@ def expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]
     }
 
 
+def shared_expert_sizes(config: HfConfig) -> dict[str, int]:
+    """Experts by DeepSeek's names; the shared ones are one MLP."""
+    expert_ffn = need(config, "moe_intermediate_size")
+    return {
+        "experts": need(config, "n_routed_experts", "num_local_experts"),
+        "expert_ffn": expert_ffn,
+        "shared_ffn": expert_ffn * (config.get("n_shared_experts") or 0),
+    }
+
+
+def shared_expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+    options = {
+        **expert_options(config, sizes),
+        "moe_shared_expert_intermediate_size": sizes["shared_ffn"] or None,
+        "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
+    }
+    if (config.get("n_group") or 1) > 1:
+        options["moe_router_num_groups"] = config["n_group"]
+        options["moe_router_group_topk"] = need(config, "topk_group")
+    return options
+
+
+BIASED_SIGMOID: Mapping[str, Any] = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+}
+"""Options of a router that scores by sigmoid and chooses with a bias, which Megatron itself leaves alone."""
+
+
+def group_refusal(config: HfConfig, scored_by: int) -> str:
+    """megatron-core scores a group by the sum of its best top_k // topk_group experts."""
+    if (config.get("n_group") or 1) == 1:
+        return ""
+    top_k, groups = need(config, "num_experts_per_tok"), need(config, "topk_group")
+    if top_k // groups == scored_by:
+        return ""
+    return (
+        f"num_experts_per_tok={top_k} and topk_group={groups}: Megatron would score a group of experts by its"
+        f" best {top_k // groups}, the model by its best {scored_by}"
+    )
+
+
+def after_dense_layers(config: HfConfig, layer: int) -> bool:
+    """Whether a layer has experts in a model whose first `first_k_dense_replace` layers have none."""
+    return layer >= config.get("first_k_dense_replace", 0)
+
+
+def sparse_layers(config: HfConfig, layer: int) -> bool:
+    """Whether a layer has experts as the decoder layers of Qwen2-MoE and Qwen3-MoE in transformers decide."""
+    return (
+        layer not in (config.get("mlp_only_layers") or ())
+        and need(config, "num_experts", "num_local_experts") > 0
+        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    )
+
+
+def every_layer(config: HfConfig, layer: int) -> bool:
+    return True
+
+
+def mtp_names(config: HfConfig) -> str:
+    """Multi-token-prediction layers come after the others and only serve speculative decoding."""
+    first, count = need(config, "num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
+    layers = "|".join(map(str, range(first, first + count)))
+    return rf"model\.layers\.({layers})\..*" if count else ""
+
+
 def rope_of(config: HfConfig) -> dict[str, Any]:
     """The rotary embedding's settings with at least rope_type and rope_theta, in either of HF's spellings."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
@@ -129,5 +204,14 @@ def rope_of(config: HfConfig) -> dict[str, Any]:
     return rope
 
 
-def always_dense(config: HfConfig, layer: int) -> bool:
-    return False
+def rope_theta_refusal(config: HfConfig) -> str:
+    """For models in which no rope_theta does not mean 10000."""
+    if "rope_theta" in (config.get("rope_parameters") or ()) or config.get("rope_theta"):
+        return ""
+    return "it lacks 'rope_theta'"
+
+
+def partial_rotary_share(config: HfConfig, default: float) -> float:
+    """partial_rotary_factor, in either of HF's places."""
+    factor = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    return default if factor is None else float(factor)

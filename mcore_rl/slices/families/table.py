@@ -58,6 +58,7 @@ class Family:
     rope_types     kinds of rotary embedding that Megatron's layers carry
     refusal        why a model is refused although each of its settings is supported; empty if it is not
     carried        pattern of HF names that a checkpoint may hold beside the model: not trained, not synced
+    rotary_share   share of a head's width that the rotary embedding turns
     """
 
     architecture: str
@@ -69,6 +70,7 @@ class Family:
     rope_types: tuple[str, ...] = ("default",)
     refusal: Callable[[HfConfig], str] = lambda config: ""
     carried: Callable[[HfConfig], str] = lambda config: ""
+    rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 

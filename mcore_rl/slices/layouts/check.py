@@ -18,7 +18,7 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         (f"{name}.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
         (f"{name}.pp * {name}.vpp", stages, "num_hidden_layers", sizes["layers"]),
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
-        (f"{name}.etp", parallel.etp, "moe_intermediate_size", sizes["expert_ffn"]),
+        (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
     if parallel.ep > 1 and not sizes["experts"]:
         raise ValueError(f"{name}.ep={parallel.ep}, but the model has no experts: set {name}.ep=1")

@@ -9,7 +9,8 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.quantised import QuantisedLayout
-from mcore_rl.slices.layouts.sglang import SGLangLayout, SGLangSizes
+from mcore_rl.slices.layouts.sglang import SGLangLayout
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 
 
 @dataclass(frozen=True)

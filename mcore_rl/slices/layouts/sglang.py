@@ -6,86 +6,28 @@
 Recorded of SGLang 0.5.23 (runtime_context.derive_spawn_ranks, layers/linear.py, layers/moe, get_pp_indices).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable
 
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 from mcore_rl.slices.layouts.layout import Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
+from mcore_rl.slices.layouts.sglang_models import (
+    COLUMNS,
+    EMBEDDING_ON_EVERY_STAGE,
+    EXPERT_AXIS,
+    HEAD_ON_EVERY_STAGE,
+    IN_FLOAT32,
+    RULES,
+    RULES_OF,
+    WHOLE,
+    Rule,
+    SGLangSizes,
+    refuse_unserved,
+)
 from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 VOCAB_MULTIPLE = 64
-ROWS, COLUMNS = 0, 1
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Which group of ranks cuts a tensor along which axis; "all" cuts nothing."""
-
-    group: Literal["all", "attention", "kv_heads", "tensor"]
-    axis: int = ROWS
-
-
-WHOLE = Rule("all")
-RULES: Mapping[str, Rule] = {
-    "model.embed_tokens": Rule("attention"),
-    "lm_head": Rule("tensor"),
-    "model.norm": WHOLE,
-    "input_layernorm": WHOLE,
-    "post_attention_layernorm": WHOLE,
-    "self_attn.q_proj": Rule("attention"),
-    "self_attn.k_proj": Rule("kv_heads"),
-    "self_attn.v_proj": Rule("kv_heads"),
-    "self_attn.o_proj": Rule("attention", COLUMNS),
-    "self_attn.q_norm": WHOLE,
-    "self_attn.k_norm": WHOLE,
-    "self_attn.q_a_proj": WHOLE,
-    "self_attn.q_a_layernorm": WHOLE,
-    "self_attn.q_b_proj": Rule("attention"),
-    "self_attn.kv_a_proj_with_mqa": WHOLE,
-    "self_attn.kv_a_layernorm": WHOLE,
-    "self_attn.kv_b_proj": Rule("attention"),
-    "mlp.gate": WHOLE,
-    "mlp.gate_proj": Rule("tensor"),
-    "mlp.up_proj": Rule("tensor"),
-    "mlp.down_proj": Rule("tensor", COLUMNS),
-    "mlp.shared_experts.gate_proj": Rule("tensor"),
-    "mlp.shared_experts.up_proj": Rule("tensor"),
-    "mlp.shared_experts.down_proj": Rule("tensor", COLUMNS),
-}
-"""Module of a HF tensor, from within the layer on -> who cuts it; routed experts have a rule of their own."""
-
-EXPERT_AXIS = {"gate_proj": ROWS, "up_proj": ROWS, "down_proj": COLUMNS}
-
-
-HEAD_ON_EVERY_STAGE = {"Qwen3MoeForCausalLM", "LlamaForCausalLM"}
-"""Architectures whose pipeline stages all have the output layer."""
-
-WITHOUT_ATTENTION_DP = {"LlamaForCausalLM", "Qwen2ForCausalLM"}
-WITHOUT_TIED_HEAD = {"Qwen3MoeForCausalLM"}
-WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
-WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM"}
-"""What SGLang's models of these architectures cannot do."""
-
-
-@dataclass(frozen=True)
-class SGLangSizes:
-    """`engines` engines alike, each of tp * pp ranks.
-
-    dp   groups that attention is replicated over (--enable-dp-attention --dp-size), within the tp ranks
-    """
-
-    engines: int = 1
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    dp: int = 1
-
-    @property
-    def engine_ranks(self) -> int:
-        return self.tp * self.pp
 
 
 class SGLangLayout(StagedLayout):
@@ -94,7 +36,7 @@ class SGLangLayout(StagedLayout):
     def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
         tensors = Tensors(family, hf_config, dtype)
         self._sizes = sizes
-        _refuse_unsupported(tensors, sizes)
+        refuse_unserved(hf_config, sizes)
         self._moe_tp = divide(sizes.tp, sizes.ep, "engine's tp", "ep")
         self._attn_tp = divide(sizes.tp, sizes.dp, "engine's tp", "attention dp")
         divide(tensors.num_heads, self._attn_tp, "attention heads", "engine's tp / dp")
@@ -121,19 +63,22 @@ class SGLangLayout(StagedLayout):
             ranks = self._ranks(entry, stages[0], ep, part, len(cuts))
             for other in stages[1:]:
                 ranks = _interleave(ranks, self._ranks(entry, other, ep, part, len(cuts)))
-            pieces.append(Piece(*box, ranks, entry.dtype))
+            pieces.append(Piece(*box, ranks, self._dtype(entry)))
         return Placement(tuple(pieces))
 
     def _model_stages(self, entry: Entry) -> list[int]:
-        last = self._sizes.pp - 1
-        if entry.tensor.name == "lm_head.weight" and self._tensors.family.architecture in HEAD_ON_EVERY_STAGE:
-            return list(range(last + 1))
+        last, architecture = self._sizes.pp - 1, self._tensors.family.architecture
+        everywhere = list(range(last + 1))
+        if entry.tensor.name == "lm_head.weight" and architecture in HEAD_ON_EVERY_STAGE:
+            return everywhere
         if entry.tensor.name != "model.embed_tokens.weight":
             return [last]
+        if architecture in EMBEDDING_ON_EVERY_STAGE:
+            return everywhere
         return [0, last] if self._tensors.tied and last else [0]
 
     def _cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
-        rule, sizes = _rule(entry), self._sizes
+        rule, sizes = self._rule(entry), self._sizes
         where = f"SGLang's {entry.suffix}"
         attn_tp = self._attn_tp
         if rule.group == "all":
@@ -162,7 +107,7 @@ class SGLangLayout(StagedLayout):
         engines = (sizes.engines, sizes.engine_ranks)
         if ep is not None:
             return Ranks.grid(first + ep * parts + part, engines)
-        group = _rule(entry).group
+        group = self._rule(entry).group
         if group == "all":
             return Ranks.grid(first, engines, (sizes.tp, 1))
         if group == "tensor":
@@ -170,32 +115,20 @@ class SGLangLayout(StagedLayout):
         replicas = self._attn_tp // parts
         return Ranks.grid(first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1))
 
+    def _rule(self, entry: Entry) -> Rule:
+        """ValueError names a tensor whose place in SGLang is not recorded."""
+        module, _, kind = entry.suffix.rpartition(".")
+        if kind == "e_score_correction_bias":
+            return WHOLE
+        own = RULES_OF.get(self._tensors.family.architecture, {})
+        rule = own.get(module) or RULES.get(module)
+        if rule is None:
+            raise ValueError(f"how SGLang cuts {entry.tensor.name!r} is not recorded")
+        return WHOLE if kind == "bias" and rule.axis == COLUMNS else rule
 
-def _refuse_unsupported(tensors: Tensors, sizes: SGLangSizes) -> None:
-    architecture, tied = tensors.family.architecture, tensors.tied
-    if architecture in WITHOUT_DENSE_LAYERS and not tensors.all_moe:
-        raise ValueError(f"mlp_only_layers: SGLang's {architecture} has experts in every layer")
-    if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
-        raise ValueError(f"attention dp = {sizes.dp}: SGLang's {architecture} has no DP attention")
-    if tied and architecture in WITHOUT_TIED_HEAD:
-        raise ValueError(
-            f"tie_word_embeddings = true: SGLang's {architecture} has an output layer of its own"
-        )
-    if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
-        raise ValueError(
-            f"tie_word_embeddings = true and pp = {sizes.pp}: SGLang's {architecture} lacks a head"
-        )
-
-
-def _rule(entry: Entry) -> Rule:
-    """ValueError names a tensor whose place in SGLang is not recorded."""
-    module, _, kind = entry.suffix.rpartition(".")
-    if kind == "e_score_correction_bias":
-        return WHOLE
-    if module not in RULES:
-        raise ValueError(f"how SGLang cuts {entry.tensor.name!r} is not recorded")
-    rule = RULES[module]
-    return WHOLE if kind == "bias" and rule.axis == COLUMNS else rule
+    def _dtype(self, entry: Entry) -> str:
+        module = entry.suffix.rpartition(".")[0]
+        return "float32" if (self._tensors.family.architecture, module) in IN_FLOAT32 else entry.dtype
 
 
 def _stage_layers(num_layers: int, pp: int, num_stages: int) -> range:

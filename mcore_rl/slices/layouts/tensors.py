@@ -41,7 +41,6 @@ class Tensors:
         self.num_layers, self.num_experts = self.sizes["layers"], self.sizes["experts"]
         self.tied = bool(family.left_out(hf_config))
         self._is_moe = [family.is_moe_layer(hf_config, layer) for layer in range(self.num_layers)]
-        self.all_moe = all(self._is_moe)
         left_out = family.left_out(hf_config)
         entries = [
             Entry(

@@ -5,7 +5,7 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from tests.slices.megatron_layout import model_config
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.slices.layouts.sglang import SGLangSizes
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
 from tests.slices.layouts.strategies import GROUPED, sglang_layout
 from tests.slices.megatron_layout import model_config
 
@@ -40,8 +40,31 @@ def test_what_sglang_cannot_do_is_refused(architecture, tied, sizes, message):
         sglang_layout(config, sizes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({}, SGLangSizes(tp=2), "tp = 2: SGLang's OlmoeForCausalLM normalises .* one rank only"),
+        ({}, SGLangSizes(pp=2), "pp = 2: SGLang's OlmoeForCausalLM has no pipeline stages"),
+        ({"norm_topk_prob": True}, SGLangSizes(), "norm_topk_prob = True: .* computes with False"),
+        ({"rms_norm_eps": 1e-6}, SGLangSizes(), "rms_norm_eps = 1e-06: .* computes with 1e-05"),
+        ({"num_key_value_heads": 2}, SGLangSizes(), "num_key_value_heads = 2: .* computes with 4"),
+        ({"architectures": ["MixtralForCausalLM"]}, SGLangSizes(), "head_dim = 3: .* computes with 2"),
+        (
+            {"architectures": ["MiniMaxM2ForCausalLM"]},
+            SGLangSizes(),
+            "no 'use_qk_norm' in config.json: SGLang's MiniMaxM2ForCausalLM takes that for another model",
+        ),
+    ],
+)
+def test_what_sglang_would_compute_otherwise_is_refused(changes, sizes, message):
+    config = model_config(head_dim=3, rms_norm_eps=1e-5, num_key_value_heads=4)
+    with pytest.raises(ValueError, match=message):
+        refuse_unserved(config | {"architectures": ["OlmoeForCausalLM"]} | changes, sizes)
+
+
 def test_dense_layers_among_the_experts_are_refused_where_sglang_has_none():
     with pytest.raises(
-        ValueError, match="mlp_only_layers: SGLang's Qwen3MoeForCausalLM has experts in every"
+        ValueError,
+        match=r"mlp_only_layers .* dense layer 1: SGLang's Qwen3MoeForCausalLM has experts in every",
     ):
         sglang_layout(model_config(mlp_only_layers=[1]), SGLangSizes())

@@ -5,9 +5,11 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 
 from collections.abc import Callable
 
-from sglang_on_cpu.attention import absorb_latents, batch_attention
+from sglang_on_cpu.attention import absorb_latents, batch_attention, rotate_without_yarn
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl
 from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
+from sglang_on_cpu.kernels import gate_shared_expert
+from sglang_on_cpu.models import import_models_when_asked
 from sglang_on_cpu.processes import (
     fork_workers,
     keep_load_snapshots_in_temp_dir,
@@ -20,9 +22,12 @@ PATCHES: tuple[Callable[[], None], ...] = (
     fork_workers,
     leave_megatron_out,
     keep_load_snapshots_in_temp_dir,
+    import_models_when_asked,
     sleep_while_paused,
     batch_attention,
     absorb_latents,
+    rotate_without_yarn,
+    gate_shared_expert,
     pad_batches,
     reduce_without_nccl,
     run_local_experts,

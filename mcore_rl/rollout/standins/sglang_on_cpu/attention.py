@@ -172,3 +172,29 @@ def absorb_latents() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     AttentionBackendRegistry.register("torch_native", lambda attn, forward_batch: AttnForwardMethod.MLA)
+
+
+def rotate_without_yarn() -> None:
+    """Give latent attention the plain rotary embedding where config.json asks for no scaling (Moonlight).
+
+    SGLang's choice of an embedding for the CPU knows DeepSeek's yarn only.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+
+    get_scaled = factory.get_rope_cpu
+
+    def get_rope_cpu(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        *options: Any,
+    ) -> Any:
+        where = (head_size, rotary_dim, max_position, base, is_neox_style)
+        if rope_scaling is None:
+            return factory.get_rope(*where)
+        return get_scaled(*where, rope_scaling, *options)
+
+    factory.get_rope_cpu = get_rope_cpu

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: grouped-query attention with norms of queries and keys, softmax routing, no shared experts."""
+"""Qwen2-MoE: biases of queries, keys and values, softmax routing, a shared expert behind a sigmoid gate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,7 @@ from mcore_rl.slices.families.settings import (
     grouped_query_options,
     grouped_query_sizes,
     need,
+    sparse_layers,
 )
 from mcore_rl.slices.families.table import Family, HfConfig
 
@@ -19,19 +20,12 @@ from mcore_rl.slices.families.table import Family, HfConfig
 def sizes(config: HfConfig) -> Mapping[str, int]:
     return {
         **base_sizes(config),
-        **grouped_query_sizes(config, qk_norm=True),
+        **grouped_query_sizes(config, qkv_bias=config.get("qkv_bias", True)),
         "experts": need(config, "num_experts", "num_local_experts"),
         "expert_ffn": need(config, "moe_intermediate_size"),
+        "shared_ffn": need(config, "shared_expert_intermediate_size"),
+        "one": 1,
     }
-
-
-def is_moe_layer(config: HfConfig, layer: int) -> bool:
-    """As Qwen3MoeDecoderLayer in transformers decides it."""
-    return (
-        layer not in (config.get("mlp_only_layers") or ())
-        and sizes(config)["experts"] > 0
-        and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
-    )
 
 
 def options(config: HfConfig) -> dict[str, Any]:
@@ -40,14 +34,27 @@ def options(config: HfConfig) -> dict[str, Any]:
         **grouped_query_options(sizes(config)),
         **expert_options(config, sizes(config)),
         "moe_router_pre_softmax": not config.get("norm_topk_prob", False),
+        "moe_shared_expert_intermediate_size": sizes(config)["shared_ffn"],
+        "moe_shared_expert_gate": True,
     }
 
 
+GATE = rules.layer_rule(
+    "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", "one", "hidden", where="moe"
+)
+
 FAMILY = Family(
-    "Qwen3MoeForCausalLM",
-    (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP, *rules.EXPERTS),
+    "Qwen2MoeForCausalLM",
+    (
+        *rules.MODEL,
+        *rules.GROUPED_QUERY_ATTENTION,
+        *rules.DENSE_MLP,
+        *rules.EXPERTS,
+        *rules.shared_experts("mlp.shared_expert"),
+        GATE,
+    ),
     sizes,
-    is_moe_layer,
+    sparse_layers,
     options,
     PLAIN_SETTINGS,
 )
