@@ -47,9 +47,12 @@ def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
         if carried := sorted(carried_tensors(path, hf_config)):
             print(f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ...")
     try:
-        return AutoTokenizer.from_pretrained(path)
-    except OSError as error:
-        raise ValueError(f"model.path={model.path}: no tokenizer there ({error})") from None
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path={model.path}: no tokenizer there that can be opened ({error}); one that is code"
+            " beside the model (auto_map in tokenizer_config.json) is not run: save it as a tokenizer.json"
+        ) from None
 
 
 def without_replay(config: Config) -> Config:

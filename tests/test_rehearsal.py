@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.config import Config
+from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.recipe import leaves, list_recipes, load_recipe
 from mcore_rl.rehearsal import rehearse, tiny_config
-from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.families import family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.layouts.check import check_layout
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
+from tests.tiny_models import MODELS, write_model
 
 LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
 KINDS = (
@@ -74,6 +77,18 @@ def test_same_family_algorithm_and_kinds_of_parallelism(recipe: str, tmp_path: P
         _pattern(n) for n in hf_tensor_shapes(before)
     }
     assert main(["plan", f"recipe={recipe}", "rehearse=true", f"run.dir={tmp_path / 'again'}"]) == 0
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_family_can_be_rehearsed(kind: str, tmp_path: Path) -> None:
+    config = read_hf_config(write_model(kind, tmp_path))
+    tiny = tiny_config(config, 3)
+    refuse_unsupported(tiny)
+    check_layout(tiny, ParallelConfig(tp=2, ep=2 if any(moe_layers(config)) else 1))
+    refuse_unserved(tiny, SGLangSizes(tp=1 if kind == "olmoe" else 2))
+    assert {_pattern(name) for name in hf_tensor_shapes(tiny)} == {
+        _pattern(name) for name in hf_tensor_shapes(config)
+    }
 
 
 def _pattern(name: str) -> str:

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.cost import predict
 from mcore_rl.slices.coverage import contiguous_strides
-from mcore_rl.slices.fp8 import quantise_into
+from mcore_rl.slices.fp8 import is_converted, quantise_into
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Grain
@@ -213,3 +213,17 @@ def test_a_cut_through_blocks_is_refused_by_name() -> None:
 def test_fp8_without_plain_scales_of_blocks_is_refused_by_name(scale_dtype: str | None) -> None:
     with pytest.raises(ValueError, match=r"not a float32 scale for each of its 128 x 128 blocks"):
         plan(WHOLE, WHOLE, scale_dtype)
+
+
+def test_projections_are_quantised_whatever_a_family_calls_them():
+    layer = "model.layers.0."
+    converted = (
+        "self_attn.q_proj",
+        "mlp.experts.3.up_proj",
+        "block_sparse_moe.experts.3.w1",
+        "mlp.shared_expert.down_proj",
+    )
+    kept = ("mlp.gate", "block_sparse_moe.gate", "mlp.shared_expert_gate", "self_attn.q_norm")
+    assert all(is_converted(f"{layer}{name}.weight") for name in converted)
+    assert not any(is_converted(f"{layer}{name}.weight") for name in kept)
+    assert not is_converted(layer + "self_attn.q_proj.bias")

@@ -31,6 +31,18 @@ LATENT = {
 }
 
 
+NORMALISED = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    **BASE,
+    "num_local_experts": 4,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "rotary_dim": 1,
+    "scoring_func": "sigmoid",
+}
+"""Its norms are cut on the engines' side alone, where the embedding is on every stage."""
+
+
 @st.composite
 def moe_models(draw: st.DrawFn) -> dict[str, Any]:
     """config.json of a small Qwen3-MoE that all layouts below divide."""
@@ -48,12 +60,14 @@ def moe_models(draw: st.DrawFn) -> dict[str, Any]:
 def models(draw: st.DrawFn) -> dict[str, Any]:
     """config.json of a small model: grouped queries or latent attention, dense or with experts."""
     sizes = {"vocab_size": draw(st.integers(5, 40)), "num_hidden_layers": draw(st.sampled_from([2, 4]))}
-    kind = draw(st.sampled_from(["experts", "grouped", "latent"]))
+    kind = draw(st.sampled_from(["experts", "grouped", "latent", "normalised"]))
     if kind == "experts":
         return draw(moe_models())
     if kind == "latent":
         return {**LATENT, **sizes, "q_lora_rank": draw(st.sampled_from([None, 3]))}
     heads = {"num_key_value_heads": draw(st.sampled_from([2, 4])), "head_dim": draw(st.sampled_from([1, 2]))}
+    if kind == "normalised":
+        return {**NORMALISED, **sizes, **heads}
     return {**GROUPED, **sizes, **heads, "tie_word_embeddings": draw(st.booleans())}
 
 

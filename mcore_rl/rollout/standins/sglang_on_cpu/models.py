@@ -40,7 +40,7 @@ class _Models(dict[str, type]):
 
 
 def import_models_when_asked() -> None:
-    """SGLang imports all of its 200 model files, a core-second per rank, for one that is not registered."""
+    """SGLang imports all its 200 model files, half a core-second per rank, for one that is not registered."""
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.models = _Models(ModelRegistry.models)
