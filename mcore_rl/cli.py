@@ -3,6 +3,7 @@
 import _thread
 import argparse
 import logging
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
         command.set_defaults(run=_run_recipe, command=name)
     _add_plan(commands)
+    _add_serve(commands)
     _add_report(commands)
     _add_data(commands)
     return parser
@@ -83,6 +85,28 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
     command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     command.set_defaults(run=_plan)
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "a checkpoint behind SGLang's OpenAI-compatible API, until Ctrl-C"
+    command = commands.add_parser("serve", help=text, description=text)
+    command.add_argument("checkpoint", type=Path, help="HuggingFace directory, or a Megatron checkpoint")
+    command.add_argument(
+        "--source-hf", type=Path, help="for a Megatron checkpoint: the directory that its run began from"
+    )
+    for name in ("tp", "ep", "pp"):
+        command.add_argument(f"--{name}", type=int, default=1, help="of SGLang (%(default)s)")
+    command.add_argument("--dtype", default="auto", help="auto: as in config.json (%(default)s)")
+    command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    command.add_argument("--port", type=int, default=30000, help="(%(default)s)")
+    command.add_argument("--log", type=Path, default=Path("serve.log"), help="of SGLang (%(default)s)")
+    command.add_argument(
+        "--ask", default="", metavar="QUESTION", help="ask it once it is up, print the answer"
+    )
+    command.add_argument("--once", action="store_true", help="end after the answer")
+    command.add_argument("--startup-timeout-s", type=float, default=1800.0, help="(%(default)s)")
+    command.set_defaults(run=_serve)
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -130,6 +154,34 @@ def _plan(args: argparse.Namespace) -> None:
 
     if not print_plan(_load_settings(args.settings), as_json=args.json):
         raise RuntimeError("the recipe does not fit its GPUs")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    from checkpoint_tools.options import Effort
+    from checkpoint_tools.to_hf import to_hf
+
+    from mcore_rl.rollout.engine import EngineSpec
+    from mcore_rl.serving import find_model, run_server
+
+    if args.once and not args.ask:
+        raise ValueError("--once ends after the answer to a question: give --ask")
+
+    def merge(checkpoint: Path, source_hf: Path, out: Path) -> object:
+        return to_hf(checkpoint, source_hf, out, None, 4 << 30, Effort(2 << 30, os.cpu_count() or 1))
+
+    spec = EngineSpec(
+        model_path=str(find_model(args.checkpoint, args.source_hf, merge)),
+        log_path=str(args.log),
+        dtype=args.dtype,
+        tp=args.tp,
+        ep=args.ep,
+        pp=args.pp,
+        kv_cache_len=args.kv_cache_len,
+        tokenizer=True,
+        host=args.host,
+        port=args.port,
+    )
+    run_server(spec, args.ask, args.once, args.startup_timeout_s)
 
 
 def _report(args: argparse.Namespace) -> None:

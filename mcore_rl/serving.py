@@ -1,0 +1,79 @@
+"""`mcore-rl serve`: a checkpoint in, SGLang's OpenAI-compatible API in front of it until Ctrl-C."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.slices.hf_config import read_hf_config
+
+Merge = Callable[[Path, Path, Path], object]
+"""(Megatron checkpoint, HuggingFace directory that the run began from, directory to write)."""
+_POLL_S = 0.5
+_ANSWER_TIMEOUT_S = 120.0
+
+
+def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
+    """The HuggingFace directory to serve; made of a Megatron checkpoint if that is what `path` is."""
+    if not (path / ".metadata").is_file():
+        read_hf_config(path)
+        if not (path / "tokenizer_config.json").is_file():
+            raise ValueError(f"{path} has no tokenizer_config.json: chats need the model's tokenizer")
+        return path
+    merged = path.with_name(f"{path.name}_hf")
+    if (merged / "config.json").is_file():
+        return merged
+    if source_hf is None:
+        raise ValueError(
+            f"{path} is a Megatron checkpoint: give --source-hf=<the directory its run began from>, which has"
+            " config.json and tokenizer"
+        )
+    print(merge(path, source_hf, merged))
+    return merged
+
+
+def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: float) -> None:
+    """Until Ctrl-C, or with `once` until the question is answered. RuntimeError as of EngineProcess."""
+    engine = EngineProcess(spec)
+    try:
+        engine.start()
+        engine.wait_healthy(startup_timeout_s)
+        print(f"{engine.url}/v1 serves {spec.model_path}; log {spec.log_path}", flush=True)
+        if question:
+            print(f"{question}\n{ask(engine, question)}", flush=True)
+        while not once:
+            if not engine.is_alive():
+                raise RuntimeError(
+                    f"{engine.name} died with status {engine.exit_status}; last lines:\n{engine.tail()}"
+                )
+            time.sleep(_POLL_S)
+    except TimeoutError as error:
+        raise RuntimeError(str(error)) from error
+    finally:
+        engine.stop()
+
+
+def ask(engine: EngineProcess, question: str) -> str:
+    """The answer to a chat completion, at temperature 0. RuntimeError if there is none."""
+    body = {
+        "model": engine.spec.model_path,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 64,
+    }
+    request = urllib.request.Request(
+        f"{engine.url}/v1/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as response:
+            answer = json.load(response)["choices"][0]["message"]["content"]
+    except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
+        raise RuntimeError(f"{engine.name} answered no chat completion: {error}") from error
+    if not answer:
+        raise RuntimeError(f"{engine.name} answered a chat completion with nothing; log:\n{engine.tail()}")
+    return answer
