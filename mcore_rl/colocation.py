@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-import aiohttp
 from torch import Tensor
 
+from mcore_rl.http import open_session
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.stream.update import GRACE_S
@@ -76,8 +76,7 @@ class EngineMemory:
             self._released -= set(wanted)
 
     async def _on_all(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s + GRACE_S)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
+        async with open_session(self._timeout_s + GRACE_S) as http:
             await asyncio.gather(*(call(EngineControl(http, url)) for url in self._urls))
 
 

@@ -25,7 +25,7 @@ KV_CACHE_LEN = 8192
 
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 128,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
     "num_attention_heads": 4,

@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from mcore_rl.rollout.client import KEEPALIVE_S, EngineAddress
+from mcore_rl.http import open_session
+from mcore_rl.rollout.client import EngineAddress
 from mcore_rl.rollout.served import ServedModel
 
 _log = logging.getLogger(__name__)
@@ -37,8 +38,7 @@ class ServedClient:
         Lost connections, HTTP 429 and 5xx are tried again, also while no engine serves; others are not.
         """
         slots = asyncio.Semaphore(self._model.config.max_concurrency * len(self._model.engines))
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        async with aiohttp.ClientSession(connector=connector, headers=self._model.headers) as session:
+        async with open_session(None, self._model.headers) as session:
             return await asyncio.gather(*(self._one(session, slots, path, body) for body in bodies))
 
     async def _one(

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.http import open_session
 from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
@@ -24,8 +25,6 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.25
 _HOLD_POLL_S = 0.02
 _ABORT_S = 10.0
-KEEPALIVE_S = 2.0
-"""Below the 5 s after which SGLang closes an idle connection, lest a request meets the closing."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,7 @@ class RolloutClient:
         `max_in_flight`: requests at once, all engines together; 0: as many as they take. `on_done`: called
         when a request was answered for good.
         """
-        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        async with open_session(self._config.request_timeout_s) as http:
             yield RolloutSession(self, http, max_in_flight or self.max_in_flight, on_done)
 
     async def one(self, session: "RolloutSession", request: Request, sampling: Sampling) -> Sample:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
+from mcore_rl.http import open_session
 from mcore_rl.rollout.client import EngineError
 
 
@@ -19,8 +20,7 @@ async def score_sequences(
 
     EngineError names the engine and what it answered, if not that.
     """
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with open_session(timeout_s) as http:
         return list(await asyncio.gather(*(score_tokens(http, url, tokens, 0) for tokens in sequences)))
 
 

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from mcore_rl.rollout.client import KEEPALIVE_S, EngineError
+from mcore_rl.http import open_session
+from mcore_rl.rollout.client import EngineError
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
 from mcore_rl.rollout.served import ServedModel
 from mcore_rl.types import Sample
@@ -33,10 +34,7 @@ class Teacher:
 
     async def _score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         slots = asyncio.Semaphore(self._served.config.max_concurrency * len(self._served.engines))
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        timeout = aiohttp.ClientTimeout(total=None)  # _in_time has one for all tries
-        headers = self._served.headers
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as http:
+        async with open_session(None, self._served.headers) as http:  # _in_time has a limit for all tries
             try:
                 async with asyncio.TaskGroup() as tasks:
                     started = [

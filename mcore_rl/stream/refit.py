@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
+from mcore_rl.http import open_session
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.engine_control import EngineControl, EngineError
@@ -162,4 +163,4 @@ class Refitter:
         return engine
 
     def _http(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._timeout_s + GRACE_S))
+        return open_session(self._timeout_s + GRACE_S)
