@@ -159,7 +159,6 @@ def _plan(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
-
     from mcore_rl.rollout.engine import EngineSpec
     from mcore_rl.serving import find_model, run_server
 
@@ -167,7 +166,8 @@ def _serve(args: argparse.Namespace) -> None:
         raise ValueError("--once ends after the answer to a question: give --ask")
 
     def merge(checkpoint: Path, source_hf: Path, out: Path) -> object:
-        return to_hf(checkpoint, source_hf, out, None, 4 << 30, Effort(2 << 30, os.cpu_count() or 1))
+        effort = Effort(2 << 30, min(8, os.cpu_count() or 1))
+        return to_hf(checkpoint, source_hf, out, None, None, 4 << 30, effort)[0]
 
     spec = EngineSpec(
         model_path=str(find_model(args.checkpoint, args.source_hf, merge)),

@@ -6,7 +6,7 @@ from itertools import product
 from math import ceil, log2
 from typing import Any
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import RankMemory, Side
 from mcore_rl.slices.families import family_of
@@ -19,7 +19,7 @@ GIB = 2**30
 RECOMPUTE = ("none", "selective", "full")
 GROWTH = (1, 2, 4, 8)
 """How many times as many GPUs are looked at, one after the other."""
-FARTHEST = 4.0
+FARTHEST = 3.0
 """Doublings, halvings and steps of recompute away from the recipe that are looked at."""
 
 
@@ -101,37 +101,44 @@ def _engine_candidates(config: Config) -> Iterator[Settings]:
 
 
 def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
-    """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them."""
-    group = "parallel" if side == "trainer" else "critic.parallel"
+    """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
+
+    A critic on the trainer's GPUs is given the trainer's layout.
+    """
     now = config.parallel if side == "trainer" else config.critic.parallel
+    groups = ["parallel"] if side == "trainer" else ["critic.parallel"]
+    if side == "trainer" and config.has_critic and config.critic.colocated:
+        groups.append("critic.parallel")
     hf_config = read_hf_config(config.model.path)
     sizes = family_of(hf_config).sizes(hf_config)
     shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
     for growth in GROWTH:
         candidates = []
-        for tp, pp, cp, ep, recompute in product(
-            _powers(config.plan.ranks_per_host),
-            _powers(sizes["layers"]),
-            _powers(8),
-            _powers(sizes["experts"] or 1),
-            RECOMPUTE,
-        ):
-            dp, rest = divmod(now.world_size * growth, tp * pp * cp)
-            if rest or not dp or (tp * cp * dp) % (ep * now.etp):
-                continue
-            changed = (tp / now.tp, pp / now.pp, cp / now.cp, ep / now.ep)
-            distance = sum(abs(log2(ratio)) for ratio in changed)
-            distance += abs(RECOMPUTE.index(recompute) - RECOMPUTE.index(config.train.recompute))
-            layout: dict[str, int | None] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "dp": dp}
-            if pp != now.pp:
-                layout |= _uneven(sizes["layers"], pp)
-            settings: dict[str, Any] = {f"{group}.{name}": value for name, value in layout.items()}
-            settings["train.recompute"] = recompute
-            for offload in {config.cluster.offload, shares}:
-                more = {"cluster.offload": offload}
-                away = distance + (offload != config.cluster.offload)
+        for layout, distance in _layouts(now, now.world_size * growth, sizes, config.plan.ranks_per_host):
+            settings = {f"{group}.{name}": value for group in groups for name, value in layout.items()}
+            for recompute, offload in product(RECOMPUTE, {config.cluster.offload, shares}):
+                steps = RECOMPUTE.index(recompute) - RECOMPUTE.index(config.train.recompute)
+                away = distance + abs(steps) + (offload != config.cluster.offload)
+                more = {"train.recompute": recompute, "cluster.offload": offload}
                 candidates.append((away, _changes(config, settings | more)))
         yield from _by_distance(candidates)
+
+
+def _layouts(
+    now: ParallelConfig, num_ranks: int, sizes: Mapping[str, int], ranks_per_host: int
+) -> Iterator[tuple[dict[str, int | None], float]]:
+    """Options of ParallelConfig for `num_ranks` ranks, and how far they are from `now`."""
+    experts = sizes["experts"] or 1
+    limits = (ranks_per_host, sizes["layers"], 8, experts, 4 if experts > 1 else 1)
+    for tp, pp, cp, ep, etp in product(*map(_powers, limits)):
+        dp, rest = divmod(num_ranks, tp * pp * cp)
+        if rest or not dp or (tp * cp * dp) % (ep * etp):
+            continue
+        ratios = (tp / now.tp, pp / now.pp, cp / now.cp, ep / now.ep, etp / now.etp)
+        layout: dict[str, int | None] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp": dp}
+        if pp != now.pp:
+            layout |= _uneven(sizes["layers"], pp)
+        yield layout, sum(abs(log2(ratio)) for ratio in ratios)
 
 
 def _uneven(num_layers: int, pp: int) -> dict[str, int | None]:

@@ -173,7 +173,8 @@ class MegatronLayout(StagedLayout):
 def _split_axis(rule: Rule) -> int | None:
     """ValueError names a Megatron tensor whose cut is not recorded."""
     module, _, kind = rule.key.rpartition(".")
-    if kind in ("layer_norm_weight", "expert_bias", "gate_weight"):
+    is_value_head = rule.tensors[0].axes[0] == "one"
+    if kind in ("layer_norm_weight", "expert_bias", "gate_weight") or is_value_head:
         return None
     for known, axis in SPLIT_AXIS.items():
         if module == known or module.endswith("." + known):
