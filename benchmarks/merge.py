@@ -20,14 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from checkpoint_tools.memory import proportional_bytes
 from checkpoint_tools.options import show_bytes
 from mcore_rl.rollout.ports import find_free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 4
+EVERY_S = 0.01
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -81,12 +80,11 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         "--workers",
         str(args.workers),
     ]
-    copies, merges, peaks = [], [], []
+    copies, merges = [], []
     for _ in range(args.repeats):
         copies.append(copy(checkpoint, folder / "copy"))
-        seconds, peak = merge(checkpoint, fresh(folder / "merged"), options)
-        merges.append(seconds)
-        peaks.append(peak)
+        merges.append(merge(checkpoint, fresh(folder / "merged"), options))
+    peak = peak_of_merge(checkpoint, fresh(folder / "merged"), options)
     kept = kill_and_rerun(checkpoint, fresh(folder / "killed"), options)
     same = (folder / "merged/checksums.json").read_text() == (folder / "killed/checksums.json").read_text()
     equal = subprocess.run(command("verify", checkpoint, folder / "killed", *options[2:])).returncode == 0
@@ -96,7 +94,7 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         "cp -r, seconds": f"{median(copies):.2f} of {[round(s, 2) for s in copies]}",
         "to-hf, seconds": f"{median(merges):.2f} of {[round(n, 2) for n in merges]}, whole process",
         "throughput to cp": f"{ratio:.0%}",
-        "peak memory of to-hf": f"{show_bytes(max(peaks))}: Pss of {args.workers + 1} processes, every 10 ms",
+        "peak memory of to-hf": f"{show_bytes(peak)}: Pss of {args.workers + 1} processes, every 10 ms",
         "killed in the middle": kept,
         "the rerun's files": f"those of the first merge: {same}; equal to the checkpoint: {equal}",
     }
@@ -107,7 +105,7 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         "cp_s": median(copies),
         "to_hf_s": median(merges),
         "throughput_ratio": round(ratio, 3),
-        "peak_bytes": max(peaks),
+        "peak_bytes": peak,
         "resumed_equal": same and equal,
     }
     print(json.dumps(figures))
@@ -174,24 +172,34 @@ def copy(source: Path, target: Path) -> float:
     return time.monotonic() - begun
 
 
-def merge(checkpoint: Path, out: Path, options: Sequence[str]) -> tuple[float, int]:
-    """Seconds of the whole process, and the peak of its processes' memory."""
+def merge(checkpoint: Path, out: Path, options: Sequence[str]) -> float:
+    """Seconds of the whole process."""
     os.sync()
-    begun, peak = time.monotonic(), 0
-    process = psutil.Popen(command("to-hf", checkpoint, out, *options))
+    begun = time.monotonic()
+    subprocess.run(command("to-hf", checkpoint, out, *options), check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - begun
+
+
+def peak_of_merge(checkpoint: Path, out: Path, options: Sequence[str]) -> int:
+    """Peak memory of the process and its workers together, sampled from outside."""
+    process, peak = (
+        subprocess.Popen(command("to-hf", checkpoint, out, *options), stdout=subprocess.DEVNULL),
+        0,
+    )
     while process.poll() is None:
-        peak = max(peak, sum(map(proportional_bytes, family(process))))
-        time.sleep(0.01)
+        peak = max(peak, sum(map(proportional_bytes, [process.pid, *children(process.pid)])))
+        time.sleep(EVERY_S)
     if process.returncode:
         raise SystemExit(f"to-hf ended with {process.returncode}")
-    return time.monotonic() - begun, peak
+    return peak
 
 
-def family(process: psutil.Popen) -> list[int]:
+def children(process_id: int) -> list[int]:
     try:
-        return [process.pid, *(child.pid for child in process.children(recursive=True))]
-    except psutil.Error:
+        text = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
+    except OSError:
         return []
+    return [int(child) for child in text.split()]
 
 
 def kill_and_rerun(checkpoint: Path, out: Path, options: Sequence[str]) -> str:

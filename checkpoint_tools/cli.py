@@ -8,14 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from checkpoint_tools.files import write_checksums
-from checkpoint_tools.from_hf import from_hf
-from checkpoint_tools.listing import as_json, print_listing
-from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
-from checkpoint_tools.to_fp8 import to_fp8
-from checkpoint_tools.to_hf import to_hf
-from checkpoint_tools.verify import SHOWN, verify
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -158,6 +151,8 @@ def _effort(args: argparse.Namespace) -> Effort:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
+    from checkpoint_tools.to_hf import to_hf
+
     effort = _effort(args)
     for report in to_hf(
         args.checkpoint, args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort
@@ -167,17 +162,24 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 
 def _from_hf(args: argparse.Namespace) -> int:
+    from checkpoint_tools.from_hf import from_hf  # imports torch
+
     effort = _effort(args)
     print(from_hf(args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort))
     return 0
 
 
 def _to_fp8(args: argparse.Namespace) -> int:
+    from checkpoint_tools.to_fp8 import to_fp8
+
     print(to_fp8(args.source_hf, args.out, args.max_file_bytes, _effort(args)))
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    from checkpoint_tools.listing import as_json, print_listing
+    from checkpoint_tools.opening import open_checkpoint
+
     checkpoint = open_checkpoint(args.checkpoint)
     if args.json:
         print(json.dumps(as_json(checkpoint)))
@@ -187,6 +189,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from checkpoint_tools.verify import SHOWN, verify  # imports torch
+
     verdict = verify(args.first, args.second, args.source_hf, args.optimizer, _effort(args))
     if args.json:
         sums = {name: f"{crc32:08x}" for name, crc32 in verdict.crc32.items()}
@@ -208,6 +212,9 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _checksums(args: argparse.Namespace) -> int:
+    from checkpoint_tools.files import write_checksums
+    from checkpoint_tools.opening import open_checkpoint
+
     print(write_checksums(open_checkpoint(args.checkpoint, use_sums=False)))
     return 0
 

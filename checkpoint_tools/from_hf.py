@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from checkpoint_tools.archive import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.hf import open_hf
-from checkpoint_tools.hf_model import model_dtype
+from checkpoint_tools.hf_model import model_dtype, read_config
 from checkpoint_tools.megatron_model import Wanted, extra_state_keys, megatron_assemblies, megatron_tensors
 from checkpoint_tools.optimizer import optimizer_from_hf
 from checkpoint_tools.options import Effort
@@ -32,7 +32,6 @@ from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf_config import read_hf_config
 
 Stored = Mapping[tuple[str, Shape | None], _StorageInfo]
 
@@ -52,7 +51,7 @@ def from_hf(
     ValueError names the file or tensor that is wrong.
     """
     refuse_existing(out)
-    config = read_hf_config(source_hf)
+    config = read_config(source_hf)
     source = open_hf(source_hf)
     left_out = family_of(config).left_out(config)
     chunks = {key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_tools.stored import StoredTensor
-from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
+from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
+from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.fp8 import (
     FP8,
@@ -18,6 +18,20 @@ from mcore_rl.slices.fp8 import (
     scale_name,
     scaled_name,
 )
+from mcore_rl.slices.hf_config import read_hf_config
+
+WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
+"""What a family's functions may raise on settings of a wrong type or size."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model that mcore_rl supports; ValueError names the file and what is wrong with it."""
+    try:
+        config = read_hf_config(folder)
+        hf_tensor_shapes(config)
+    except WRONG_SETTING as error:
+        raise ValueError(f"{folder / 'config.json'}: a setting is damaged: {error!r}") from error
+    return config
 
 
 def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
@@ -35,9 +49,11 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
     is_fp8 = config.get("quantization_config") == QUANTIZATION_CONFIG
     if is_fp8:
         config = {**config, "quantization_config": None}
-    refuse_unsupported(config, path)
-    dtype = model_dtype(config, tensors)
-    shapes, dtypes = expected_tensors(config, dtype, is_fp8)
+    try:
+        refuse_unsupported(config, path)
+        shapes, dtypes = expected_tensors(config, model_dtype(config, tensors), is_fp8)
+    except WRONG_SETTING as error:
+        raise ValueError(f"{path}: a setting is damaged: {error!r}") from error
     _compare(folder, config, tensors, shapes, dtypes)
     return architecture
 
@@ -45,7 +61,9 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
 def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """The dtype that config.json gives, else the one that most tensors have."""
     named = config.get("dtype") or config.get("torch_dtype")
-    return str(named or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0])
+    if named and named not in DTYPE_BYTES:
+        raise ValueError(f"dtype={named!r} in config.json is not among {', '.join(DTYPE_BYTES)}")
+    return named or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
 
 
 def expected_tensors(config: HfConfig, dtype: str, is_fp8: bool) -> tuple[dict[str, Shape], dict[str, str]]:

@@ -13,7 +13,7 @@ from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
-from mcore_rl.slices.hf_files import deal_out
+from mcore_rl.slices.hf_folder import deal_out
 
 Describe = Callable[..., None]
 """(folder, weight_map=tensor -> file, total_bytes=...): writes the small files of a folder."""
@@ -35,7 +35,7 @@ def make_hf(
     Errors: see `produce`.
     """
     sizes = {name: assembly.num_bytes for name, assembly in assemblies.items()}
-    num_files = max(1, -(-sum(sizes.values()) // max_file_bytes))
+    num_files = max(1, min(len(sizes), -(-sum(sizes.values()) // max_file_bytes)))
     bins = deal_out(sizes, num_files)
     files, weight_map, expected = [], {}, {}
     for number, names in enumerate(bins, start=1):

@@ -5,6 +5,17 @@ from typing import Any
 
 from checkpoint_tools.options import show_bytes
 from checkpoint_tools.stored import Checkpoint
+from checkpoint_tools.torch_dist import read_common
+
+
+def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Step and layout of a Megatron checkpoint, where common.pt says them in plain types; of a directory, its
+    architecture.
+    """
+    if checkpoint.kind == "hf":
+        return dict(checkpoint.facts)
+    common = read_common(checkpoint.folder)
+    return {name: common[name] for name in ("step", "layout", "iteration") if name in common}
 
 
 def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -13,7 +24,7 @@ def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
         "folder": str(checkpoint.folder),
         "kind": checkpoint.kind,
         "checksums": checkpoint.sums is not None,
-        **checkpoint.facts,
+        **facts_of(checkpoint),
         "num_tensors": len(checkpoint.tensors),
         "bytes": checkpoint.num_bytes,
         "tensors": {
@@ -41,7 +52,7 @@ def print_listing(checkpoint: Checkpoint) -> None:
     files = {chunk.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks}
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors.values())
     print()
-    for name, value in checkpoint.facts.items():
+    for name, value in facts_of(checkpoint).items():
         print(f"{name}: {value}")
     print(f"kind: {checkpoint.kind}")
     counts = ", ".join(f"{count} of {dtype}" for dtype, count in dtypes.items())

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-EVERY_S = 0.05
+EVERY_S = 0.1
 
 
 class PeakMemory:

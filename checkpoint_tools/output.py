@@ -9,17 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from checkpoint_tools.archive import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.reader import Reader, Record, bands
 from checkpoint_tools.stored import DTYPE_BYTES
 from mcore_rl.slices.checksums import Span, combine
-from mcore_rl.slices.fp8 import BLOCK, num_blocks, quantise_into
+from mcore_rl.slices.fp8 import BLOCK
 
 
 @dataclass(frozen=True)
@@ -139,14 +135,12 @@ class Writer:
         assembly, columns = task.assembly, task.assembly.shape[1]
         size, values_crc32, scales_crc32 = DTYPE_BYTES[assembly.dtype], 0, 0
         scales_at = scales_start
+        from checkpoint_tools.cast import quantise  # imports torch
+
         for band in bands(assembly, self._band_bytes // 4, row=BLOCK * columns):
             view = self._view((band.stop - band.start) * size)
             self._reader.fill(assembly, band, view)
-            weights_NK = torch.frombuffer(view, dtype=getattr(torch, assembly.dtype)).view(-1, columns)
-            values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
-            scales_nk = torch.empty(num_blocks(len(weights_NK)), num_blocks(columns), dtype=torch.float32)
-            quantise_into(weights_NK, values_NK, scales_nk)
-            values, scales = _bytes_of(values_NK), _bytes_of(scales_nk)
+            values, scales = quantise(view, assembly.dtype, columns)
             values_crc32, scales_crc32 = zlib.crc32(values, values_crc32), zlib.crc32(scales, scales_crc32)
             _write_all(descriptor, values, task.start + band.start)
             _write_all(descriptor, scales, scales_at)
@@ -176,11 +170,6 @@ def buffer_bytes(memory_bytes: int) -> int:
             "or take fewer --workers"
         )
     return min(LARGEST_BAND, memory_bytes // 8) // 64 * 64
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(array).cast("B")
 
 
 def _write_all(descriptor: int, data: bytes | memoryview, start: int) -> None:

@@ -8,7 +8,8 @@ import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from checkpoint_tools.archive import Located, locate
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
@@ -92,7 +93,8 @@ class Reader:
     def _scatter(self, piece: Piece, part: tuple[int, int, int], out: memoryview, dtype: str) -> None:
         """As many rows at a time as the scratch memory holds; a longer row in several steps."""
         source, rows, run = part
-        size, target = DTYPE_BYTES[piece.chunk.dtype], torch.frombuffer(out, dtype=getattr(torch, dtype))
+        stored, size, target_size = piece.chunk.dtype, DTYPE_BYTES[piece.chunk.dtype], DTYPE_BYTES[dtype]
+        target = np.frombuffer(out, dtype=f"u{target_size}")
         width = min(run, max(1, len(self._scratch) // size))
         height = max(1, len(self._scratch) // (size * width)) if width == run else 1
         for row in range(0, rows, height):
@@ -101,9 +103,10 @@ class Reader:
                 columns = min(width, run - column)
                 view = memoryview(self._scratch)[: count * columns * size]
                 self._read(piece.chunk, (source + row * run + column) * size, view)
-                values = torch.frombuffer(view, dtype=getattr(torch, piece.chunk.dtype)).view(count, columns)
-                first = row * piece.stride + column
-                target.as_strided((count, columns), (piece.stride, 1), first).copy_(values)
+                values = np.frombuffer(_cast(view, stored, dtype), dtype=target.dtype)
+                places = target[row * piece.stride + column :]
+                strides = (piece.stride * target_size, target_size)
+                as_strided(places, (count, columns), strides)[:] = values.reshape(count, columns)
 
     def _read(self, chunk: Chunk, offset: int, out: memoryview) -> None:
         """Bytes of the chunk's elements from `offset` on."""
@@ -142,3 +145,11 @@ def _append(spans: list[Span], start: int, data: memoryview, first: int) -> None
             spans[i] = Span(spans[i].start, spans[i].num_bytes + len(data), zlib.crc32(data, spans[i].crc32))
             return
     spans.append(Span(start, len(data), zlib.crc32(data)))
+
+
+def _cast(data: memoryview, dtype: str, to: str) -> memoryview:
+    if dtype == to:
+        return data
+    from checkpoint_tools.cast import cast  # imports torch
+
+    return cast(data, dtype, to)

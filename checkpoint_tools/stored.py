@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_rl.slices.checksums import FileSums
+from mcore_rl.slices.dtypes import ITEMSIZE
 from mcore_rl.slices.families.table import Shape
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-    "int8": 1,
-    "bool": 1,
-}
+DTYPES = (
+    "float64",
+    "int64",
+    "float32",
+    "int32",
+    "bfloat16",
+    "float16",
+    "int16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "uint8",
+    "int8",
+    "bool",
+)
 """Torch names of the dtypes that the tools carry."""
+DTYPE_BYTES: Mapping[str, int] = {dtype: ITEMSIZE[dtype] for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Checkpoint:
     """A checkpoint whose structure was checked: files, sizes, and that chunks make up their tensors.
 
     sums    of checksums.json, if the checkpoint came with one
-    facts   step, layout and the like, for people
+    facts   what was compared, for people
     """
 
     kind: Literal["hf", "torch_dist"]

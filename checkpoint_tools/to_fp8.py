@@ -5,14 +5,14 @@ from pathlib import Path
 
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import Report
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG, is_converted
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import write_small_files
+from mcore_rl.slices.hf_folder import write_small_files
 
 KEPT = ("eh_proj",)
 """Modules of multi-token prediction that are not quantised by DeepSeek's convention, whatever their name."""
@@ -25,7 +25,7 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> R
     ValueError names the file or tensor that is wrong; a model that is quantised already is refused.
     """
     refuse_existing(out)
-    config = read_hf_config(source_hf)
+    config = read_config(source_hf)
     checkpoint = open_hf(source_hf)
     left_out = family_of(config).left_out(config)
     assemblies = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, whole
 from checkpoint_tools.hf import open_hf, read_index
-from checkpoint_tools.hf_model import with_dtype
+from checkpoint_tools.hf_model import read_config, with_dtype
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
 from checkpoint_tools.optimizer import optimizer_to_hf
@@ -16,8 +16,7 @@ from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import write_small_files
+from mcore_rl.slices.hf_folder import write_small_files
 
 
 def to_hf(
@@ -38,7 +37,7 @@ def to_hf(
     refuse_existing(out)
     if optimizer is not None:
         refuse_existing(optimizer)
-    config = read_hf_config(source_hf)
+    config = read_config(source_hf)
     source = open_torch_dist(checkpoint)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
     config = config_of(tensors, config)

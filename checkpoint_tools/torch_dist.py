@@ -4,6 +4,8 @@ Only .metadata and the small files are read; no torch.distributed, no Megatron, 
 """
 
 import json
+import re
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +43,7 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
         tensors, items = _read_tensors(folder, metadata.get("state_dict_metadata"), stored)
     except READ_ERRORS as error:
         raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
+    _check_common(folder)
     for tensor in tensors.values():
         check_boxes(tensor.key, tensor.shape, [(c.offset, c.shape) for c in tensor.chunks], path)
     chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
@@ -50,7 +53,7 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
     sums = check_manifest(folder, files) if use_sums else None
     if sums is not None:
         _check_spans(folder, chunks, sums)
-    return Checkpoint("torch_dist", folder, tensors, tuple(items), sums, _facts(folder))
+    return Checkpoint("torch_dist", folder, tensors, tuple(items), sums)
 
 
 def _check_backend(folder: Path) -> None:
@@ -179,30 +182,44 @@ def _check_spans(folder: Path, chunks: Sequence[Chunk], sums: Mapping[str, FileS
             )
 
 
-def _facts(folder: Path) -> dict[str, Any]:
-    """Step and layout, where common.pt says them in plain types."""
-    common = read_common(folder)
-    return {name: common[name] for name in ("step", "layout", "iteration") if name in common}
+def _check_common(folder: Path) -> None:
+    path = folder / COMMON
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except READ_ERRORS as error:
+        raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: {damaged!r} in it does not agree with its checksum")
 
 
 def read_common(folder: Path) -> dict[str, Any]:
     """The unsharded part of the state; {} where it needs classes that are not loaded here. ValueError names
     the file if it is damaged.
     """
-    import torch
+    import torch  # takes longer than all that the other functions do
 
     path = folder / COMMON
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
     try:
         common = torch.load(path, weights_only=True)
-    except READ_ERRORS as error:
+    except (*READ_ERRORS, OSError) as error:
         if "GLOBAL" in str(error):
             return {}
-        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is damaged: {(str(error) or repr(error)).splitlines()[0]}") from error
     return common if isinstance(common, dict) else {}
 
 
 def model_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
-    """The tensors of the model, without those of the optimizer."""
-    return (t for t in checkpoint.tensors.values() if not t.key.startswith(OPTIMIZER))
+    """The tensors of the model, without those of the optimizer and of Transformer Engine's states."""
+    return (
+        tensor
+        for key, tensor in checkpoint.tensors.items()
+        if not is_of_optimizer(key) and "._extra_state" not in key
+    )
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Also of several in a chain, which Megatron-LM numbers."""
+    return re.match(rf"(chained_\d+\.)?{re.escape(OPTIMIZER)}", key) is not None

@@ -9,15 +9,15 @@ from pathlib import Path
 from checkpoint_tools.assembly import Assembly, joined, whole
 from checkpoint_tools.compare import Compared, Comparer, Pair
 from checkpoint_tools.files import check_whole_files
+from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
 from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.options import Effort, work_through
 from checkpoint_tools.stored import Checkpoint
-from checkpoint_tools.torch_dist import OPTIMIZER, model_tensors
+from checkpoint_tools.torch_dist import is_of_optimizer, model_tensors
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import read_hf_config
 
 SHOWN = 10
 
@@ -95,12 +95,12 @@ def _sides(
             {
                 key: joined(key, tensor.dtype, tensor.shape, tensor.chunks)
                 for key, tensor in checkpoint.tensors.items()
-                if with_optimizer or not key.startswith(OPTIMIZER)
+                if with_optimizer or not is_of_optimizer(key)
             }
             for checkpoint in checkpoints
         ]
     hf = next(checkpoint for checkpoint in checkpoints if checkpoint.kind == "hf")
-    config = read_hf_config(source_hf or hf.folder)
+    config = read_config(source_hf or hf.folder)
     return [_in_hf_names(checkpoint, config) for checkpoint in checkpoints]
 
 

@@ -13,9 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import lt
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from mcore_rl.slices.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 def itemsize(dtype: str) -> int:
     """Bytes per element of a torch dtype given by name."""
-    return getattr(torch, dtype).itemsize
+    return ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Shard:
         offset = self.offset + sum(n * stride for n, stride in zip(steps, self.strides, strict=True))
         return Shard(box, self.tensor, offset, self.strides, self.dtype)
 
-    def view(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
         """The shard's elements, shape `box.shape`, as a view of the contiguous tensor that holds them."""
         tensor = tensors[self.tensor]
         assert tensor.is_contiguous(), f"{self.tensor} is not contiguous"

@@ -8,10 +8,6 @@
 DeepSeek-V3 technical report (arXiv:2412.19437), section 3.3; names and layout are those of its checkpoint.
 """
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from mcore_rl.slices.box import Box
 
 BLOCK = 128
@@ -28,8 +24,6 @@ QUANTIZATION_CONFIG = {
 }
 """What the config.json of a model with such weights has under "quantization_config"."""
 
-_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
-_MIN_AMAX = 1e-4
 _SCALE = "_scale_inv"
 
 
@@ -60,19 +54,3 @@ def is_converted(name: str) -> bool:
     module, _, kind = name.rpartition(".")
     projection = module.rpartition(".")[2]
     return kind == "weight" and ("_proj" in projection or projection in ("w1", "w2", "w3"))
-
-
-def quantise_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> None:
-    """Fill float8_e4m3fn `values_NK` and float32 `scales_nk` from `weights_NK`, which begins with a block.
-
-    The scale of a block is max(largest magnitude, 1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN
-    and infinities are not hidden: NaN comes of them. Peak memory: two rows of blocks in float32.
-    """
-    num_columns = weights_NK.shape[1]
-    for first, scales_k in zip(range(0, len(weights_NK), BLOCK), scales_nk, strict=True):
-        band_RK = weights_NK[first : first + BLOCK].to(torch.float32)
-        amax_K = torch.maximum(band_RK.amax(0), -band_RK.amin(0))
-        amax_kB = pad(amax_K, (0, -num_columns % BLOCK)).view(-1, BLOCK)
-        torch.div(amax_kB.amax(1).clamp_(min=_MIN_AMAX), _FP8_MAX, out=scales_k)
-        factors_K = (1.0 / scales_k).repeat_interleave(BLOCK)[:num_columns]
-        values_NK[first : first + BLOCK].copy_(band_RK * factors_K)

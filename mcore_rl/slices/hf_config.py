@@ -18,7 +18,7 @@ def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist: {hf_dir} is not a HuggingFace model directory")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} is not JSON: {error}") from error
     refuse_unsupported(config, path)
     return config

@@ -3,15 +3,11 @@
 Peak memory: one slice while loading; on export one file's tensors (`max_file_bytes`) per rank.
 """
 
-import heapq
-import json
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,9 +20,7 @@ from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf_config import read_hf_config
-
-INDEX = "model.safetensors.index.json"
-TEMPORARY = ".part"
+from mcore_rl.slices.hf_folder import INDEX, TEMPORARY, checkpoint_files, deal_out, write_small_files
 
 
 def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
@@ -54,21 +48,6 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
             f"download the checkpoint again, or correct config.json (files read: {[p.name for p in files]})"
         )
     return where
-
-
-def checkpoint_files(hf_dir: Path) -> list[Path]:
-    """The safetensors files of a model directory; ValueError names one that is missing."""
-    index = hf_dir / INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = sorted(path.name for path in hf_dir.glob("*.safetensors"))
-    if not names:
-        raise ValueError(f"{hf_dir} has no .safetensors files: save the model in that format")
-    for name in names:
-        if not (hf_dir / name).is_file():
-            raise ValueError(f"{hf_dir / name}, named in {INDEX}, does not exist: download it again")
-    return [hf_dir / name for name in names]
 
 
 def _check_tensor(
@@ -149,17 +128,6 @@ def plan_export(
     )
 
 
-def deal_out(sizes: Mapping[str, int], num_files: int) -> list[list[str]]:
-    """Names to files, so that files differ by at most one tensor's bytes."""
-    bins: list[list[str]] = [[] for _ in range(num_files)]
-    loads = [(0, number) for number in range(num_files)]
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        num_bytes, lightest = heapq.heappop(loads)
-        bins[lightest].append(name)
-        heapq.heappush(loads, (num_bytes + sizes[name], lightest))
-    return bins
-
-
 def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
     """A whole HF tensor as a contiguous local tensor of the same name."""
     return Shard(Box(name, (0,) * len(shape), shape), name, 0, contiguous_strides(shape), dtype)
@@ -221,40 +189,3 @@ def commit_export(
     names = [file.filename for file in (*files, *carried)]
     every = {name: (sums or {}).get(name) or sum_safetensors(out_dir / name) for name in names}
     write_manifest(out_dir, every | sum_small_files(out_dir, every))
-
-
-def write_small_files(
-    out_dir: Path,
-    config: HfConfig,
-    weight_map: Mapping[str, str],
-    total_bytes: int,
-    side_files_from: Path | None = None,
-) -> None:
-    """Tokenizer and the like from `side_files_from`, config.json, and last the index."""
-    if side_files_from is not None:
-        _copy_side_files(side_files_from, out_dir)
-    _write_json(out_dir / "config.json", config)
-    write_index(out_dir, weight_map, total_bytes)
-
-
-def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Which file has which tensor."""
-    _write_json(out_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-def _copy_side_files(source: Path, out_dir: Path) -> None:
-    for path in sorted(source.iterdir()):
-        weights = ".safetensors" in path.name or path.suffix in {".bin", ".pt", ".pth"}
-        if (
-            path.is_file()
-            and not weights
-            and path.name != MANIFEST
-            and path.parent.resolve() != out_dir.resolve()
-        ):
-            shutil.copy(path, out_dir / path.name)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + TEMPORARY)
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.rename(path)

@@ -10,8 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.slices.checksums import MANIFEST, read_manifest
-from mcore_rl.slices.fp8 import quantise_into
-from mcore_rl.slices.hf_files import INDEX, open_hf_dir
+from mcore_rl.slices.hf_files import open_hf_dir
+from mcore_rl.slices.hf_folder import INDEX
+from mcore_rl.slices.quantise import quantise_into
 from tests.checkpoint_tools.conftest import LAYOUTS, MTP
 
 

@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import (
-    INDEX,
     commit_export,
     empty_tensors,
     export_targets,
@@ -20,6 +19,7 @@ from mcore_rl.slices.hf_files import (
     plan_export,
     write_export_file,
 )
+from mcore_rl.slices.hf_folder import INDEX
 from mcore_rl.slices.plan import make_plan
 from mcore_rl.slices.reshard import reshard
 from mcore_rl.slices.training import training_shards

@@ -1,0 +1,32 @@
+"""Elements in other dtypes, by torch: what plain copies do without, and so start sooner."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_rl.slices.fp8 import num_blocks
+from mcore_rl.slices.quantise import quantise_into
+
+
+def cast(data: memoryview, dtype: str, to: str) -> memoryview:
+    """Elements of `dtype` as elements of `to`, rounded to nearest even. Peak memory: the result."""
+    return _bytes_of(_view(data, dtype).to(getattr(torch, to)))
+
+
+def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
+    """(8-bit values, float32 scales) of whole rows of blocks; see mcore_rl/slices/quantise.py."""
+    weights_NK = _view(data, dtype).view(-1, num_columns)
+    values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
+    scales_nk = torch.empty(num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32)
+    quantise_into(weights_NK, values_NK, scales_nk)
+    return _bytes_of(values_NK), _bytes_of(scales_nk)
+
+
+def _view(data: memoryview, dtype: str) -> Tensor:
+    return torch.frombuffer(data, dtype=getattr(torch, dtype))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(array).cast("B")

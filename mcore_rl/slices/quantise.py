@@ -1,0 +1,26 @@
+"""A matrix in, its 8-bit values and its blocks' scales out; see fp8.py for the format."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mcore_rl.slices.fp8 import BLOCK
+
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_MIN_AMAX = 1e-4
+
+
+def quantise_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> None:
+    """Fill float8_e4m3fn `values_NK` and float32 `scales_nk` from `weights_NK`, which begins with a block.
+
+    The scale of a block is max(largest magnitude, 1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN
+    and infinities are not hidden: NaN comes of them. Peak memory: two rows of blocks in float32.
+    """
+    num_columns = weights_NK.shape[1]
+    for first, scales_k in zip(range(0, len(weights_NK), BLOCK), scales_nk, strict=True):
+        band_RK = weights_NK[first : first + BLOCK].to(torch.float32)
+        amax_K = torch.maximum(band_RK.amax(0), -band_RK.amin(0))
+        amax_kB = pad(amax_K, (0, -num_columns % BLOCK)).view(-1, BLOCK)
+        torch.div(amax_kB.amax(1).clamp_(min=_MIN_AMAX), _FP8_MAX, out=scales_k)
+        factors_K = (1.0 / scales_k).repeat_interleave(BLOCK)[:num_columns]
+        values_NK[first : first + BLOCK].copy_(band_RK * factors_K)

@@ -1,0 +1,9 @@
+"""The table of dtypes says what torch says."""
+
+import torch
+
+from mcore_rl.slices.dtypes import ITEMSIZE
+
+
+def test_sizes_are_those_of_torch() -> None:
+    assert {name: getattr(torch, name).itemsize for name in ITEMSIZE} == ITEMSIZE
