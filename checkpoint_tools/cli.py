@@ -36,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_to_hf(commands)
     _add_from_hf(commands)
     _add_to_fp8(commands)
+    _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
     command = commands.add_parser("checksums", help="write checksums.json of the files as they are now")
@@ -91,6 +92,20 @@ def _add_to_fp8(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     _add_file_bytes(command)
     _add_effort(command)
     command.set_defaults(run=_to_fp8)
+
+
+def _add_upcycle(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    command = commands.add_parser(
+        "upcycle", help="make a dense HuggingFace model a mixture of experts that computes the same at first"
+    )
+    command.add_argument("source_hf", type=Path)
+    command.add_argument("out", type=Path)
+    command.add_argument("--experts", type=int, default=8, help="in every layer (%(default)s)")
+    command.add_argument("--top-k", type=int, default=2, help="of them for each token (%(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of the routers' weights (%(default)s)")
+    _add_file_bytes(command)
+    _add_effort(command)
+    command.set_defaults(run=_upcycle)
 
 
 def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -173,6 +188,14 @@ def _to_fp8(args: argparse.Namespace) -> int:
     from checkpoint_tools.to_fp8 import to_fp8
 
     print(to_fp8(args.source_hf, args.out, args.max_file_bytes, _effort(args)))
+    return 0
+
+
+def _upcycle(args: argparse.Namespace) -> int:
+    from checkpoint_tools.upcycle import upcycle
+
+    numbers = args.experts, args.top_k, args.seed
+    print(upcycle(args.source_hf, args.out, *numbers, args.max_file_bytes, _effort(args)))
     return 0
 
 

@@ -107,6 +107,13 @@ class Family:
         return bool(pattern and re.fullmatch(pattern, name))
 
     def _tensors(self, config: HfConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, HfTensor]]:
+        for _, tensor, layer, expert in self.places(config, sizes):
+            yield tensor.name.format(layer=layer, expert=expert), tensor
+
+    def places(
+        self, config: HfConfig, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[Rule, HfTensor, int | None, int | None]]:
+        """Every tensor of the model: its rule, its place in it, and the numbers of layer and expert."""
         left_out = self.left_out(config)
         for rule in self.rules:
             present = [
@@ -116,7 +123,7 @@ class Family:
             ]
             for layer, expert in self._places(rule, config, sizes) if present else ():
                 for tensor in present:
-                    yield tensor.name.format(layer=layer, expert=expert), tensor
+                    yield rule, tensor, layer, expert
 
     def _places(
         self, rule: Rule, config: HfConfig, sizes: Mapping[str, int]

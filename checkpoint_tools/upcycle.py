@@ -1,0 +1,120 @@
+"""A dense HuggingFace model in, a mixture of experts that computes the same out: each expert is its MLP.
+
+Komatsuzaki et al. 2022, "Sparse Upcycling" (arXiv:2212.05055), section 3. In the families made here the
+weights of a token's experts add up to 1, so equal experts give what the dense MLP gave, whatever the router,
+which begins at random, says.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_tools.assembly import whole
+from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_output import make_hf
+from checkpoint_tools.options import Effort
+from checkpoint_tools.produce import Report
+from checkpoint_tools.safetensors_file import read_header
+from checkpoint_tools.staging import refuse_existing
+from checkpoint_tools.stored import Checkpoint, Chunk
+from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
+from mcore_rl.slices.families.table import Family, HfConfig
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_files import write_small_files
+
+EXPERTS_OF = {"LlamaForCausalLM": "MixtralForCausalLM", "Qwen3ForCausalLM": "Qwen3MoeForCausalLM"}
+"""Dense architecture -> the one with experts that differs from it in the MLP alone."""
+LAYER = "decoder.layers."
+DENSE_KEY = {
+    LAYER + "pre_mlp_layernorm.weight": LAYER + "mlp.linear_fc1.layer_norm_weight",
+    LAYER + "mlp.experts.experts.linear_fc1.weight": LAYER + "mlp.linear_fc1.weight",
+    LAYER + "mlp.experts.experts.linear_fc2.weight": LAYER + "mlp.linear_fc2.weight",
+}
+"""Megatron's names in a layer with experts -> in a dense one."""
+ROUTER = LAYER + "mlp.router.weight"
+
+
+def upcycle(
+    source_hf: Path, out: Path, experts: int, top_k: int, seed: int, max_file_bytes: int, effort: Effort
+) -> Report:
+    """Write the model of `source_hf` with `experts` experts in every layer, `top_k` of them for each token.
+
+    The output layer gets weights of its own. ValueError names what is wrong with the model or the numbers.
+    """
+    refuse_existing(out)
+    if not 1 <= top_k <= experts or experts < 2:
+        raise ValueError(f"--experts={experts} --top-k={top_k}: needs two experts or more, top-k of them")
+    config = read_hf_config(source_hf)
+    dense = family_of(config)
+    if dense.architecture not in EXPERTS_OF:
+        raise ValueError(
+            f"{source_hf}: {dense.architecture} has no counterpart with experts here, only"
+            f" {' and '.join(EXPERTS_OF)} have one"
+        )
+    settings = sparse_config(config, experts, top_k)
+    refuse_unsupported(settings, f"the config.json to be of {out}")
+    source = open_hf(source_hf)
+    routers = _make_routers(out.with_name(out.name + ".routers.safetensors"), settings, source, seed)
+    sparse = FAMILIES[EXPERTS_OF[dense.architecture]]
+    assemblies = {
+        name: replace(whole(chunk), name=name)
+        for name, chunk in _chunks(dense, sparse, settings, source, routers)
+    }
+    describe = partial(write_small_files, config=settings, side_files_from=source_hf)
+    report = make_hf(out, [source, routers], assemblies, frozenset(), describe, max_file_bytes, effort)
+    (routers.folder / f"{out.name}.routers.safetensors").unlink()
+    return report
+
+
+def sparse_config(config: HfConfig, experts: int, top_k: int) -> dict[str, Any]:
+    """config.json of the model with experts."""
+    settings = {**config, "num_experts_per_tok": top_k, "tie_word_embeddings": False}
+    settings["architectures"] = [EXPERTS_OF[config["architectures"][0]]]
+    if settings["architectures"] == ["MixtralForCausalLM"]:
+        return settings | {"model_type": "mixtral", "num_local_experts": experts, "sliding_window": None}
+    return settings | {
+        "model_type": "qwen3_moe",
+        "num_experts": experts,
+        "moe_intermediate_size": config["intermediate_size"],
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _chunks(
+    dense: Family, sparse: Family, settings: HfConfig, source: Checkpoint, routers: Checkpoint
+) -> Iterator[tuple[str, Chunk]]:
+    """Name of each tensor of the new model, and where its elements lie."""
+    for rule, tensor, layer, expert in sparse.places(settings, sparse.sizes(settings)):
+        name = tensor.name.format(layer=layer, expert=expert)
+        if rule.key == ROUTER:
+            yield name, routers.tensors[name].chunks[0]
+            continue
+        of_dense, _ = dense.find(DENSE_KEY.get(rule.key, rule.key))
+        origin = of_dense.tensors[rule.tensors.index(tensor)].name.format(layer=layer)
+        if origin not in source.tensors:
+            origin = dense.tied[origin]
+        yield name, source.tensors[origin].chunks[0]
+
+
+def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int) -> Checkpoint:
+    """Small random weights in the model's dtype, in a file beside the output until that is whole."""
+    sparse = family_of(settings)
+    rule, _ = sparse.find(ROUTER)
+    sizes = sparse.sizes(settings)
+    dtype = getattr(torch, source.tensors["model.embed_tokens.weight"].dtype)
+    if not path.exists():
+        generator = torch.Generator().manual_seed(seed)
+        shape, scale = (sizes["experts"], sizes["hidden"]), settings.get("initializer_range", 0.02)
+        names = [rule.tensors[0].name.format(layer=layer) for layer in range(sizes["layers"])]
+        weights = {name: (torch.randn(shape, generator=generator) * scale).to(dtype) for name in names}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(weights, path)
+    tensors: Mapping[str, Any] = read_header(path)
+    return Checkpoint("hf", path.parent, tensors, (), None)

@@ -1,0 +1,57 @@
+"""A dense model made sparse computes what it did, tensor by tensor made of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from checkpoint_tools.cli import main
+from checkpoint_tools.opening import open_checkpoint
+from mcore_rl.slices.families import hf_tensor_shapes
+from mcore_rl.slices.hf_config import read_hf_config
+from tests.tiny_models import VOCAB, write_model
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
+    ],
+)
+def test_outputs_are_equal_at_the_start(
+    kind: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = write_model(kind, tmp_path / "dense", **changes)
+    out = tmp_path / "sparse"
+    assert main(["upcycle", str(dense), str(out), "--experts", "4", "--workers", "1"]) == 0, (
+        capsys.readouterr()
+    )
+    config = read_hf_config(out)
+    tensors = open_checkpoint(out).tensors
+    assert {name: tensor.shape for name, tensor in tensors.items()} == hf_tensor_shapes(config)
+    assert (logits_of(out) - logits_of(dense)).abs().max() < 1e-5
+    routers = [tensor for name, tensor in tensors.items() if name.endswith("gate.weight")]
+    assert len(routers) == 4 and all(router.shape == (4, 64) for router in routers)
+    assert not list(tmp_path.glob("*routers*"))
+
+
+def test_what_cannot_be_upcycled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qwen2, llama3 = write_model("qwen2", tmp_path / "qwen2"), write_model("llama", tmp_path / "llama3")
+    for source, options, message in (
+        (qwen2, [], "Qwen2ForCausalLM has no counterpart with experts here"),
+        (llama3, [], "rope_type='llama3' in the config.json to be of"),
+        (llama3, ["--experts", "2", "--top-k", "3"], "--experts=2 --top-k=3: needs two experts or more"),
+        (tmp_path, [], "config.json does not exist"),
+    ):
+        assert main(["upcycle", str(source), str(tmp_path / "out"), *options]) == 2
+        assert message in capsys.readouterr().err

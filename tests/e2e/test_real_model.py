@@ -1,0 +1,115 @@
+"""A published model: loaded, compared with transformers, served, made sparse, trained a step, merged."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_tools.cli import main as ckpt
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.rollout.ports import find_free_port
+from mcore_rl.types import TrainBatch
+from tests.distributed import run_ranks
+from tests.e2e.runs import Run
+from tests.policy import ROOT
+from tests.real_model import write_smollm2
+from tests.train.tiny import make_actor
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+TEXT = "The capital of France is Paris. Seven plus five is twelve, and seven times five is thirty-five."
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_smollm2(tmp_path_factory.mktemp("smollm2"))
+
+
+@pytest.fixture(scope="session")
+def sparse(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with four experts in each layer, two of them for each token."""
+    out = tmp_path_factory.mktemp("sparse") / "model"
+    assert ckpt(["upcycle", str(smollm2), str(out), "--experts", "4", "--top-k", "2"]) == 0
+    return out
+
+
+def logprobs_of(rank: int, world_size: int, port: int, path: str, layout: dict[str, int], ids: list[int]):
+    actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout))
+    mask_T = torch.ones(len(ids), dtype=torch.bool)
+    mask_T[0] = False
+    scores = actor.compute_logprobs([TrainBatch(torch.tensor(ids), mask_T, (len(ids),))])
+    return scores and scores[0].logprobs_T
+
+
+def transformers_logprobs(path: Path, ids: list[int]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def test_logprobs_are_those_of_transformers_dense_and_sparse(smollm2: Path, sparse: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(smollm2)(TEXT)["input_ids"]
+    expected = transformers_logprobs(smollm2, ids)
+    assert expected.mean() > -4, "the model does not know its language"
+    for path, layout in ((smollm2, {}), (smollm2, {"tp": 3}), (sparse, {"ep": 2})):
+        world_size = ParallelConfig(**layout).world_size
+        answers = run_ranks(logprobs_of, world_size, str(path), layout, ids, timeout_s=150)
+        (logprobs,) = [answer for answer in answers if answer is not None][:1]
+        assert (logprobs[1:] - expected).abs().max() < 1e-3
+        assert (logprobs[1:] - expected).abs().mean() < 1e-4
+
+
+def test_it_answers_a_chat(smollm2: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mcore_rl.cli",
+        "serve",
+        str(smollm2),
+        "--once",
+        "--kv-cache-len",
+        "4096",
+    ]
+    command += ["--kv-cache-len", "4096", "--port", str(find_free_port("127.0.0.1"))]
+    command += ["--log", str(tmp_path / "serve.log")]
+    command += ["--ask", "What is the capital of France?"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "Paris" in run.stdout.splitlines()[-1]
+
+
+def test_a_step_of_grpo_and_a_merge(start: Callable[..., Run], sparse: Path, tmp_path: Path) -> None:
+    run = start(
+        "train",
+        f"model.path={sparse}",
+        "run.steps=1",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=4",
+        "rollout.max_response_len=24",
+        "rollout.kv_cache_len=4096",
+        "data.max_prompt_len=128",
+        "train.max_tokens_per_microbatch=512",
+        "eval.data=[]",
+        "run.call_timeout_s=150",
+        "checkpoint.every_steps=1",
+    )
+    assert run.finish(600) == 0, run.tail()
+    run.assert_nothing_left()
+    (step,) = [row for row in run.metrics() if "rollout/samples" in row]
+    assert step["logprob_diff/mean"] < 1e-4
+    assert step["refit/canary_diff"] < 1e-4
+    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert any(sample["response"].strip() for sample in samples)
+    merged = tmp_path / "merged"
+    checkpoint = run.run_dir / "checkpoints" / "step_000001"
+    assert ckpt(["to-hf", str(checkpoint), str(merged), "--source-hf", str(sparse)]) == 0
+    assert ckpt(["verify", str(merged), str(run.run_dir / "hf")]) == 0
+    assert ckpt(["verify", str(merged), str(sparse)]) == 1, "nothing was trained"

