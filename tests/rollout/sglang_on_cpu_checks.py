@@ -6,6 +6,7 @@ one JSON object, name of the check -> traceback, empty where it passed.
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
+import contextlib
 import inspect
 import json
 import sys
@@ -204,6 +205,50 @@ def check_sleep_while_paused():
         assert "sleep" not in inspect.getsource(loop)
     sleep_while_paused()
     assert Scheduler._record_scheduler_state_for_paused_engine is not before
+
+
+def check_wait_for_requests():
+    import threading
+    import time
+
+    import zmq
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang_on_cpu.data_parallel import wait_for_requests
+
+    context, dealt = zmq.Context(), []
+    inbox, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.bind("inproc://requests")
+    sender.connect("inproc://requests")
+
+    class Stopped(Exception):
+        pass
+
+    def deal_out(request):
+        dealt.append((request, time.monotonic()))
+        if request == "stop":
+            raise Stopped
+
+    def loop():
+        fed = SimpleNamespace(feed=lambda: None)
+        this = SimpleNamespace(soft_watchdog=fed, recv_from_tokenizer=inbox, _request_dispatcher=deal_out)
+        with contextlib.suppress(Stopped):
+            DataParallelController.event_loop(this)
+
+    def cpu_share(seconds):
+        thread = threading.Thread(target=loop)
+        thread.start()
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        time.sleep(seconds)
+        share = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
+        sent_s = time.monotonic()
+        sender.send_pyobj("stop")
+        thread.join()
+        assert dealt[-1][1] - sent_s < 0.5
+        return share
+
+    spinning = cpu_share(0.5)
+    wait_for_requests()
+    assert cpu_share(0.5) < 0.1 * spinning
 
 
 def check_fork_workers():

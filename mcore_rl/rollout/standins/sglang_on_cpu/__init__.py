@@ -6,7 +6,7 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 from collections.abc import Callable
 
 from sglang_on_cpu.attention import absorb_latents, batch_attention, rotate_without_yarn
-from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl
+from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
 from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
 from sglang_on_cpu.kernels import gate_shared_expert
 from sglang_on_cpu.models import import_models_when_asked
@@ -30,6 +30,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     gate_shared_expert,
     pad_batches,
     reduce_without_nccl,
+    wait_for_requests,
     run_local_experts,
     keep_routed_experts_in_plain_memory,
     allow_seeded_sampling,

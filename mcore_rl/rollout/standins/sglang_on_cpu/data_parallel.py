@@ -1,5 +1,10 @@
 """What data-parallel attention (--enable-dp-attention) needs on CPU."""
 
+from typing import Any
+
+LONGEST_WAIT_MS = 1000
+"""Its watchdog has to hear of the process now and then."""
+
 
 def pad_batches() -> None:
     """Say which length the requests have that fill a batch up.
@@ -9,6 +14,22 @@ def pad_batches() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
+
+
+def wait_for_requests() -> None:
+    """Let the process that deals requests out wait for one.
+
+    SGLang's asks its socket without end, which takes a whole core from the ranks.
+    """
+    from sglang.srt.managers import data_parallel_controller as module
+
+    receive = module.sock_recv
+
+    def wait_and_receive(socket: Any, flags: int = 0) -> object:
+        socket.poll(LONGEST_WAIT_MS)
+        return receive(socket, flags=flags)
+
+    module.sock_recv = wait_and_receive
 
 
 def reduce_without_nccl() -> None:
