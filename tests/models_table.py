@@ -73,9 +73,8 @@ def write(path: Path) -> None:
 def read_rows(table: str) -> dict[str, list[str]]:
     """Kind -> cells; the kinds are those of the models named."""
     kinds = {models: kind for kind, (_, models) in MODELS.items()}
-    cells = (
-        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.strip().splitlines()[2:]
-    )
+    lines = table.strip().splitlines()[2:]
+    cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
     return {kinds[row[1]]: row for row in cells if row[1] in kinds}
 
 
