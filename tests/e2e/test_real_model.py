@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from checkpoint_tools.cli import main as ckpt
-from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.config import ParallelConfig
 from mcore_rl.rollout.ports import find_free_port
-from mcore_rl.types import TrainBatch
 from tests.distributed import run_ranks
 from tests.e2e.runs import Run
 from tests.policy import ROOT
-from tests.real_model import write_smollm2
-from tests.train.tiny import make_actor
+from tests.real_model import logprobs_of, write_smollm2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TEXT = "The capital of France is Paris. Seven plus five is twelve, and seven times five is thirty-five."
@@ -34,14 +32,6 @@ def sparse(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sparse") / "model"
     assert ckpt(["upcycle", str(smollm2), str(out), "--experts", "4", "--top-k", "2"]) == 0
     return out
-
-
-def logprobs_of(rank: int, world_size: int, port: int, path: str, layout: dict[str, int], ids: list[int]):
-    actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout))
-    mask_T = torch.ones(len(ids), dtype=torch.bool)
-    mask_T[0] = False
-    scores = actor.compute_logprobs([TrainBatch(torch.tensor(ids), mask_T, (len(ids),))])
-    return scores and scores[0].logprobs_T
 
 
 def transformers_logprobs(path: Path, ids: list[int]) -> torch.Tensor:
