@@ -4,7 +4,7 @@ A cell that the run did not measure stays as it is; a test measures when all els
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,11 @@ def write(path: Path) -> None:
         for column in (MEGATRON, SGLANG, RUN):
             if found := _measured.get((kind, column)):
                 row[column] = f"{', '.join(found)}: {max(found.values()):.0e}"
-    lines = [_line(HEAD), _line(["---"] * len(HEAD)), *(_line(rows[kind]) for kind in MODELS)]
+    lines = [
+        _line(HEAD),
+        _line(["---"] * len(HEAD)),
+        *(_line(cell or "-" for cell in rows[kind]) for kind in MODELS),
+    ]
     path.write_text("\n".join([before + BEGIN, *lines, END + after]))
 
 
@@ -74,9 +78,9 @@ def read_rows(table: str) -> dict[str, list[str]]:
     """Kind -> cells; the kinds are those of the models named."""
     kinds = {models: kind for kind, (_, models) in MODELS.items()}
     lines = table.strip().splitlines()[2:]
-    cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    cells = ([cell.strip(" -") for cell in line.split("|")[1:-1]] for line in lines)
     return {kinds[row[1]]: row for row in cells if row[1] in kinds}
 
 
-def _line(cells: object) -> str:
-    return f"| {' | '.join(cells)} |"  # type: ignore[arg-type]
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
