@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import models_table
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.e2e
@@ -44,6 +45,8 @@ def test_train_eval_export_and_report(start: Start) -> None:
     )
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=3)
+    differences = [line["logprob_diff/token_max"] for line in steps_of(run)]
+    models_table.record("qwen3_moe", models_table.RUN, {}, max(differences))
     run.assert_nothing_left()
     assert "kl/ref" in steps_of(run)[-1]
     evaluations = [line for line in run.metrics() if "eval/greedy_accuracy" in line]
