@@ -1,16 +1,20 @@
 """Checkpoints that megatron-core itself wrote, of every family, made by one launch of two processes."""
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.cli import main
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.train.actor import Actor
 from mcore_rl.train.critic import Critic
+from mcore_rl.types import StepStats
 from tests.distributed import run_ranks
 from tests.tiny_models import write_model
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss
@@ -40,23 +44,45 @@ def write_source(kind: str, folder: Path) -> Path:
     return folder
 
 
-def save_all(rank: int, world_size: int, port: int, root: Path) -> None:
+def go_on_twice(rank: int, actor: Actor, root: Path) -> list[Any]:
+    """Statistics of two steps: straight on, and from a checkpoint that went through HuggingFace's names."""
+    straight = [step(actor), step(actor)]
+    source, names, out = root / "qwen3_moe/hf", root / "in_hf_names", root / "resumed"
+    if rank == 0:
+        state = ["--optimizer", str(root / "adam"), "--workers=1"]
+        saved = str(root / "qwen3_moe/step")
+        assert main(["to-hf", saved, str(names), "--source-hf", str(source), *state]) == 0
+        assert main(["from-hf", str(names), str(out), *state]) == 0
+    dist.barrier()
+    assert actor.load(out) == {"prompts": {"position": 7}}
+    return [straight, [step(actor), step(actor)]]
+
+
+def step(actor: Actor) -> StepStats | None:
+    return actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+
+
+def save_all(rank: int, world_size: int, port: int, root: Path) -> list[Any]:
     """Each family: a random model, its weights from `megatron`, saved to `step`; one of them also trained."""
+    resumed: list[Any] = []
     for kind, layout in LAYOUTS.items():
         model = ModelConfig(path=str(root / kind / "hf"), init="random")
         actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
         actor.load(root / kind / "megatron")
         if kind == "qwen3_moe":
-            actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+            step(actor)
             actor.export_hf(root / "exported")
         actor.save(root / kind / "step", {"prompts": {"position": 7}})
         actor.finish_save()
+        if kind == "qwen3_moe":
+            resumed = go_on_twice(rank, actor, root)
     train, optimizer = TrainConfig(), OptimizerConfig(lr=1e-3)
     parallel = ParallelConfig(**LAYOUTS["deepseek_v2"])
-    critic = Critic(ModelConfig(path=str(root / "deepseek_v2/hf")), parallel, train, optimizer, 6, seed=0)
+    critic = Critic(ModelConfig(path=str(root / "qwen3_moe/hf")), parallel, train, optimizer, 6, seed=0)
     critic.save(root / "critic" / "step", {})
     critic.finish_save()
     critic.export_hf(root / "critic" / "exported")
+    return resumed
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +92,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in LAYOUTS:
         write_source(kind, root / kind / "hf")
         assert main(["from-hf", str(root / kind / "hf"), str(root / kind / "megatron"), "--workers=1"]) == 0
-    run_ranks(save_all, 2, root, timeout_s=200)
+    resumed = run_ranks(save_all, 2, root, timeout_s=200)
+    (root / "resumed.pickle").write_bytes(pickle.dumps(resumed))
     return root
 
 

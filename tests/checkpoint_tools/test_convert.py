@@ -1,6 +1,7 @@
 """Megatron's own checkpoints to HuggingFace and back: nothing is lost, in any family and layout."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from checkpoint_tools.cli import main
 from mcore_rl.slices.checksums import MANIFEST, read_manifest
 from mcore_rl.slices.hf_files import open_hf_dir
 from mcore_rl.slices.hf_folder import INDEX
 from mcore_rl.slices.quantise import quantise_into
-from tests.checkpoint_tools.conftest import LAYOUTS, MTP
+from tests.checkpoint_tools.conftest import LAYOUTS, MTP, write_source
+from tests.policy import read
+from tests.test_policy_docs import commands
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -65,11 +69,11 @@ def test_a_trained_model_is_merged_as_the_trainer_exports_it(
 
 @pytest.mark.gloo
 def test_a_critic_is_merged_with_its_value_head(saved: Path, tmp_path: Path, command: Any) -> None:
-    source = saved / "deepseek_v2/hf"
+    source = saved / "qwen3_moe/hf"
     assert command("to-hf", saved / "critic/step", tmp_path / "out", "--source-hf", source) == 0
     assert_equal(tmp_path / "out", saved / "critic/exported")
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["architectures"] == ["DeepseekV2ForSequenceClassification"]
+    assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
     assert "score.weight" in json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"]
 
 
@@ -87,6 +91,16 @@ def test_what_megatron_does_not_train_is_carried_unchanged(saved: Path, tmp_path
     cast = {name: t.to(torch.bfloat16) for name, t in before.items() if not name.endswith("_bias")}
     assert all(torch.equal(after[name], tensor) for name, tensor in cast.items())
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.gloo
+def test_training_goes_on_from_a_checkpoint_that_went_through_hf_names(saved: Path, command: Any) -> None:
+    for straight, resumed in pickle.loads((saved / "resumed.pickle").read_bytes()):
+        assert straight == resumed
+    names = {name.partition(".")[0] for name in read_all(saved / "adam")}
+    assert names == {"param", "exp_avg", "exp_avg_sq"}
+    assert command("verify", saved / "resumed", saved / "qwen3_moe/step", "--optimizer") == 0
+    assert command("verify", saved / "adam") == 0
 
 
 @pytest.mark.gloo
@@ -114,8 +128,6 @@ def test_inspect_tells_step_layout_and_shapes(saved: Path, command: Any, capsys:
 
 
 def test_eight_bit_values_and_scales_are_those_of_the_trainer(tmp_path: Path, command: Any) -> None:
-    from tests.checkpoint_tools.conftest import write_source
-
     source, out = write_source("deepseek_v3", tmp_path / "hf"), tmp_path / "out"
     assert command("to-fp8", source, out, "--memory-budget", "4MiB") == 0
     before, after = read_all(source), read_all(out)
@@ -136,8 +148,6 @@ def test_eight_bit_values_and_scales_are_those_of_the_trainer(tmp_path: Path, co
 
 
 def test_changed_on_purpose_then_summed_anew(tmp_path: Path, command: Any, capsys: Any) -> None:
-    from tests.checkpoint_tools.conftest import write_source
-
     folder = write_source("qwen2", tmp_path / "hf")
     assert command("verify", folder) == 0
     assert "came without checksums" in capsys.readouterr().out
@@ -149,6 +159,24 @@ def test_changed_on_purpose_then_summed_anew(tmp_path: Path, command: Any, capsy
     assert command("verify", folder) == 0
 
 
+@pytest.mark.gloo
+def test_the_documented_commands_run(saved: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """In their order, each with what the ones before made."""
+    monkeypatch.chdir(tmp_path)
+    places = {
+        "runs/tiny_moe_grpo/checkpoints/step_000050": "qwen3_moe/step",
+        "runs/tiny_moe_ppo/checkpoints/critic_000050": "critic/step",
+        "runs/warm_start/hf": "qwen3_moe/hf",
+    }
+    for place, source in places.items():
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        Path(place).symlink_to(saved / source)
+    words = [found for found in commands(read(Path("docs/checkpoints.md"))) if found[0] == "mcore-rl-ckpt"]
+    assert {line[1] for line in words} == {"to-hf", "from-hf", "to-fp8", "inspect", "verify", "checksums"}
+    for line in words:
+        assert main(line[1:]) == 0, line
+
+
 def test_a_result_is_never_written_over(tmp_path: Path, command: Any, capsys: Any) -> None:
     (tmp_path / "out").mkdir()
     assert command("from-hf", tmp_path, tmp_path / "out") == 2
@@ -157,8 +185,6 @@ def test_a_result_is_never_written_over(tmp_path: Path, command: Any, capsys: An
 
 def test_tensors_of_mixed_precision_come_out_in_one(tmp_path: Path, command: Any) -> None:
     """Norms in float32 in a model of bfloat16, as some publish them."""
-    from tests.checkpoint_tools.conftest import write_source
-
     source = write_source("qwen2", tmp_path / "hf")
     weights = load_file(source / "model.safetensors")
     mixed = {name: t if "norm" in name else t.to(torch.bfloat16) for name, t in weights.items()}
