@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import as_strided
 from checkpoint_tools.archive import Located, locate
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
-from mcore_rl.slices.checksums import Span
+from mcore_rl.slices.checksums import Span, combine
 
 
 @dataclass
@@ -70,18 +70,21 @@ class Reader:
         self._located.clear()
         return record
 
-    def fill(self, assembly: Assembly, band: Band, out: memoryview) -> None:
-        """Write the band's elements to `out`, bytes of just its size."""
+    def fill(self, assembly: Assembly, band: Band, out: memoryview) -> int | None:
+        """Write the band's elements to `out`, bytes of just its size; its CRC-32 if reading gave it."""
         size = DTYPE_BYTES[assembly.dtype]
         parts = [(piece, part) for piece in band.pieces if (part := cut(piece, band.start, band.stop))]
         if sum(rows * run for _, (_, rows, run, _) in parts) != band.stop - band.start:
             out[:] = bytes(len(out))
+        crc32 = None
         for piece, (source, rows, run, target) in parts:
             first = (target - band.start) * size
             if rows == 1 and piece.chunk.dtype == assembly.dtype:
-                self._read(piece.chunk, source * size, out[first : first + run * size])
+                crc32 = self._read(piece.chunk, source * size, out[first : first + run * size])
             else:
                 self._scatter(piece, (source, rows, run), out[first:], assembly.dtype)
+                crc32 = None
+        return crc32 if len(parts) == 1 and parts[0][1][2] == band.stop - band.start else None
 
     def skip(self, stretch: Stretch) -> None:
         """Read what goes nowhere."""
@@ -108,8 +111,8 @@ class Reader:
                 strides = (piece.stride * target_size, target_size)
                 as_strided(places, (count, columns), strides)[:] = values.reshape(count, columns)
 
-    def _read(self, chunk: Chunk, offset: int, out: memoryview) -> None:
-        """Bytes of the chunk's elements from `offset` on."""
+    def _read(self, chunk: Chunk, offset: int, out: memoryview) -> int:
+        """Bytes of the chunk's elements from `offset` on; their CRC-32."""
         descriptor = self._open(chunk)
         first = self._locate(descriptor, chunk).start
         start, done = first + offset, 0
@@ -118,7 +121,9 @@ class Reader:
             if count == 0:
                 raise ValueError(f"{chunk.where}: the file ends at byte {start + done}: it was truncated")
             done += count
-        _append(self.record.read[chunk.path], start, out, first)
+        crc32 = zlib.crc32(out)
+        _append(self.record.read[chunk.path], Span(start, len(out), crc32), first)
+        return crc32
 
     def _open(self, chunk: Chunk) -> int:
         if chunk.path not in self._descriptors:
@@ -136,15 +141,16 @@ class Reader:
         return self._located[place]
 
 
-def _append(spans: list[Span], start: int, data: memoryview, first: int) -> None:
-    """Lengthen a span that `data` follows, else begin one. Of the last three, since the rows of queries, keys
+def _append(spans: list[Span], new: Span, first: int) -> None:
+    """Lengthen a span that `new` follows, else begin one. Of the last three, since the rows of queries, keys
     and values are read in turn; none that began before `first`, where another tensor lies.
     """
     for i in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
-        if spans[i].stop == start and spans[i].start >= first:
-            spans[i] = Span(spans[i].start, spans[i].num_bytes + len(data), zlib.crc32(data, spans[i].crc32))
+        if spans[i].stop == new.start and spans[i].start >= first:
+            crc32 = combine(spans[i].crc32, new.crc32, new.num_bytes)
+            spans[i] = Span(spans[i].start, spans[i].num_bytes + new.num_bytes, crc32)
             return
-    spans.append(Span(start, len(data), zlib.crc32(data)))
+    spans.append(new)
 
 
 def _cast(data: memoryview, dtype: str, to: str) -> memoryview:

@@ -50,7 +50,7 @@ class Chunk:
 
     @property
     def file(self) -> str:
-        return Path(self.path).name
+        return self.path.rpartition("/")[2]
 
     @property
     def where(self) -> str:

@@ -9,7 +9,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -138,20 +138,24 @@ def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:
 
 def combine(first: int, second: int, second_bytes: int) -> int:
     """CRC-32 of two stretches of bytes, one after the other, from the CRC-32 of each."""
-    if second_bytes == 0:
-        return first
-    power = 0
-    while second_bytes:
-        if second_bytes & 1:
-            first = _apply(_zero_bytes(power), first)
-        second_bytes >>= 1
+    return _apply(_shift(second_bytes), first) ^ second if first else second
+
+
+@lru_cache(maxsize=1024)
+def _shift(num_bytes: int) -> tuple[int, ...]:
+    """What `num_bytes` zero bytes do to a CRC-32: stretches of a checkpoint come in few lengths."""
+    matrix, power = tuple(1 << i for i in range(32)), 0
+    while num_bytes:
+        if num_bytes & 1:
+            matrix = tuple(_apply(_zero_bytes(power), column) for column in matrix)
+        num_bytes >>= 1
         power += 1
-    return first ^ second
+    return matrix
 
 
 @cache
 def _zero_bytes(power: int) -> tuple[int, ...]:
-    """What 2**power zero bytes do to a CRC-32: a matrix over GF(2), one column of 32 bits per input bit."""
+    """What 2**power zero bytes do: a matrix over GF(2), one column of 32 bits per input bit."""
     if power > 0:
         half = _zero_bytes(power - 1)
         return tuple(_apply(half, column) for column in half)
