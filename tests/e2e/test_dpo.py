@@ -17,6 +17,7 @@ def reward(*, data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_pairs_of_own_responses_are_told_apart(start: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(REWARD)
     # of a random model's responses only one in ten ends by itself, and others make no pairs
