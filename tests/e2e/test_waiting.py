@@ -16,6 +16,8 @@ MAX_SHARE = 0.1
 def test_nothing_spins_while_it_waits_for_a_rank_or_an_engine(start: Callable[..., Run]) -> None:
     run = start("train", "run.steps=500", "eval.data=[]", "checkpoint.export_hf=false")
     run.wait_for("step 2: train")
+    for name in ("trainer_rank0", "sglang::scheduler", "sglang::detokenizer"):
+        run.find_one(name)  # so that it is remembered
     shares = shares_without(run, run.find_one("trainer_rank1"))
     assert max(shares.values()) < MAX_SHARE, shares
     scheduler = run.find_one("sglang::scheduler")

@@ -129,7 +129,7 @@ SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32, which is not recor
 """
 
 
-IN_EVERY_RUN = ("qwen3_moe", "deepseek_v3", "qwen3", "deepseek_v3_cut_otherwise")
+IN_EVERY_RUN = ("qwen3_moe", "deepseek_v3", "qwen3")
 
 
 @pytest.mark.parametrize(
