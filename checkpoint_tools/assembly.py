@@ -60,7 +60,7 @@ class Assembly:
     @property
     def row(self) -> int:
         """Elements of the last axis: a tensor is read and written in whole rows."""
-        return self.shape[-1] if len(self.shape) > 1 else 1
+        return row_of(self.shape)
 
 
 def whole(chunk: Chunk, dtype: str | None = None, name: str | None = None) -> Assembly:
@@ -77,7 +77,7 @@ def joined(key: str, dtype: str, shape: Shape, chunks: Iterable[Chunk]) -> Assem
     for chunk in chunks:
         target = sum(at * stride for at, stride in zip(chunk.offset, strides, strict=True))
         source_strides = contiguous_strides(chunk.shape)
-        pieces += make_pieces(chunk, chunk.shape, (0, source_strides), (target, strides), _last(shape))
+        pieces += make_pieces(chunk, chunk.shape, (0, source_strides), (target, strides), row_of(shape))
     return Assembly(key, dtype, shape, ordered(pieces))
 
 
@@ -132,7 +132,8 @@ def make_pieces(
         yield Piece(chunk, source[0] + at_source, target[0] + at_target, rows, run, stride)
 
 
-def _last(shape: Shape) -> int:
+def row_of(shape: Shape) -> int:
+    """Elements of the last axis."""
     return shape[-1] if len(shape) > 1 else 1
 
 

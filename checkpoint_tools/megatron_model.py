@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from checkpoint_tools.assembly import Assembly, Piece, Stretch, checked, make_pieces, ordered
+from checkpoint_tools.assembly import Assembly, Piece, Stretch, checked, make_pieces, ordered, row_of
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.coverage import contiguous_strides
@@ -86,13 +86,12 @@ def _assembly(
 ) -> Assembly:
     """Padding goes with the only tensor of its key, so that chunks are read whole."""
     strides = contiguous_strides(shape)
-    row = shape[-1] if len(shape) > 1 else 1
     pieces: list[Piece] = []
     passed_over: list[Stretch] = []
     for shard, chunk in members:
         target = sum(at * stride for at, stride in zip(shard.box.start, strides, strict=True))
         source = (shard.offset, shard.strides)
-        pieces += make_pieces(chunk, shard.box.shape, source, (target, strides), row)
+        pieces += make_pieces(chunk, shard.box.shape, source, (target, strides), row_of(shape))
         passed_over += skipped.pop(chunk.key, [])
     boxes = [(shard.box.start, shard.box.shape) for shard, _ in members]
     return checked(name, dtype or members[0][1].dtype, shape, boxes, pieces, passed_over, where)

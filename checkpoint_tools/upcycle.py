@@ -6,7 +6,6 @@ which begins at random, says.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import Report
@@ -24,8 +24,7 @@ from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
 from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
 from mcore_rl.slices.families.table import Family, HfConfig
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import write_small_files
+from mcore_rl.slices.hf_folder import TEMPORARY, write_small_files
 
 EXPERTS_OF = {"LlamaForCausalLM": "MixtralForCausalLM", "Qwen3ForCausalLM": "Qwen3MoeForCausalLM"}
 """Dense architecture -> the one with experts that differs from it in the MLP alone."""
@@ -49,7 +48,7 @@ def upcycle(
     refuse_existing(out)
     if not 1 <= top_k <= experts or experts < 2:
         raise ValueError(f"--experts={experts} --top-k={top_k}: needs two experts or more, top-k of them")
-    config = read_hf_config(source_hf)
+    config = read_config(source_hf)
     dense = family_of(config)
     if dense.architecture not in EXPERTS_OF:
         raise ValueError(
@@ -59,15 +58,15 @@ def upcycle(
     settings = sparse_config(config, experts, top_k)
     refuse_unsupported(settings, f"the config.json to be of {out}")
     source = open_hf(source_hf)
-    routers = _make_routers(out.with_name(out.name + ".routers.safetensors"), settings, source, seed)
+    path = out.with_name(f"{out.name}.routers_{experts}_{seed}.safetensors")
+    routers = _make_routers(path, settings, source, seed)
     sparse = FAMILIES[EXPERTS_OF[dense.architecture]]
     assemblies = {
-        name: replace(whole(chunk), name=name)
-        for name, chunk in _chunks(dense, sparse, settings, source, routers)
+        name: whole(chunk, name=name) for name, chunk in _chunks(dense, sparse, settings, source, routers)
     }
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     report = make_hf(out, [source, routers], assemblies, frozenset(), describe, max_file_bytes, effort)
-    (routers.folder / f"{out.name}.routers.safetensors").unlink()
+    path.unlink()
     return report
 
 
@@ -104,7 +103,9 @@ def _chunks(
 
 
 def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int) -> Checkpoint:
-    """Small random weights in the model's dtype, in a file beside the output until that is whole."""
+    """Small random weights in the model's dtype, in a file beside the output until that is whole: a rerun
+    after a kill finds it as it was.
+    """
     sparse = family_of(settings)
     rule, _ = sparse.find(ROUTER)
     sizes = sparse.sizes(settings)
@@ -115,6 +116,8 @@ def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int)
         names = [rule.tensors[0].name.format(layer=layer) for layer in range(sizes["layers"])]
         weights = {name: (torch.randn(shape, generator=generator) * scale).to(dtype) for name in names}
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(weights, path)
+        temporary = path.with_name(path.name + TEMPORARY)
+        save_file(weights, temporary)
+        temporary.rename(path)
     tensors: Mapping[str, Any] = read_header(path)
     return Checkpoint("hf", path.parent, tensors, (), None)

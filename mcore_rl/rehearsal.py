@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelConfig
-from mcore_rl.data.arithmetic import SPECIAL_TOKENS, make_tokenizer, prepare_arithmetic, vocabulary
+from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf_config import read_hf_config
 
@@ -157,5 +157,4 @@ def _write_inputs(hf_config: Mapping[str, Any], num_layers: int, folder: Path) -
     config = tiny_config(hf_config, num_layers)
     refuse_unsupported(config, folder / "model" / "config.json")
     (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    make_tokenizer().save_pretrained(folder / "model")
     return folder
