@@ -49,7 +49,15 @@ def make_deployment(config: Config) -> Deployment:
     source, target = recorded.source(), recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
-    # Engines on the trainer's hosts have near holders of their own, so there is nothing to pass on.
-    relays = config.sync.relay and rollout.stage_weights and not config.cluster.colocated
     engine_ranks = target.num_ranks // rollout.engines
-    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
+    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays(config))
+
+
+def relays(config: Config) -> bool:
+    """Whether engines pass on what they get. Those on the trainer's hosts have near holders of their own."""
+    return config.sync.relay and config.rollout.stage_weights and not config.cluster.colocated
+
+
+def engine_links(config: Config) -> int:
+    """Links of an engine rank, each with buffers: to the trainer, to the engines before and behind it."""
+    return min(3, config.rollout.engines + 1) if relays(config) else 1

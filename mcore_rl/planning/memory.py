@@ -5,12 +5,13 @@ shared GPUs         one moment after the other, each with what nobody has given 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
+from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
 from mcore_rl.slices.box import itemsize
@@ -20,8 +21,6 @@ from mcore_rl.slices.families.value_head import has_value_head, with_value_head
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.slices.layouts.recorded import RecordedLayouts
-from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.passage import NUM_SLOTS
 
 ADAM_BYTES = 8
@@ -145,11 +144,8 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
 def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
     """What a rank of each of an engine's pipeline stages needs."""
     rollout = config.rollout
-    sizes = SGLangSizes(1, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
-    trainer = MegatronSizes.of(config.parallel, hf_config)
-    recorded = RecordedLayouts(hf_config, config.model.dtype, trainer, sizes, rollout.quantization == "fp8")
-    target = recorded.target()
-    links = min(3, rollout.engines + 1) if config.sync.relay else 1
+    target = record_layouts(config, replace(engine_sizes(config), engines=1)).target()
+    links = engine_links(config)
     stages = []
     for stage in range(rollout.pp):
         weights = _bytes(target, stage * rollout.tp)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from mcore_rl.config import Config
-from mcore_rl.planning.deployment import Deployment
+from mcore_rl.planning.deployment import Deployment, engine_links
 from mcore_rl.slices.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
@@ -70,7 +70,7 @@ def _summarise(
     config: Config, deployment: Deployment, traffic: Traffic, direct: Traffic, rival: GatherBroadcast
 ) -> PlanSummary:
     hosts, link_gbps = deployment.hosts, config.plan.link_gbps
-    buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20))
+    buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), engine_links(config))
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,
@@ -102,9 +102,9 @@ def _summarise(
     )
 
 
-def _buffer_bytes(deployment: Deployment, bucket_bytes: int) -> tuple[list[int], list[int]]:
+def _buffer_bytes(deployment: Deployment, bucket_bytes: int, num_links: int) -> tuple[list[int], list[int]]:
     """Buffers of a few ranks of each side: NUM_SLOTS buckets per link. A trainer rank has a link to each
-    engine, an engine rank up to three: to the trainer and to the engines before and behind it.
+    engine, an engine rank `num_links`.
     """
     source, target, hosts = deployment.source, deployment.target, deployment.hosts
     num_engines = target.num_ranks // deployment.engine_ranks
@@ -116,7 +116,6 @@ def _buffer_bytes(deployment: Deployment, bucket_bytes: int) -> tuple[list[int],
         num_engines * buffers(plan_sends(rank, source, target, hosts))
         for rank in range(0, source.num_ranks, deployment.stage_ranks)
     ]
-    num_links = min(3, num_engines + 1) if deployment.relays else 1
     ends = {0, target.num_ranks - 1}
     return trainers, [num_links * buffers(plan_recvs(rank, source, target, hosts)) for rank in ends]
 
