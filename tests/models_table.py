@@ -27,6 +27,7 @@ MODELS = {
     "olmoe": ("OlmoeForCausalLM", "OLMoE-1B-7B"),
     "glm4_moe": ("Glm4MoeForCausalLM", "GLM-4.5, GLM-4.5-Air, GLM-4.6"),
     "minimax_m2": ("MiniMaxM2ForCausalLM", "MiniMax-M2"),
+    "gpt_oss": ("GptOssForCausalLM", "gpt-oss-20b, gpt-oss-120b"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepSeek-V3, R1"),
     "moonlight": ("DeepseekV3ForCausalLM", "Moonlight-16B-A3B"),
     "kimi_k2": ("DeepseekV3ForCausalLM", "Kimi-K2"),

@@ -107,6 +107,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
         },
     ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **GROUPED_QUERIES,
+            "intermediate_size": 64,  # SGLang on CPU cuts by 32
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "sliding_window": 8,
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
     "qwen3": ("Qwen3Config", GROUPED_QUERIES),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 2}),
     "llama": (
@@ -205,8 +225,10 @@ def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     saved_names = model.state_dict().keys()
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dim() == 1 and name in saved_names:
+            if (tensor.dim() == 1 or name.endswith("_bias")) and name in saved_names:
                 tensor.add_(0.1 * torch.randn(tensor.shape))
+            if name.endswith("sinks"):
+                tensor.copy_(tensor.bfloat16())  # which engines hold them in
     model.save_pretrained(folder)
     path = folder / "config.json"
     saved = json.loads(path.read_text()) | SAVED_ELSEWHERE.get(kind, {})

@@ -1,10 +1,10 @@
-"""Causal attention over packed sequences on CPU: q, k, v laid end to end in, one SDPA call per length bucket
-out.
+"""Causal attention over packed sequences on CPU: q, k, v laid end to end in, one call per length bucket out.
 
 Axes: T tokens of all sequences laid end to end, h heads, d head dimension, N sequences, L longest in its
 bucket.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -15,8 +15,22 @@ MAX_PADDING = 1.5
 """A bucket's padded tokens per real token; quadratic work beyond it costs more than another call."""
 
 
+@dataclass(frozen=True)
+class Form:
+    """What attention is beside causal.
+
+    scale     of the products of queries and keys
+    window    tokens before itself that a token sees; None: all
+    sinks_h   logit per query head that takes part in the softmax and has no value (arXiv:2309.17453)
+    """
+
+    scale: float
+    window: int | None = None
+    sinks_h: Tensor | None = None
+
+
 def packed_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], scale: float
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], form: Form
 ) -> Tensor:
     """Each sequence attends to itself, causally; [T, h * d]. Fewer key than query heads is grouped-query
     attention.
@@ -25,10 +39,10 @@ def packed_attention(
     from seeing the padding, so the result is that of one sequence at a time.
     """
     if len(lens_N) == 1:
-        return _causal(q_Thd[None], k_Thd[None], v_Thd[None], scale)[0]
+        return _causal(q_Thd[None], k_Thd[None], v_Thd[None], form)[0]
     outs, rows = [], []
     for index_NL, tokens in _buckets(lens_N):
-        out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], scale)
+        out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], form)
         outs.append(out_NLd.flatten(0, 1).index_select(0, tokens))
         rows.append(index_NL.flatten().index_select(0, tokens))
     if len(outs) == 1:
@@ -36,13 +50,35 @@ def packed_attention(
     return torch.cat(outs).index_select(0, torch.argsort(torch.cat(rows)))
 
 
-def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, scale: float) -> Tensor:
+def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, form: Form) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q_NLhd, k_NLhd, v_NLhd))
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    if form.window is None and form.sinks_h is None:
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=form.scale)
+    else:
+        place_L = torch.arange(q.shape[2])
+        out = _masked(q, k, v, _sees(place_L, place_L, form), form)
     return out.transpose(1, 2).flatten(2)
+
+
+def _sees(q_position: Tensor, k_position: Tensor, form: Form) -> Tensor:
+    distance = q_position[:, None] - k_position
+    return (distance >= 0) if form.window is None else (distance >= 0) & (distance <= form.window)
+
+
+def _masked(q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask_LK: Tensor, form: Form) -> Tensor:
+    """[N, h, L, d]"""
+    if form.sinks_h is None:
+        options = {"scale": form.scale, "enable_gqa": q_NhLd.shape[1] != k_NhKd.shape[1]}
+        return F.scaled_dot_product_attention(q_NhLd, k_NhKd, v_NhKd, attn_mask=mask_LK, **options)
+    groups = q_NhLd.shape[1] // k_NhKd.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k_NhKd, v_NhKd))
+    logits = (q_NhLd @ k.transpose(-1, -2)).float() * form.scale
+    logits = logits.masked_fill(~mask_LK, float("-inf"))
+    sinks = form.sinks_h.float()[:, None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 @lru_cache(maxsize=64)
@@ -95,7 +131,7 @@ def zigzag_positions(lens_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tup
 
 
 def context_parallel_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], scale: float, rank: int, size: int
+    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], form: Form, rank: int, size: int
 ) -> Tensor:
     """Attention of this rank's queries to all ranks' keys (`k_Thd`, `v_Thd` gathered in rank order); [T /
     size, h * d].
@@ -103,9 +139,6 @@ def context_parallel_attention(
     q_sequence, q_position = zigzag_positions(lens_N, rank, size)
     parts = [zigzag_positions(lens_N, r, size) for r in range(size)]
     k_sequence, k_position = (torch.cat(x) for x in zip(*parts, strict=True))
-    mask = (q_sequence[:, None] == k_sequence) & (q_position[:, None] >= k_position)
+    mask = (q_sequence[:, None] == k_sequence) & _sees(q_position, k_position, form)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_Thd, k_Thd, v_Thd))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out[0].transpose(0, 1).flatten(1)
+    return _masked(q, k, v, mask, form)[0].transpose(0, 1).flatten(1)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.parallel_state import get_context_parallel_group
+from megatron.core.parallel_state import get_context_parallel_group, get_tensor_model_parallel_group
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -19,10 +19,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_exper
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 
-from mcore_rl.device.attention import context_parallel_attention, packed_attention
+from mcore_rl.device.attention import Form, context_parallel_attention, packed_attention
 
 
 class Norm:
@@ -37,8 +40,8 @@ class Norm:
 
 
 class DotProductAttention(MegatronModule):
-    """TEDotProductAttention for packed (THD) causal sequences, with grouped queries and context
-    parallelism.
+    """TEDotProductAttention for packed (THD) causal sequences, with grouped queries, sliding windows, sinks
+    and context parallelism.
     """
 
     def __init__(
@@ -58,6 +61,13 @@ class DotProductAttention(MegatronModule):
         assert not config.attention_dropout, "attention dropout is not supported on CPU"
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.cp_group = getattr(pg_collection, "cp", None) or get_context_parallel_group()
+        self.tp_group = getattr(pg_collection, "tp", None) or get_tensor_model_parallel_group()
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if windowed else None
+        self.softmax_offset: Any = None
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // self.tp_group.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -75,12 +85,26 @@ class DotProductAttention(MegatronModule):
         )
         assert attention_bias is None and attention_mask is None
         lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
+        form = Form(self.softmax_scale, self.window, self.softmax_offset)
         if self.cp_group.size() == 1:
-            return packed_attention(query, key, value, lens_N, self.softmax_scale)
+            return packed_attention(query, key, value, lens_N, form)
         key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
         value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
         rank, size = self.cp_group.rank(), self.cp_group.size()
-        return context_parallel_attention(query, key, value, lens_N, self.softmax_scale, rank, size)
+        return context_parallel_attention(query, key, value, lens_N, form, rank, size)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The heads' sinks, if there are any, cut over tensor parallelism."""
+        return make_sharded_tensors_for_checkpoint(
+            dict(self.named_parameters()),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -108,9 +132,12 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
+KINDS = ("weight", "bias")
+
+
 class _GroupedLinear(torch.nn.Module):
-    """Parameters weight0 .. weightN-1, one per local expert; forward takes tokens sorted by expert and
-    their counts.
+    """Parameters weight0 .. weightN-1, one per local expert, with biases bias0 ... where asked; forward takes
+    tokens sorted by expert and their counts.
     """
 
     tp_axis: int
@@ -124,12 +151,14 @@ class _GroupedLinear(torch.nn.Module):
         config: Any,
         init_method: Any,
         bias: bool,
+        skip_bias_add: bool,
         pg_collection: Any,
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias, "expert biases are not supported on CPU"
+        assert not bias or pg_collection.expt_tp.size() == 1, "biases of experts are not cut"
         self.config, self.num_gemms, self.groups = config, num_gemms, pg_collection
+        self.has_bias, self.skip_bias_add = bias, skip_bias_add
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
@@ -143,10 +172,18 @@ class _GroupedLinear(torch.nn.Module):
                 1,
             )
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                zeros = torch.zeros(output_size, dtype=config.params_dtype)
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
 
-    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, None]:
-        parts = torch.split(x, list(counts))
-        return torch.cat([F.linear(t, getattr(self, f"weight{i}")) for i, t in enumerate(parts)]), None
+    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
+        """The biases are added, or come with the product, for the caller to add."""
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.has_bias else None
+        added = [None] * self.num_gemms if biases is None or self.skip_bias_add else biases
+        parts = zip(torch.split(x, list(counts)), weights, added, strict=True)
+        out = torch.cat([F.linear(tokens, weight, bias) for tokens, weight, bias in parts])
+        return out, biases if self.skip_bias_add else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -161,8 +198,9 @@ class _GroupedLinear(torch.nn.Module):
         for i in range(self.num_gemms):
             expert = self.groups.ep.rank() * self.num_gemms + i
             axis = (len(sharded_offsets), expert, num_experts)
+            kinds = KINDS if self.has_bias else KINDS[:1]
             sub = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": getattr(self, f"weight{i}")},
+                {f"{i}.{kind}": getattr(self, f"{kind}{i}") for kind in kinds},
                 "",
                 {f"{i}.weight": self.tp_axis},
                 sharded_offsets if single else (*sharded_offsets, axis),
@@ -170,8 +208,9 @@ class _GroupedLinear(torch.nn.Module):
                 dp_cp_group=metadata["dp_cp_group"],
             )
             replace_prefix_for_sharding(sub, f"{i}.", f"{expert}.{prefix}" if single else prefix)
-            shard = shards[f"{prefix}weight{i}"] = sub[f"{i}.weight"]
-            shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
+            for kind in kinds:
+                shard = shards[f"{prefix}{kind}{i}"] = sub[f"{i}.{kind}"]
+                shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
         return shards
 
 

@@ -20,7 +20,7 @@ def check_sizes(config: Config) -> None:
 def check_engines(config: Config) -> None:
     """ValueError names what engines of the recipe's sizes cannot do with the model, or would do wrongly."""
     try:
-        refuse_unserved(read_hf_config(config.model.path), engine_sizes(config))
+        refuse_unserved(read_hf_config(config.model.path), engine_sizes(config), config.model.dtype)
     except ValueError as error:
         raise ValueError(f"model.path={config.model.path} in the recipe's engines: {error}") from None
 

@@ -77,6 +77,7 @@ def use_cpu(arguments: list[str]) -> list[str]:
 
     apply_patches()
     added = [part for item in CPU_ARGUMENTS.items() if item[0] not in arguments for part in item]
+    added.append("--disable-hybrid-swa-memory")  # which torch_native's attention would read wrongly
     kept = [argument for argument in arguments if argument != "--enable-memory-saver"]  # host memory stays
     return [*kept, *added]
 

@@ -6,6 +6,7 @@
 A tracer knows where in its HF tensor it lies and has no data; of the parameters only padding is written.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -90,12 +91,16 @@ class _Storages:
 
 
 class _Tracer(Tensor):
-    """A view of HF tensor `hf_name`; `meta` is the same view of a uint8 meta tensor of shape `hf_shape`."""
+    """A view of HF tensor `hf_name`; `meta` is the same view of a uint8 meta tensor of shape `hf_shape`.
+
+    is_zero   the loader set the HF tensor to 0 before copying it: other ranks hold its values
+    """
 
     meta: Tensor
     hf_name: str
     hf_shape: tuple[int, ...]
     recorder: "_Recorder"
+    is_zero: bool = False
 
     @staticmethod
     def make(
@@ -108,7 +113,9 @@ class _Tracer(Tensor):
         return self
 
     def like(self, meta: Tensor, dtype: torch.dtype) -> "_Tracer":
-        return _Tracer.make(meta, self.hf_name, self.hf_shape, dtype, self.recorder)
+        tracer = _Tracer.make(meta, self.hf_name, self.hf_shape, dtype, self.recorder)
+        tracer.is_zero = self.is_zero
+        return tracer
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -196,6 +203,9 @@ class _Recorder(TorchDispatchMode):
             return args[0]
         if func in CAST:
             return tracer.like(tracer.meta, kwargs.get("dtype") or tracer.dtype)
+        if func is aten.zero_.default and tracer.meta.numel() == math.prod(tracer.hf_shape):
+            tracer.is_zero = True
+            return tracer
         if func in JOIN and all(isinstance(part, _Tracer) for part in args[0]):
             return _Joined.make(list(args[0]), *args[1:], **kwargs) if len(args[0]) > 1 else args[0][0]
         if not func.is_view or func is aten.view.dtype:
@@ -231,6 +241,10 @@ class _Recorder(TorchDispatchMode):
                 "no parameter, which cannot be traced"
             )
         name, offset = found
+        if tracer.is_zero:
+            self._on_constant(aten.zero_.default, target, name, offset)
+            self._fills.append(target.zero_)
+            return
         dtype = str(target.dtype).removeprefix("torch.")
         if dtype == FP8:
             self._quantised[tracer.hf_name] = tracer.hf_shape

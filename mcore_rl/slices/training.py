@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.coverage import Span, contiguous_strides
@@ -102,7 +103,7 @@ def _matrix(part: LocalPart, family: Family) -> _Matrix:
     axes = ["layer"] if rule.where != "model" and layer is None else []
     axes += ["expert"] if rule.has_expert_axis else []
     lead = len(axes)
-    if len(part.local_shape) != lead + len(rule.tensors[0].axes) or any(
+    if len(part.local_shape) != lead + len(rule.matrix_axes(rule.tensors[0])) or any(
         n != 1 for n in part.local_shape[:lead]
     ):
         raise ValueError(
@@ -128,15 +129,15 @@ def _check_present(matrix: _Matrix, family: Family, hf_config: HfConfig, left_ou
 def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
     rule = matrix.rule
     num_groups = sizes[rule.groups] if rule.groups else 1
-    num_rows = sum(sizes[tensor.axes[0]] for tensor in rule.tensors)
-    expected = (num_rows, *(sizes[axis] for axis in rule.tensors[0].axes[1:]))
+    num_rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
+    expected = (num_rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
     have = matrix.global_shape
     if have[1:] != expected[1:] or have[0] < num_rows or (have[0] > num_rows and not rule.padded):
         raise ValueError(f"{matrix.part.key} has shape {have}, by config.json it should be {expected}")
     start = 0
     for group in range(num_groups):
         for tensor in rule.tensors:
-            block_len = sizes[tensor.axes[0]] // num_groups
+            block_len = sizes[rule.matrix_axes(tensor)[0]] // num_groups
             yield _Block(start, block_len, tensor, group * block_len)
             start += block_len
     if have[0] > start:
@@ -145,10 +146,13 @@ def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
 
 def _shard(matrix: _Matrix, tensor: HfTensor, hf_first: int, first: int, stop: int) -> Shard:
     strides = contiguous_strides(matrix.shape)
-    box = Box(
-        tensor.name.format(**matrix.numbers),
-        (hf_first, *matrix.start[1:]),
-        (hf_first + stop - first, *(a + n for a, n in zip(matrix.start[1:], matrix.shape[1:], strict=True))),
-    )
     offset = matrix.part.offset + (first - matrix.start[0]) * strides[0]
+    spans = [(hf_first, hf_first + stop - first)]
+    spans += [(at, at + size) for at, size in zip(matrix.start[1:], matrix.shape[1:], strict=True)]
+    if matrix.rule.stacked:
+        expert = matrix.numbers["expert"]
+        spans = [(expert, expert + 1), *reversed(spans)]
+        strides = (prod(matrix.shape), *reversed(strides))
+    start, ends = zip(*spans, strict=True)
+    box = Box(tensor.name.format(**matrix.numbers), start, ends)
     return Shard(box, matrix.part.tensor, offset, strides, matrix.part.dtype)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from mcore_rl.config import ParallelConfig, TrainConfig
@@ -22,6 +23,9 @@ RECOMPUTE: Mapping[str, dict[str, Any]] = {
 }
 
 
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+
+
 def make_transformer_config(
     config: HfConfig, parallel: ParallelConfig, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
@@ -34,7 +38,6 @@ def make_transformer_config(
     settings = {
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": F.silu,
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -47,12 +50,18 @@ def make_transformer_config(
         **_parallelism(parallel, dtype),
         **_recompute(train.recompute, options),
         **options,
+        "activation_func": ACTIVATIONS[options.get("activation_func", "silu")],
     }
     if "num_moe_experts" in options:
         settings |= _experts(config, train)
-    if options.get("rope_type") == "rope":
-        settings["apply_rope_fusion"] = False  # the fused kernel for latent attention knows yarn only
-    return kind(**settings)
+    yarn = _yarn(config)
+    if options.get("rope_type") == "rope" or yarn:
+        # The fused kernel for latent attention knows yarn only, the other one does not know it.
+        settings["apply_rope_fusion"] = False
+    made = kind(**settings)
+    for name, value in yarn.items():
+        setattr(made, name, value)  # no fields of megatron-core's class, and read all the same
+    return made
 
 
 def rotary_options(config: HfConfig) -> dict[str, Any]:
@@ -65,7 +74,25 @@ def rotary_options(config: HfConfig) -> dict[str, Any]:
     }
     if rope["rope_type"] == "llama3":
         options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    if _yarn(config):
+        options["position_embedding_type"] = "yarn"
     return options
+
+
+def _yarn(config: HfConfig) -> dict[str, Any]:
+    """What GPTModel asks the configuration for where its rotary embedding is scaled by yarn."""
+    rope = rope_of(config)
+    if rope["rope_type"] != "yarn" or family_of(config).options(config).get("multi_latent_attention"):
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": float(rope["factor"]),
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_beta_fast": float(rope.get("beta_fast", 32)),
+        "yarn_beta_slow": float(rope.get("beta_slow", 1)),
+        "yarn_mscale": rope.get("mscale"),
+        "yarn_mscale_all_dim": rope.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
 
 
 def _recompute(recompute: str, options: dict[str, Any]) -> dict[str, Any]:

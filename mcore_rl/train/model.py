@@ -17,6 +17,7 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf_config import padded_vocab_size
+from mcore_rl.train.alternating import with_halves
 from mcore_rl.train.hf_config import rotary_options
 from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
@@ -29,6 +30,7 @@ def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel
     virtual = config.virtual_pipeline_model_parallel_size is not None
     chunks = [_make_chunk(config, hf_config, stage if virtual else None) for stage in stages]
     _mark_expert_parameters(chunks)
+    _mark_attention_sinks(chunks)
     return chunks
 
 
@@ -55,7 +57,8 @@ def _make_spec(
     config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-    sizes = family_of(hf_config).sizes(hf_config)
+    family = family_of(hf_config)
+    sizes = family.sizes(hf_config)
     for layer in spec.layer_specs or ():
         if sizes.get("q_norm", 0) > sizes.get("head", 0):
             attention = layer.submodules.self_attention.submodules
@@ -66,16 +69,30 @@ def _make_spec(
         experts = layer.submodules.mlp.submodules
         if isinstance(experts, MoESubmodules):
             experts.router = TokenWeightedRouter
+            if family.alternating:
+                linears = experts.experts.submodules  # type: ignore[union-attr]
+                linears.linear_fc1 = with_halves(linears.linear_fc1)
     return spec
 
 
 def _mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Routed experts always go to the expert data-parallel buffers and optimizer.
+    """Routed experts always go to the expert data-parallel buffers and optimizer, and count in the norm on
+    every rank.
 
-    megatron-core does this only if EP > 1, which makes gradients wrong for ETP != TP with EP = 1 and gives
-    layouts different optimizer structures, so that their checkpoints would not reshard.
+    megatron-core does the first only if EP > 1, which makes gradients wrong for ETP != TP with EP = 1 and
+    gives layouts different optimizer structures, so that their checkpoints would not reshard. The second it
+    leaves out for biases, of which the norm would then have those of tensor-parallel rank 0 alone.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def _mark_attention_sinks(chunks: Sequence[torch.nn.Module]) -> None:
+    """Each tensor-parallel rank has those of its heads; unmarked, the norm would have rank 0's alone."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(".softmax_offset"):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

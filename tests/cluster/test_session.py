@@ -36,7 +36,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Controller]]:
 
 
 def test_nothing_is_left_however_two_sessions_end(start) -> None:
-    first, second = start("spin"), start("wait")
+    first, second = start("spin"), start("sleep_long")
     of_first, of_second = processes_when_ready(first), processes_when_ready(second)
     used = cpu_seconds(of_second)
     time.sleep(5)
@@ -67,7 +67,7 @@ def test_sigterm_ends_a_session(start) -> None:
 
 
 def test_nothing_is_left_of_a_start_that_was_killed(start) -> None:
-    process = start("wait")
+    process = start("sleep_long")
     seen: dict[int, psutil.Process] = {}
     while not any("raylet" in " ".join(p.cmdline()) for p in seen.values()):
         seen |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
@@ -79,7 +79,7 @@ def test_nothing_is_left_of_a_start_that_was_killed(start) -> None:
 
 @pytest.mark.parametrize(("name", "silent"), [("raylet", True), ("gcs_server", False)])
 def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(start, name, silent) -> None:
-    process = start("wait")
+    process = start("sleep_long")
     begun = processes_when_ready(process)
     if silent:
         process.send_signal(signal.SIGSTOP)

@@ -1,11 +1,14 @@
 """Packed attention equals one sequence at a time; context-parallel parts equal the whole."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_rl.device.attention import (
+    Form,
     _split_by_len,
     context_parallel_attention,
     packed_attention,
@@ -13,6 +16,8 @@ from mcore_rl.device.attention import (
 )
 
 SCALE = 0.3
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+FORMS = [Form(SCALE), Form(SCALE, window=3), Form(SCALE, sinks_h=SINKS), Form(SCALE, 2, SINKS)]
 
 
 def make_qkv(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,24 +26,39 @@ def make_qkv(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...]) -> Tensor:
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...], form: Form) -> Tensor:
+    """Sequence by sequence, and with a sink or a window query by query."""
     outs = []
     for parts in zip(*(x.split(list(lens_N)) for x in (q, k, v)), strict=True):
         qs, ks, vs = (x.transpose(0, 1)[None] for x in parts)
-        out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=SCALE, enable_gqa=True)
-        outs.append(out[0].transpose(0, 1).flatten(1))
+        if form.sinks_h is None and form.window is None:
+            out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=SCALE, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1).flatten(1))
+        else:
+            outs += [query_by_query(parts, at, form) for at in range(len(parts[0]))]
     return torch.cat(outs)
 
 
+def query_by_query(parts: tuple[Tensor, ...], at: int, form: Form) -> Tensor:
+    q, k, v = parts
+    first = 0 if form.window is None else max(0, at - form.window)
+    heads = []
+    for head in range(4):
+        keys, values = (x[first : at + 1, head // 2] for x in (k, v))
+        weights = (keys @ q[at, head] * form.scale).exp()
+        sink = 0.0 if form.sinks_h is None else form.sinks_h[head].exp()
+        heads.append(weights @ values / (weights.sum() + sink))
+    return torch.cat(heads)[None]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "sinks", "both"])
 @pytest.mark.parametrize("lens_N", [(7,), (5, 5, 4), (1, 40, 2, 39, 3), (64, 1, 1, 1, 20)])
-def test_packed_attention(lens_N: tuple[int, ...]) -> None:
+def test_packed_attention(lens_N: tuple[int, ...], form: Form) -> None:
     results = []
-    for attend in (
-        one_by_one,
-        lambda q, k, v, lens: packed_attention(q, k, v, lens, SCALE),
-    ):
+    attentions: list[Callable[..., Tensor]] = [one_by_one, packed_attention]
+    for attend in attentions:
         qkv = make_qkv(sum(lens_N))
-        out = attend(*qkv, lens_N)
+        out = attend(*qkv, lens_N, form)
         (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
         results.append((out, *(x.grad for x in qkv)))
     for got, want in zip(results[1], results[0], strict=True):
@@ -52,8 +72,9 @@ def test_every_sequence_is_in_one_bucket() -> None:
     assert 1 < len(buckets) < len(lens_N)
 
 
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "sinks", "both"])
 @pytest.mark.parametrize("cp_size", [2, 3])
-def test_context_parallel_parts_make_the_whole(cp_size: int) -> None:
+def test_context_parallel_parts_make_the_whole(cp_size: int, form: Form) -> None:
     lens_N = (2 * cp_size, 6 * cp_size, 4 * cp_size)
     starts = torch.tensor((0, *lens_N)).cumsum(0)
     q, k, v = make_qkv(sum(lens_N))
@@ -63,9 +84,7 @@ def test_context_parallel_parts_make_the_whole(cp_size: int) -> None:
         rows.append(starts[sequence] + position)
     assert sorted(torch.cat(rows).tolist()) == list(range(sum(lens_N)))
     gathered = torch.cat(rows)
-    wanted = one_by_one(q, k, v, lens_N)
+    wanted = one_by_one(q, k, v, lens_N, form)
     for rank in range(cp_size):
-        out = context_parallel_attention(
-            q[rows[rank]], k[gathered], v[gathered], lens_N, SCALE, rank, cp_size
-        )
+        out = context_parallel_attention(q[rows[rank]], k[gathered], v[gathered], lens_N, form, rank, cp_size)
         torch.testing.assert_close(out, wanted[rows[rank]], rtol=0, atol=1e-6)

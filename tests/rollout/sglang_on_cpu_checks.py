@@ -54,9 +54,9 @@ def check_batch_attention():
     calls = []
     sdpa = module.scaled_dot_product_attention
     module.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or sdpa(*a, **k)
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+    for dtype, tolerance, window in ((torch.float32, 1e-6, None), (torch.bfloat16, 2e-2, 3)):
         query, caches, req_to_token, requests, prefix, extend = attention_inputs(dtype, seed=1)
-        options = {"scaling": 0.25, "enable_gqa": True}
+        options = {"scaling": 0.25, "enable_gqa": True, "sliding_window_size": window}
         where = (*caches, req_to_token, requests, prefix + extend)
         for causal_extend in (True, False):
             inputs = query if causal_extend else query[:9]
@@ -80,18 +80,47 @@ def check_batch_attention():
             assert (actual.float() - expected.float()).abs().max() < tolerance
 
 
-def check_batch_attention_keeps_special_cases():
+def check_sinks():
+    """SGLang's torch_native backend takes none; here a sink is a further key whose value is 0."""
     import torch
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+    from sglang_on_cpu.attention import attend, batch_attention, make_groups
 
+    assert "sinks" not in inspect.getsource(sys.modules[Backend.__module__])
     query, caches, req_to_token, requests, prefix, extend = attention_inputs(torch.float32, seed=2)
-    args = (query, torch.empty_like(query), *caches, req_to_token, requests, prefix + extend, prefix, extend)
-    options = {"scaling": 0.25, "enable_gqa": True, "causal": True}
-    full = Backend._run_sdpa_forward_extend(object.__new__(Backend), *args, **options).clone()
-    windowed = Backend._run_sdpa_forward_extend(
-        object.__new__(Backend), *args, sliding_window_size=3, **options
+    lens, sinks = (prefix + extend).tolist(), torch.tensor([0.5, -1.0, 2.0, 0.0])
+    output = torch.empty_like(query)
+    for group in make_groups(extend.tolist(), lens, req_to_token, requests):
+        attend(group, query, output, *caches, 0.25, sinks_h=sinks)
+    last = int(extend[:4].sum()) - 1
+    slots = req_to_token[requests[3], : lens[3]].long()
+    for head in range(4):
+        keys, values = (cache[slots, head // 2] for cache in caches)
+        weights = (keys @ query[last, head] * 0.25).exp()
+        expected = weights @ values / (weights.sum() + sinks[head].exp())
+        assert torch.allclose(output[last, head], expected, atol=1e-6)
+    seen = []
+    Backend.forward_extend = lambda self, *args, **options: seen.append(self.sinks_h)
+    batch_attention()
+    backend = object.__new__(Backend)
+    Backend.forward_extend(backend, sinks=sinks)
+    Backend.forward_extend(backend)
+    assert seen[0] is sinks and seen[1] is None
+
+
+def check_admit_torch_native():
+    from sglang.srt.arg_groups import model_hook
+    from sglang_on_cpu.attention import admit_torch_native
+
+    source = inspect.getsource(model_hook)
+    branch = source.split('model_arch in ["GptOssForCausalLM"]')[1].split("supported_backends and")[0]
+    assert '"torch_native",' not in branch and "attention_backends_of(" in branch
+    settings = SimpleNamespace(
+        attention_backend="torch_native", prefill_attention_backend=None, decode_attention_backend=None
     )
-    assert not torch.allclose(full, windowed)
+    assert model_hook.attention_backends_of(settings) == ("torch_native", "torch_native")
+    admit_torch_native()
+    assert model_hook.attention_backends_of(settings) == ("intel_amx", "intel_amx")
 
 
 def check_batch_attention_ignores_other_requests():

@@ -23,6 +23,8 @@ CASES = [
     ("glm4_moe", {"use_qk_norm": False}, {"tp": 2, "pp": 3}),
     ("minimax_m2", {}, {"tp": 4, "ep": 2}),
     ("minimax_m2", {}, {"tp": 2, "pp": 2, "dp": 2}),
+    ("gpt_oss", {}, {"tp": 4}),
+    ("gpt_oss", {}, {"tp": 2, "pp": 2, "dp": 2}),
     ("deepseek_v3", {}, {"tp": 4, "ep": 4, "dp": 2}),
     ("deepseek_v3", {}, {"tp": 2, "pp": 3}),
     ("deepseek_v2", {}, {"tp": 2, "ep": 2}),
@@ -33,8 +35,13 @@ CASES = [
     ("llama", TIED, {"tp": 4}),
 ]
 """(family, changes to its config.json, sizes of an engine)"""
-BFLOAT16 = [("deepseek_v3", {}, {}), ("glm4_moe", {}, {"tp": 2}), ("minimax_m2", {}, {"tp": 2})]
-"""Families with tensors that stay in float32."""
+BFLOAT16 = [
+    ("deepseek_v3", {}, {}),
+    ("glm4_moe", {}, {"tp": 2}),
+    ("minimax_m2", {}, {"tp": 2}),
+    ("gpt_oss", {"dtype": "bfloat16"}, {}),
+]
+"""Families with tensors that have a dtype of their own."""
 
 
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:

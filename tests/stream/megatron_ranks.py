@@ -111,6 +111,8 @@ LAYER_NAMES = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
+    "self_attention.core_attention.softmax_offset": "self_attn.sinks",
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
     "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
@@ -122,6 +124,7 @@ LAYER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.router.bias",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
     "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
@@ -133,7 +136,9 @@ NUMBERED = {
     "up_proj": "w3",
     "down_proj": "w2",
 }
+STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj", ".weight": "", ".bias": "_bias"}
 OTHER_NAMES = {
+    "GptOssForCausalLM": {"mlp.gate.weight": "mlp.router.weight"},
     "MixtralForCausalLM": NUMBERED,
     "MiniMaxM2ForCausalLM": NUMBERED,
     "Qwen2MoeForCausalLM": {"mlp.shared_experts.": "mlp.shared_expert."},
@@ -164,6 +169,11 @@ def _layer_tensors(key: str, tensor: Tensor, config: Mapping[str, Any]) -> Itera
         groups = tensor.unflatten(0, (config["num_key_value_heads"], -1, head_dim))
         for name, rows in (("q", groups[:, :-2]), ("k", groups[:, -2:-1]), ("v", groups[:, -1:])):
             yield f"self_attn.{name}_proj.{key.rpartition('.')[2]}", rows.flatten(0, 2)
+    elif key.startswith("mlp.experts.experts.") and config["model_type"] == "gpt_oss":
+        name = key.removeprefix("mlp.experts.experts.")
+        for usual, other in STACKED.items():
+            name = name.replace(usual, other)
+        yield f"mlp.experts.{name}", tensor.transpose(1, -1)
     elif key.startswith("mlp.experts.experts."):
         for expert, matrix in enumerate(tensor):
             for name, part in _mlp(key.removeprefix("mlp.experts.experts."), matrix):

@@ -118,6 +118,7 @@ CASES = {
     "olmoe": ("olmoe", MOE_LAYOUTS[:1], [{}], RECORDED[:1]),
     "glm4_moe": ("glm4_moe", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
     "minimax_m2": ("minimax_m2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], RECORDED[:1]),
+    "gpt_oss": ("gpt_oss", MOE_LAYOUTS[:1], [{}, {"tp": 2}], RECORDED),
     "moonlight": ("moonlight", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
     "kimi_k2": ("kimi_k2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
     "qwen3_moe_cut_otherwise": ("qwen3_moe", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL], RECORDED),

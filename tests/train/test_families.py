@@ -34,6 +34,7 @@ LAYOUTS: Mapping[str, list[Layout]] = {
     "olmoe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 4}],
     "glm4_moe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "minimax_m2": [{"tp": 4, "ep": 2, "etp": 2}, {"tp": 2, "cp": 2, "ep": 4}],
+    "gpt_oss": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "moonlight": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "kimi_k2": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "qwen3": [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
@@ -174,7 +175,7 @@ def megatron_parts(rank: int, world_size: int, port: int, folder: Path) -> dict[
 def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:
     """What may stand in a table in place of `rule`, and what is said of it."""
     yield (), "is not in the table"
-    wrong = (replace(tensor, axes=(*tensor.axes[:-1], "layers")) for tensor in rule.tensors)
+    wrong = (replace(tensor, axes=(*tensor.axes[:-1], "vocab")) for tensor in rule.tensors)
     yield (replace(rule, tensors=tuple(wrong)),), "has shape"
     if rule.where in ("dense", "moe"):
         yield (

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
     "olmoe": ("olmoe", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
     "glm4_moe": ("glm4_moe", {}, [{"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "dp": 2}]),
     "minimax_m2": ("minimax_m2", {}, [{"tp": 4, "ep": 4, "etp": 2, "dp": 2}]),
+    "gpt_oss": ("gpt_oss", {}, [{"tp": 4, "pp": 2, "ep": 2}]),
     "deepseek_v2": ("deepseek_v2", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
     "qwen2": ("qwen2", {}, [{"tp": 4, "pp": 2}]),
     "qwen3": (

@@ -1,6 +1,6 @@
 """Model families by the architecture that `config.json` names."""
 
-from mcore_rl.slices.families import deepseek, dense, glm4_moe, minimax_m2, qwen2_moe, softmax_moe
+from mcore_rl.slices.families import deepseek, dense, glm4_moe, gpt_oss, minimax_m2, qwen2_moe, softmax_moe
 from mcore_rl.slices.families.refused import REFUSED
 from mcore_rl.slices.families.settings import rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
@@ -13,6 +13,7 @@ CAUSAL = (
     softmax_moe.OLMOE,
     glm4_moe.FAMILY,
     minimax_m2.FAMILY,
+    gpt_oss.FAMILY,
     deepseek.V3,
     deepseek.V2,
     dense.QWEN3,

@@ -6,11 +6,6 @@ _GATED_DELTA_NET = "most of its layers are gated delta nets, and no table here k
 _SPARSE_ATTENTION = "its attention reads only keys that an indexer chooses, which the attention here cannot"
 
 REFUSED: Mapping[str, str] = {
-    "GptOssForCausalLM": (
-        "the experts' gate and up projections alternate column by column in one tensor, of which every column"
-        " would be a slice of its own, and the published weights are MXFP4; attention sinks are missing in"
-        " SGLang's torch_native attention, too"
-    ),
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
     "Qwen3NextForCausalLM": _GATED_DELTA_NET,

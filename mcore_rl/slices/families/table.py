@@ -33,7 +33,8 @@ class Rule:
     """Megatron's tensor `key` is, on axis 0, `groups` times a block of rows of each of `tensors` in turn.
 
     `key` is written without a layer number. `where` says which layers have it ("model": no layer does).
-    Rows past the last block are vocabulary padding if `padded`, else an error.
+    Rows past the last block are vocabulary padding if `padded`, else an error. `stacked`: Megatron has a
+    tensor per expert; the HF tensor holds those of all experts, its first axis, each transposed.
     """
 
     key: str
@@ -41,10 +42,21 @@ class Rule:
     where: Literal["model", "layer", "dense", "moe"] = "layer"
     groups: str | None = None
     padded: bool = False
+    stacked: bool = False
 
     @property
     def has_expert_axis(self) -> bool:
+        """Whether Megatron's tensor is that of a routed expert."""
+        return self.stacked or self.numbers_experts
+
+    @property
+    def numbers_experts(self) -> bool:
+        """Whether there is an HF tensor for each expert."""
         return "{expert}" in self.tensors[0].name
+
+    def matrix_axes(self, tensor: HfTensor) -> tuple[str, ...]:
+        """The axes of `tensor` as they lie in Megatron's tensor."""
+        return tensor.axes[:0:-1] if self.stacked else tensor.axes
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class Family:
     refusal        why a model is refused although each of its settings is supported; empty if it is not
     carried        pattern of HF names that a checkpoint may hold beside the model: not trained, not synced
     rotary_share   share of a head's width that the rotary embedding turns
+    alternating    whether the rows of an expert's linear_fc1 are gate, up, gate, up instead of halves
     """
 
     architecture: str
@@ -71,6 +84,7 @@ class Family:
     refusal: Callable[[HfConfig], str] = lambda config: ""
     carried: Callable[[HfConfig], str] = lambda config: ""
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
+    alternating: bool = False
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 
@@ -131,7 +145,7 @@ class Family:
         if rule.where == "model":
             yield None, None
             return
-        experts = range(sizes["experts"]) if rule.has_expert_axis else (None,)
+        experts = range(sizes["experts"]) if rule.numbers_experts else (None,)
         for layer in range(sizes["layers"]):
             if rule.where == "layer" or self.is_moe_layer(config, layer) == (rule.where == "moe"):
                 yield from ((layer, expert) for expert in experts)

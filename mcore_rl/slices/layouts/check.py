@@ -20,6 +20,12 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
         (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
+    biased = any(rule.has_expert_axis and rule.key.endswith(".bias") for rule in family_of(config).rules)
+    if biased and parallel.etp > 1:
+        raise ValueError(
+            f"{name}.etp={parallel.etp}, but the experts have biases, which Megatron does not cut: "
+            f"set {name}.etp=1 and raise {name}.ep"
+        )
     if parallel.ep > 1 and not sizes["experts"]:
         raise ValueError(f"{name}.ep={parallel.ep}, but the model has no experts: set {name}.ep=1")
     for option, divisor, key, size in sized:

@@ -35,6 +35,7 @@ SPLIT_AXIS: Mapping[str, int | None] = {
     "pre_mlp_layernorm": None,
     "q_layernorm": None,
     "k_layernorm": None,
+    "core_attention": ROWS,
 }
 """Megatron module -> the axis of its weight (and bias, if it is the rows) that tensor parallelism cuts."""
 
@@ -115,7 +116,7 @@ class MegatronLayout(StagedLayout):
             ranks = self._ranks(entry, stages[0], ep, part)
             for other in stages[1:]:
                 ranks = ranks.union(self._ranks(entry, other, ep, part))
-            pieces += [Piece(start, stop, ranks, entry.dtype) for start, stop in boxes]
+            pieces += [Piece(*self._experts_of(entry, ep, box), ranks, entry.dtype) for box in boxes]
         return Placement(tuple(pieces))
 
     def _model_stages(self, rule: Rule) -> list[int]:
@@ -142,6 +143,8 @@ class MegatronLayout(StagedLayout):
             return [[box] if box else [] for box in cut_rows(entry.shape, rows, parts)]
         if entry.rule.groups:
             return self._cut_groups(entry, parts)
+        if entry.rule.stacked and axis is not None:
+            axis = {ROWS: len(entry.shape) - 1, COLUMNS: 1}[axis]  # behind the experts, transposed
         axis = len(entry.shape) - 1 if axis == COLUMNS else axis
         return [[box] for box in cut_evenly(entry.shape, axis, parts, f"Megatron's {entry.rule.key}")]
 

@@ -13,10 +13,10 @@ from mcore_rl.slices.layouts.layout import Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.sglang_models import (
     COLUMNS,
+    DTYPES,
     EMBEDDING_ON_EVERY_STAGE,
     EXPERT_AXIS,
     HEAD_ON_EVERY_STAGE,
-    IN_FLOAT32,
     RULES,
     RULES_OF,
     WHOLE,
@@ -63,7 +63,7 @@ class SGLangLayout(StagedLayout):
             ranks = self._ranks(entry, stages[0], ep, part, len(cuts))
             for other in stages[1:]:
                 ranks = _interleave(ranks, self._ranks(entry, other, ep, part, len(cuts)))
-            pieces.append(Piece(*box, ranks, self._dtype(entry)))
+            pieces.append(Piece(*self._experts_of(entry, ep, box), ranks, self._dtype(entry)))
         return Placement(tuple(pieces))
 
     def _model_stages(self, entry: Entry) -> list[int]:
@@ -97,16 +97,15 @@ class SGLangLayout(StagedLayout):
         return list(cut_evenly(entry.shape, rule.axis, parts, where))
 
     def _expert_cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
-        axis = EXPERT_AXIS[entry.suffix.split(".")[-2]]
-        parts = self._moe_tp
-        return list(cut_evenly(entry.shape, axis, parts, f"SGLang's {entry.suffix}"))
+        axis = EXPERT_AXIS[".".join(entry.suffix.split(".")[-2:])]
+        return list(cut_evenly(entry.shape, axis, self._moe_tp, f"SGLang's {entry.suffix}"))
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
         """The ranks of a stage, in all engines, that hold part number `part` of `parts`."""
         sizes, first = self._sizes, stage * self._sizes.tp
         engines = (sizes.engines, sizes.engine_ranks)
         if ep is not None:
-            return Ranks.grid(first + ep * parts + part, engines)
+            return Ranks.grid(first + ep * self._moe_tp + part, engines)
         group = self._rule(entry).group
         if group == "all":
             return Ranks.grid(first, engines, (sizes.tp, 1))
@@ -120,6 +119,7 @@ class SGLangLayout(StagedLayout):
         module, _, kind = entry.suffix.rpartition(".")
         if kind == "e_score_correction_bias":
             return WHOLE
+        module = "self_attn.sinks" if kind == "sinks" else module
         own = RULES_OF.get(self._tensors.family.architecture, {})
         rule = own.get(module) or RULES.get(module)
         if rule is None:
@@ -127,8 +127,7 @@ class SGLangLayout(StagedLayout):
         return WHOLE if kind == "bias" and rule.axis == COLUMNS else rule
 
     def _dtype(self, entry: Entry) -> str:
-        module = entry.suffix.rpartition(".")[0]
-        return "float32" if (self._tensors.family.architecture, module) in IN_FLOAT32 else entry.dtype
+        return DTYPES.get((self._tensors.family.architecture, entry.suffix), entry.dtype)
 
 
 def _stage_layers(num_layers: int, pp: int, num_stages: int) -> range:

@@ -35,6 +35,7 @@ RULES: Mapping[str, Rule] = {
     "self_attn.o_proj": Rule("attention", COLUMNS),
     "self_attn.q_norm": WHOLE,
     "self_attn.k_norm": WHOLE,
+    "self_attn.sinks": Rule("attention"),
     "self_attn.q_a_proj": WHOLE,
     "self_attn.q_a_layernorm": WHOLE,
     "self_attn.q_b_proj": Rule("attention"),
@@ -53,6 +54,7 @@ RULES: Mapping[str, Rule] = {
     "mlp.shared_expert.down_proj": Rule("tensor", COLUMNS),
     "mlp.shared_expert_gate": WHOLE,
     "block_sparse_moe.gate": WHOLE,
+    "mlp.router": WHOLE,
 }
 """Module of a HF tensor, from within the layer on -> who cuts it; routed experts have a rule of their own."""
 
@@ -64,23 +66,37 @@ RULES_OF: Mapping[str, Mapping[str, Rule]] = {
 }
 """Architecture -> where it differs from RULES."""
 
-EXPERT_AXIS = {
-    "gate_proj": ROWS,
-    "up_proj": ROWS,
-    "down_proj": COLUMNS,
-    "w1": ROWS,
-    "w3": ROWS,
-    "w2": COLUMNS,
+EXPERT_AXIS: Mapping[str, int | None] = {
+    "gate_proj.weight": ROWS,
+    "up_proj.weight": ROWS,
+    "down_proj.weight": COLUMNS,
+    "w1.weight": ROWS,
+    "w3.weight": ROWS,
+    "w2.weight": COLUMNS,
+    "experts.gate_up_proj": 2,
+    "experts.gate_up_proj_bias": 1,
+    "experts.down_proj": 1,
+    "experts.down_proj_bias": None,
 }
+"""Last two parts of a routed expert's HF name -> the axis that tensor parallelism within experts cuts; None:
+the first of these ranks has the whole, the others zeros.
+"""
 
-IN_FLOAT32 = {("Glm4MoeForCausalLM", "mlp.gate"), ("MiniMaxM2ForCausalLM", "block_sparse_moe.gate")}
-"""(architecture, module) that engines hold in float32, whatever the model's dtype."""
+DTYPES = {
+    ("Glm4MoeForCausalLM", "mlp.gate.weight"): "float32",
+    ("MiniMaxM2ForCausalLM", "block_sparse_moe.gate.weight"): "float32",
+    ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
+    ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",
+    ("GptOssForCausalLM", "self_attn.sinks"): "bfloat16",
+}
+"""(architecture, tensor) -> the dtype in which engines hold it, whatever the model's."""
 
 HEAD_ON_EVERY_STAGE = {
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
     "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
     "LlamaForCausalLM",
 }
 """Architectures whose pipeline stages all have the output layer."""
@@ -88,6 +104,7 @@ EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
 
 WITHOUT_STAGES = {"OlmoeForCausalLM"}
 WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
+WITHOUT_EXPERT_PARALLELISM = {"GptOssForCausalLM"}
 WITHOUT_ATTENTION_DP = {
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -101,6 +118,7 @@ WITHOUT_TIED_HEAD = {
     "OlmoeForCausalLM",
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "GptOssForCausalLM",
 }
 WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
 WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"}
@@ -136,14 +154,20 @@ BUILT_IN: Mapping[str, Mapping[str, Callable[[HfConfig], Any]]] = {
 }
 """Architecture -> key of config.json -> the value that SGLang computes with, whatever is written there."""
 
+DTYPE_OF_CONFIG = {"GptOssForCausalLM"}
+"""Architectures of which SGLang holds some tensors in the dtype of config.json, whatever it is told."""
+
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"),
 }
 """Architecture -> keys of config.json without which SGLang computes something else than transformers."""
 
 
-def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes) -> None:
-    """ValueError names what SGLang's model of this config.json cannot do, or would do wrongly."""
+def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None = None) -> None:
+    """ValueError names what SGLang's model of this config.json cannot do, or would do wrongly.
+
+    `dtype`: that the engine is told to compute in.
+    """
     family = family_of(hf_config)
     architecture, tied = family.architecture, bool(family.left_out(hf_config))
 
@@ -161,6 +185,8 @@ def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes) -> None:
         refuse(f"tp = {sizes.tp}", "normalises queries and keys over all heads and knows one rank only")
     if sizes.pp > 1 and architecture in WITHOUT_STAGES:
         refuse(f"pp = {sizes.pp}", "has no pipeline stages")
+    if sizes.ep > 1 and architecture in WITHOUT_EXPERT_PARALLELISM:
+        refuse(f"ep = {sizes.ep}", "loads unquantised experts on every rank: cut them by tp alone")
     if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
         refuse(f"attention dp = {sizes.dp}", "has no DP attention")
     if tied and architecture in WITHOUT_TIED_HEAD:
@@ -171,6 +197,9 @@ def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes) -> None:
         value = value_of(hf_config)
         if hf_config.get(key, value) not in (None, value):
             refuse(f"{key} = {hf_config[key]!r}", f"computes with {value!r}")
+    saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if architecture in DTYPE_OF_CONFIG and dtype and saved not in (None, dtype):
+        refuse(f"dtype = {saved} in config.json and {dtype} for the engine", "would mix the two")
     for key in NEEDED.get(architecture, ()):
         if key not in hf_config:
             refuse(f"no {key!r} in config.json", "takes that for another model than transformers does")

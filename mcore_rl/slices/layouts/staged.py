@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from math import prod
 
+from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.layouts.layout import NOWHERE, Placement
 from mcore_rl.slices.layouts.tensors import Entry, Tensors
 
@@ -15,7 +16,7 @@ class StagedLayout(ABC):
     def __init__(self, tensors: Tensors, stage_of: Mapping[int, int], experts_per_rank: int) -> None:
         """`stage_of`: layer -> pipeline stage; `experts_per_rank`: routed experts of an expert group."""
         self._tensors, self._stage_of, self._experts_per_rank = tensors, stage_of, experts_per_rank
-        self._place = cache(self._make_placement)
+        self._place, self._place_all = cache(self._make_placement), cache(self._join_placements)
 
     def placement(self, name: str) -> Placement:
         found = self._tensors.find(name)
@@ -23,8 +24,11 @@ class StagedLayout(ABC):
             return NOWHERE
         if found.layer is None:
             return self._place(found.entry, None, None)
+        stage = self._stage_of[found.layer]
+        if found.entry.rule.stacked:
+            return self._place_all(found.entry, stage)
         ep = None if found.expert is None else found.expert // self._experts_per_rank
-        return self._place(found.entry, self._stage_of[found.layer], ep)
+        return self._place(found.entry, stage, ep)
 
     def names(self, rank: int) -> Iterator[str]:
         layers, ep = self._seat(rank)
@@ -45,10 +49,23 @@ class StagedLayout(ABC):
             yield entry, _numel(self._place(entry, None, None), rank)
         for is_moe, of_kind in self._tensors.by_kind(layers).items():
             for entry in self._tensors.layer_entries[is_moe]:
-                has_experts = entry.rule.has_expert_axis
-                count = len(of_kind) * (self._experts_per_rank if has_experts else 1)
-                place = self._place(entry, self._stage_of[of_kind[0]], ep if has_experts else None)
+                count = len(of_kind) * (self._experts_per_rank if entry.rule.numbers_experts else 1)
+                group = ep if entry.rule.has_expert_axis else None
+                place = self._place(entry, self._stage_of[of_kind[0]], group)
                 yield entry, count * _numel(place, rank)
+
+    def _join_placements(self, entry: Entry, stage: int) -> Placement:
+        """Of a tensor that holds all experts."""
+        groups = range(self._tensors.num_experts // self._experts_per_rank)
+        return Placement(tuple(piece for ep in groups for piece in self._place(entry, stage, ep).pieces))
+
+    def _experts_of(self, entry: Entry, ep: int | None, box: tuple[Shape, Shape]) -> tuple[Shape, Shape]:
+        """What of a box the expert group `ep` holds: of a tensor that holds all experts, its own."""
+        if ep is None or not entry.rule.stacked:
+            return box
+        (_, *start), (_, *stop) = box
+        each = self._experts_per_rank
+        return (ep * each, *start), ((ep + 1) * each, *stop)
 
     @abstractmethod
     def _seat(self, rank: int) -> tuple[Iterable[int], int]:
@@ -56,7 +73,9 @@ class StagedLayout(ABC):
 
     @abstractmethod
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
-        """`stage`: None for tensors outside the layers; `ep`: None for all but routed experts."""
+        """`stage`: None for tensors outside the layers; `ep`: None for all but routed experts, of which it
+        says whose experts are meant where one tensor holds all.
+        """
 
 
 def _numel(placement: Placement, rank: int) -> int:

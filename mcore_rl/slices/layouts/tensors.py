@@ -83,7 +83,7 @@ class Tensors:
     def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
         """The tensors of a layer, with those of the routed experts given."""
         for entry in self.layer_entries[self._is_moe[layer]]:
-            if entry.rule.has_expert_axis:
+            if entry.rule.numbers_experts:
                 for expert in experts:
                     yield entry.tensor.name.format(layer=layer, expert=expert)
             else:

@@ -40,6 +40,9 @@ def test_what_sglang_cannot_do_is_refused(architecture, tied, sizes, message):
         sglang_layout(config, sizes)
 
 
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
@@ -54,12 +57,18 @@ def test_what_sglang_cannot_do_is_refused(architecture, tied, sizes, message):
             SGLangSizes(),
             "no 'use_qk_norm' in config.json: SGLang's MiniMaxM2ForCausalLM takes that for another model",
         ),
+        (GPT_OSS, SGLangSizes(tp=2, ep=2), "ep = 2: SGLang's GptOssForCausalLM loads .* on every rank"),
+        (
+            GPT_OSS | {"torch_dtype": "bfloat16"},
+            SGLangSizes(),
+            "dtype = bfloat16 in config.json and float32 for the engine: .* would mix the two",
+        ),
     ],
 )
 def test_what_sglang_would_compute_otherwise_is_refused(changes, sizes, message):
     config = model_config(head_dim=3, rms_norm_eps=1e-5, num_key_value_heads=4)
     with pytest.raises(ValueError, match=message):
-        refuse_unserved(config | {"architectures": ["OlmoeForCausalLM"]} | changes, sizes)
+        refuse_unserved(config | {"architectures": ["OlmoeForCausalLM"]} | changes, sizes, "float32")
 
 
 def test_dense_layers_among_the_experts_are_refused_where_sglang_has_none():

@@ -5,7 +5,12 @@ Each patch is one function in PATCHES, says why it is needed, and leaves what SG
 
 from collections.abc import Callable
 
-from sglang_on_cpu.attention import absorb_latents, batch_attention, rotate_without_yarn
+from sglang_on_cpu.attention import (
+    absorb_latents,
+    admit_torch_native,
+    batch_attention,
+    rotate_without_yarn,
+)
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
 from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
 from sglang_on_cpu.kernels import gate_shared_expert
@@ -27,6 +32,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     batch_attention,
     absorb_latents,
     rotate_without_yarn,
+    admit_torch_native,
     gate_shared_expert,
     pad_batches,
     reduce_without_nccl,

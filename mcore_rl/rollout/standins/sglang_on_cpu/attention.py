@@ -1,4 +1,4 @@
-"""Torch-native attention over many requests at once, in place of SGLang's loop over requests."""
+"""Torch-native attention over many requests at once, in place of SGLang's loop over requests; with sinks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +17,19 @@ class Group:
 
     query_rows_BQ    row of each query token in the flat batch; padding repeats the request's last token
     key_slots_BK     slot of each key in the KV pool; padding repeats the request's first slot
-    mask_BQK         True where the query sees the key
+    distance_BQK     tokens from the key to the query; negative where it comes later or is padding
     valid_BQ         False on padding
     """
 
     query_rows_BQ: Tensor
     key_slots_BK: Tensor
-    mask_BQK: Tensor
+    distance_BQK: Tensor
     valid_BQ: Tensor
+
+    def mask_BQK(self, window: int | None) -> Tensor:
+        """True where the query sees the key, which is at most `window` tokens before it."""
+        seen = self.distance_BQK >= 0
+        return seen if window is None else seen & (self.distance_BQK <= window)
 
 
 def make_groups(
@@ -74,13 +79,20 @@ def _make_group(first_row_B1: Tensor, query_len_B1: Tensor, seq_len_B1: Tensor, 
     return Group(
         query_rows_BQ=first_row_B1 + torch.minimum(query_Q, query_len_B1 - 1),
         key_slots_BK=torch.where(is_key_BK, slots_BK, slots_BK[:, :1]),
-        mask_BQK=is_key_BK[:, None] & (key_K <= position_BQ[..., None]),
+        distance_BQK=torch.where(is_key_BK[:, None], position_BQ[..., None] - key_K, -1),
         valid_BQ=query_Q < query_len_B1,
     )
 
 
 def attend(
-    group: Group, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scaling: float | None
+    group: Group,
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scaling: float | None,
+    window: int | None = None,
+    sinks_h: Tensor | None = None,
 ) -> None:
     """Attention of one group, written to its rows of `output`.
 
@@ -96,28 +108,40 @@ def attend(
         for cache in (k_cache, v_cache)
     )
     queries = query[group.query_rows_BQ].view(num_requests, num_queries, num_kv_heads, heads_per_kv, -1)
-    mask = group.mask_BQK[:, None].expand(-1, heads_per_kv, -1, -1)
-    result = scaled_dot_product_attention(
-        queries.permute(0, 2, 3, 1, 4).flatten(2, 3),
-        keys.transpose(1, 2).to(query.dtype),
-        values.transpose(1, 2).to(query.dtype),
-        attn_mask=mask.flatten(1, 2)[:, None],
-        scale=scaling,
-    )
+    queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = (x.transpose(1, 2).to(query.dtype) for x in (keys, values))
+    mask = group.mask_BQK(window)[:, None].expand(-1, heads_per_kv, -1, -1).flatten(1, 2)[:, None]
+    if sinks_h is None:
+        result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        sinks = sinks_h.float().view(num_kv_heads, heads_per_kv, 1).expand(-1, -1, num_queries).flatten(1)
+        result = _attend_with_sinks(queries, keys, values, mask, scaling or query.shape[-1] ** -0.5, sinks)
     result = result.view(num_requests, num_kv_heads, heads_per_kv, num_queries, -1).permute(0, 3, 1, 2, 4)
     valid = group.valid_BQ
     output[group.query_rows_BQ[valid]] = result.flatten(2, 3)[valid]
 
 
-def batch_attention() -> None:
-    """Run the torch_native backend's causal attention over groups of requests.
+def _attend_with_sinks(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks_hQ: Tensor
+) -> Tensor:
+    """Each query has a sink, a logit that takes part in the softmax and has no value."""
+    logits = (queries @ keys.transpose(-1, -2)).float() * scaling
+    logits = logits.masked_fill(~mask, float("-inf"))
+    sinks = sinks_hQ[None, ..., None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].to(values.dtype) @ values
 
-    SGLang's own loop is 60 % of a decode step at 256 requests. Equal to it within 1e-6 in float32; sliding
-    windows, encoders and cross attention keep SGLang's loop.
+
+def batch_attention() -> None:
+    """Run the torch_native backend's causal attention over groups of requests, and give it sinks.
+
+    SGLang's own loop is 60 % of a decode step at 256 requests. Equal to it within 1e-6 in float32; encoders
+    and cross attention keep SGLang's loop.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
     init_metadata = Backend.init_forward_metadata
+    for name in ("forward_extend", "forward_decode"):
+        setattr(Backend, name, _with_sinks(getattr(Backend, name)))
     loop_extend, loop_decode = Backend._run_sdpa_forward_extend, Backend._run_sdpa_forward_decode
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
@@ -128,22 +152,29 @@ def batch_attention() -> None:
         tensors, requests, (_, query_lens), encoder_lens = args[:4], args[4:7], args[7:9], args[9:]
         if not options["causal"] or _is_special(encoder_lens, options):
             return loop_extend(self, *args, **options)
-        return _run_groups(self, tensors, requests, query_lens.tolist(), options["scaling"])
+        return _run_groups(self, tensors, requests, query_lens.tolist(), options)
 
     def run_decode(self: Any, *args: Any, **options: Any) -> Tensor:
         tensors, requests, encoder_lens = args[:4], args[4:7], args[7:]
         if _is_special(encoder_lens, options):
             return loop_decode(self, *args, **options)
-        return _run_groups(self, tensors, requests, [1] * len(requests[2]), options["scaling"])
+        return _run_groups(self, tensors, requests, [1] * len(requests[2]), options)
 
     Backend.init_forward_metadata = init_forward_metadata
     Backend._run_sdpa_forward_extend = run_extend
     Backend._run_sdpa_forward_decode = run_decode
 
 
+def _with_sinks(forward: Any) -> Any:
+    def forward_with_sinks(self: Any, *args: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        self.sinks_h = sinks
+        return forward(self, *args, **options)
+
+    return forward_with_sinks
+
+
 def _is_special(encoder_lens: tuple[Tensor | None, ...], options: dict[str, Any]) -> bool:
-    cross = options.get("is_cross_attn", False) or any(lens is not None for lens in encoder_lens)
-    return cross or options.get("sliding_window_size") is not None
+    return options.get("is_cross_attn", False) or any(lens is not None for lens in encoder_lens)
 
 
 def _run_groups(
@@ -151,16 +182,30 @@ def _run_groups(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     requests: tuple[Tensor, Tensor, Tensor],
     query_lens: list[int],
-    scaling: float | None,
+    options: dict[str, Any],
 ) -> Tensor:
     """Attention of a batch, whose groups the first layer makes for all."""
     query, output, k_cache, v_cache = tensors
     if getattr(backend, "attention_groups", None) is None:
         req_to_token, req_pool_indices, seq_lens = requests
         backend.attention_groups = make_groups(query_lens, seq_lens.tolist(), req_to_token, req_pool_indices)
+    window, sinks_h = options.get("sliding_window_size"), getattr(backend, "sinks_h", None)
     for group in backend.attention_groups:
-        attend(group, query, output, k_cache, v_cache, scaling)
+        attend(group, query, output, k_cache, v_cache, options["scaling"], window, sinks_h)
     return output
+
+
+def admit_torch_native() -> None:
+    """gpt-oss asks for a backend with sinks, which torch_native has here."""
+    from sglang.srt.arg_groups import model_hook
+
+    find_backends = model_hook.attention_backends_of
+
+    def attention_backends_of(settings: Any) -> Any:
+        found = find_backends(settings)
+        return tuple("intel_amx" if name == "torch_native" else name for name in found)
+
+    model_hook.attention_backends_of = attention_backends_of
 
 
 def absorb_latents() -> None:

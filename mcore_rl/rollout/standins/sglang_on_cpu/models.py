@@ -10,6 +10,7 @@ MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MixtralForCausalLM": "mixtral",
