@@ -57,6 +57,12 @@ class Assembly:
     def num_bytes(self) -> int:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    def places(self) -> list[object]:
+        """What its elements come from, as numbers and names."""
+        return [
+            (p.chunk.path, p.chunk.start, p.source, p.target, p.rows, p.run, p.stride) for p in self.pieces
+        ]
+
     @property
     def row(self) -> int:
         """Elements of the last axis: a tensor is read and written in whole rows."""

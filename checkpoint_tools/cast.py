@@ -11,7 +11,7 @@ from mcore_rl.slices.quantise import quantise_into
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
     """Elements of `dtype` as elements of `to`, rounded to nearest even. Peak memory: the result."""
-    return _bytes_of(_view(data, dtype).to(getattr(torch, to)))
+    return bytes_of(_view(data, dtype).to(getattr(torch, to)))
 
 
 def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
@@ -20,13 +20,14 @@ def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
     scales_nk = torch.empty(num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32)
     quantise_into(weights_NK, values_NK, scales_nk)
-    return _bytes_of(values_NK), _bytes_of(scales_nk)
+    return bytes_of(values_NK), bytes_of(scales_nk)
 
 
 def _view(data: memoryview, dtype: str) -> Tensor:
     return torch.frombuffer(data, dtype=getattr(torch, dtype))
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a contiguous tensor, in its own memory."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array).cast("B")

@@ -4,18 +4,28 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeAlias
 
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
 
 DTYPES = ("bfloat16", "float16", "float32")
+AS_IN_THE_SOURCE = "of the result; by default as it is in the source"
+SOURCES = {
+    "checkpoint": "<run.dir>/checkpoints/step_..., or critic_...",
+    "source_hf": "a HuggingFace directory",
+}
+"""What a command that makes a checkpoint reads."""
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Run: TypeAlias = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done or equal, 1 different, 2 wrong or damaged input, 130 interrupted."""
     args = make_parser().parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: a worker takes one core
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
@@ -36,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_to_hf(commands)
     _add_from_hf(commands)
     _add_to_fp8(commands)
+    _add_dequantise(commands)
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
@@ -45,10 +56,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_to_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("to-hf", help="merge a Megatron checkpoint into a HuggingFace directory")
-    command.add_argument("checkpoint", type=Path, help="<run.dir>/checkpoints/step_..., or critic_...")
-    command.add_argument("out", type=Path)
+def _add_to_hf(commands: Commands) -> None:
+    command = _add_writer(
+        commands, "to-hf", _to_hf, "merge a Megatron checkpoint into a HuggingFace directory", "checkpoint"
+    )
     command.add_argument(
         "--source-hf",
         type=Path,
@@ -61,61 +72,45 @@ def _add_to_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="FOLDER",
         help="write the optimizer's state, in HuggingFace's names, here",
     )
-    _add_dtype(command)
-    _add_file_bytes(command)
-    _add_effort(command)
-    command.set_defaults(run=_to_hf)
+    command.add_argument("--dtype", choices=DTYPES, help=AS_IN_THE_SOURCE)
 
 
-def _add_from_hf(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "from-hf", help="write a HuggingFace model as a Megatron checkpoint that any layout can load"
-    )
-    command.add_argument("source_hf", type=Path)
-    command.add_argument("out", type=Path)
+def _add_from_hf(commands: Commands) -> None:
+    what = "write a HuggingFace model as a Megatron checkpoint that any layout can load"
+    command = _add_writer(commands, "from-hf", _from_hf, what)
     command.add_argument(
         "--optimizer", type=Path, metavar="FOLDER", help="take the optimizer's state that to-hf wrote there"
     )
-    _add_dtype(command)
-    _add_file_bytes(command)
-    _add_effort(command)
-    command.set_defaults(run=_from_hf)
+    command.add_argument("--dtype", choices=DTYPES, help=AS_IN_THE_SOURCE)
 
 
-def _add_to_fp8(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "to-fp8",
-        help="quantise a HuggingFace model: 8-bit values and scales of 128 x 128 blocks, as DeepSeek's",
-    )
-    command.add_argument("source_hf", type=Path)
-    command.add_argument("out", type=Path)
-    _add_file_bytes(command)
-    _add_effort(command)
-    command.set_defaults(run=_to_fp8)
+def _add_to_fp8(commands: Commands) -> None:
+    what = "quantise a HuggingFace model: 8-bit values and scales of 128 x 128 blocks, as DeepSeek's"
+    _add_writer(commands, "to-fp8", _to_fp8, what)
 
 
-def _add_upcycle(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "upcycle", help="make a dense HuggingFace model a mixture of experts that computes the same at first"
-    )
-    command.add_argument("source_hf", type=Path)
-    command.add_argument("out", type=Path)
+def _add_dequantise(commands: Commands) -> None:
+    what = "write a HuggingFace model that was published in block FP8 or MXFP4 with plain weights"
+    command = _add_writer(commands, "dequantise", _dequantise, what)
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the result (%(default)s)")
+
+
+def _add_upcycle(commands: Commands) -> None:
+    what = "make a dense HuggingFace model a mixture of experts that computes the same at first"
+    command = _add_writer(commands, "upcycle", _upcycle, what)
     command.add_argument("--experts", type=int, default=8, help="in every layer (%(default)s)")
     command.add_argument("--top-k", type=int, default=2, help="of them for each token (%(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of the routers' weights (%(default)s)")
-    _add_file_bytes(command)
-    _add_effort(command)
-    command.set_defaults(run=_upcycle)
 
 
-def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_inspect(commands: Commands) -> None:
     command = commands.add_parser("inspect", help="tensors, shapes, dtypes, bytes, step and layout")
     command.add_argument("checkpoint", type=Path)
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     command.set_defaults(run=_inspect)
 
 
-def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_verify(commands: Commands) -> None:
     command = commands.add_parser(
         "verify", help="whether one checkpoint agrees with its checksums, or two with each other"
     )
@@ -134,11 +129,13 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     command.set_defaults(run=_verify)
 
 
-def _add_dtype(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dtype", choices=DTYPES, help="of the result; by default as it is in the source")
-
-
-def _add_file_bytes(command: argparse.ArgumentParser) -> None:
+def _add_writer(
+    commands: Commands, name: str, run: Run, what: str, source: str = "source_hf"
+) -> argparse.ArgumentParser:
+    """A command that makes a checkpoint: what it reads, where it writes, and what every such one takes."""
+    command = commands.add_parser(name, help=what)
+    command.add_argument(source, type=Path, help=SOURCES[source])
+    command.add_argument("out", type=Path, help="a folder that does not exist yet")
     command.add_argument(
         "--max-file-bytes",
         type=parse_bytes,
@@ -146,6 +143,9 @@ def _add_file_bytes(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="about this much per file (4GiB)",
     )
+    _add_effort(command)
+    command.set_defaults(run=run)
+    return command
 
 
 def _add_effort(command: argparse.ArgumentParser) -> None:
@@ -188,6 +188,13 @@ def _to_fp8(args: argparse.Namespace) -> int:
     from checkpoint_tools.to_fp8 import to_fp8
 
     print(to_fp8(args.source_hf, args.out, args.max_file_bytes, _effort(args)))
+    return 0
+
+
+def _dequantise(args: argparse.Namespace) -> int:
+    from checkpoint_tools.dequantise import dequantise
+
+    print(dequantise(args.source_hf, args.out, args.dtype, args.max_file_bytes, _effort(args)))
     return 0
 
 

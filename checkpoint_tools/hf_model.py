@@ -1,24 +1,16 @@
 """config.json of a HuggingFace directory in, the tensors that its model has out; the files must have them."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint_tools.packed import find_packed
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
+from mcore_rl.slices.families.settings import unquantised
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.fp8 import (
-    FP8,
-    QUANTIZATION_CONFIG,
-    SCALE_DTYPE,
-    is_converted,
-    num_blocks,
-    scale_name,
-    scaled_name,
-)
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_config import parse_hf_config, read_hf_config
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """What a family's functions may raise on settings of a wrong type or size."""
@@ -35,51 +27,51 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
-    """Compare names, shapes and dtypes; a word on what was compared. ValueError names file and tensor."""
+    """Compare names, shapes and dtypes; a word on what was compared. ValueError names file and tensor.
+
+    Of a quantised model each matrix and its scales are compared as the tensor that they stand for.
+    """
     path = folder / "config.json"
     if not path.is_file():
         return "no config.json: names and shapes were not compared with it"
+    config = parse_hf_config(folder)
     try:
-        config = json.loads(path.read_text())
         architecture = (config.get("architectures") or [None])[0]
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if architecture not in FAMILIES:
-        return f"{architecture} is unknown here: names and shapes were not compared with config.json"
-    is_fp8 = config.get("quantization_config") == QUANTIZATION_CONFIG
-    if is_fp8:
-        config = {**config, "quantization_config": None}
-    try:
+        if architecture not in FAMILIES:
+            return f"{architecture} is unknown here: names and shapes were not compared with config.json"
+        if config.get("quantization_config") is not None:
+            tensors = _unpacked(config, tensors, path)
+        config = unquantised(config)
         refuse_unsupported(config, path)
-        shapes, dtypes = expected_tensors(config, model_dtype(config, tensors), is_fp8)
+        family, dtype = family_of(config), model_dtype(config, tensors)
+        shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)
     except WRONG_SETTING as error:
         raise ValueError(f"{path}: a setting is damaged: {error!r}") from error
     _compare(folder, config, tensors, shapes, dtypes)
     return architecture
 
 
-def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
-    """The dtype that config.json gives, else the one that most tensors have."""
+def _unpacked(config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
+    """The tensors of the model that is stored in quantised form."""
+    packed = find_packed(config, tensors, named_dtype(config) or "bfloat16", path)
+    halves = {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
+    return plain | {
+        name: StoredTensor(name, made.dtype, made.shape, (made.values,)) for name, made in packed.items()
+    }
+
+
+def named_dtype(config: HfConfig) -> str | None:
+    """The model's dtype by its config.json, if that gives one."""
     named = config.get("dtype") or config.get("torch_dtype")
     if named and named not in DTYPE_BYTES:
         raise ValueError(f"dtype={named!r} in config.json is not among {', '.join(DTYPE_BYTES)}")
-    return named or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
+    return named
 
 
-def expected_tensors(config: HfConfig, dtype: str, is_fp8: bool) -> tuple[dict[str, Shape], dict[str, str]]:
-    """Shapes and dtypes by name, with the scales of 8-bit matrices."""
-    family = family_of(config)
-    shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)
-    for name in [name for name in shapes if is_fp8 and is_converted(name) and len(shapes[name]) == 2]:
-        dtypes[name] = FP8
-        shapes[scale_name(name)] = tuple(map(num_blocks, shapes[name]))
-        dtypes[scale_name(name)] = SCALE_DTYPE
-    return shapes, dtypes
-
-
-def is_carried(config: HfConfig, name: str) -> bool:
-    """Whether the tensor, or the matrix that it scales, is one beside the model."""
-    return family_of(config).is_carried(config, scaled_name(name) or name)
+def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
+    """The dtype that config.json gives, else the one that most tensors have."""
+    return named_dtype(config) or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
 
 
 def _compare(
@@ -89,9 +81,10 @@ def _compare(
     shapes: Mapping[str, Shape],
     dtypes: Mapping[str, str],
 ) -> None:
-    passed_over = family_of(config).left_out(config)
+    family = family_of(config)
+    passed_over = family.left_out(config)
     for name, tensor in tensors.items():
-        if name in passed_over or is_carried(config, name):
+        if name in passed_over or family.is_carried(config, name):
             continue
         where = tensor.chunks[0].where
         if name not in shapes:

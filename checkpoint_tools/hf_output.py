@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.output import OutputFile, Task
+from checkpoint_tools.output import Made, OutputFile, Task
 from checkpoint_tools.produce import Report, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
@@ -22,7 +21,7 @@ Describe = Callable[..., None]
 def make_hf(
     out: Path,
     sources: Sequence[Checkpoint],
-    assemblies: Mapping[str, Assembly],
+    assemblies: Mapping[str, Made],
     quantised: frozenset[str],
     describe: Describe,
     max_file_bytes: int,
@@ -49,7 +48,7 @@ def make_hf(
     return produce(out, sources, files, effort, complete, open_hf, expected)
 
 
-def _tensors(assemblies: Mapping[str, Assembly], quantised: frozenset[str]) -> dict[str, tuple[str, Shape]]:
+def _tensors(assemblies: Mapping[str, Made], quantised: frozenset[str]) -> dict[str, tuple[str, Shape]]:
     tensors: dict[str, tuple[str, Shape]] = {}
     for name, assembly in assemblies.items():
         if name in quantised:
@@ -63,7 +62,7 @@ def _tensors(assemblies: Mapping[str, Assembly], quantised: frozenset[str]) -> d
 def _file(
     filename: str,
     tensors: Mapping[str, tuple[str, Shape]],
-    assemblies: Mapping[str, Assembly],
+    assemblies: Mapping[str, Made],
     quantised: frozenset[str],
 ) -> OutputFile:
     header, starts, num_bytes = make_header(tensors)

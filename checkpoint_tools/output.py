@@ -1,6 +1,7 @@
 """Files to be: which assemblies go where in which file, and what a worker does to write them.
 
-Peak memory of a worker: one band and the reader's scratch memory (for 8-bit matrices four bands more).
+Peak memory of a worker: one band and the reader's scratch memory (to quantise four bands more, to dequantise
+what unpack.py says).
 """
 
 import os
@@ -12,22 +13,25 @@ from pathlib import Path
 
 from checkpoint_tools.archive import make_archive
 from checkpoint_tools.assembly import Assembly
+from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, Record, bands
 from checkpoint_tools.stored import DTYPE_BYTES
 from mcore_rl.slices.checksums import Span, combine
 from mcore_rl.slices.fp8 import BLOCK
 
+Made = Assembly | Packed
+
 
 @dataclass(frozen=True)
 class Task:
-    """Write an assembly to bytes from `start` on of `file`, as it is or inside an archive of torch.save.
+    """Write a tensor to bytes from `start` on of `file`, as it is or inside an archive of torch.save.
 
     scales_start   where the scales of the blocks go, if the matrix is to be written as 8-bit values
     """
 
     file: str
     start: int
-    assembly: Assembly
+    assembly: Made
     is_archive: bool = False
     scales_start: int | None = None
 
@@ -101,17 +105,20 @@ class Writer:
         return Done(tuple(written), self._reader.take_record())
 
     def _write(self, descriptor: int, task: Task) -> list[Span]:
-        for stretch in task.assembly.skipped:
+        made = task.assembly
+        if isinstance(made, Packed):
+            return self._write_unpacked(descriptor, made, task.start)
+        for stretch in made.skipped:
             self._reader.skip(stretch)
         if task.scales_start is not None:
-            return self._write_quantised(descriptor, task, task.scales_start)
+            return self._write_quantised(descriptor, made, task.start, task.scales_start)
         if not task.is_archive:
-            return self._write_elements(descriptor, task, task.start)
-        archive = make_archive(task.assembly.dtype, task.assembly.shape)
+            return self._write_elements(descriptor, made, task.start)
+        archive = make_archive(made.dtype, made.shape)
         _write_all(descriptor, archive.prefix, task.start)
         first = task.start + len(archive.prefix)
         crc32 = zlib.crc32(archive.prefix)
-        data = self._write_elements(descriptor, task, first)
+        data = self._write_elements(descriptor, made, first)
         suffix = archive.suffix(data[0].crc32 if data else 0)
         _write_all(descriptor, suffix, first + archive.data_bytes)
         for part_crc32, num_bytes in (
@@ -121,20 +128,32 @@ class Writer:
             crc32 = combine(crc32, part_crc32, num_bytes)
         return [Span(task.start, archive.num_bytes, crc32)]
 
-    def _write_elements(self, descriptor: int, task: Task, start: int) -> list[Span]:
-        size, crc32 = DTYPE_BYTES[task.assembly.dtype], 0
-        for band in bands(task.assembly, self._band_bytes):
+    def _write_elements(self, descriptor: int, assembly: Assembly, start: int) -> list[Span]:
+        size, crc32 = DTYPE_BYTES[assembly.dtype], 0
+        for band in bands(assembly, self._band_bytes):
             view = self._view((band.stop - band.start) * size)
-            known = self._reader.fill(task.assembly, band, view)
+            known = self._reader.fill(assembly, band, view)
             crc32 = zlib.crc32(view, crc32) if known is None else combine(crc32, known, len(view))
             _write_all(descriptor, view, start + band.start * size)
-        return [Span(start, task.assembly.num_bytes, crc32)] if task.assembly.num_bytes else []
+        return [Span(start, assembly.num_bytes, crc32)] if assembly.num_bytes else []
 
-    def _write_quantised(self, descriptor: int, task: Task, scales_start: int) -> list[Span]:
+    def _write_unpacked(self, descriptor: int, packed: Packed, start: int) -> list[Span]:
+        from checkpoint_tools.unpack import unpacked  # imports torch
+
+        at, crc32 = start, 0
+        for view in unpacked(packed, self._reader, self._band_bytes):
+            crc32 = zlib.crc32(view, crc32)
+            _write_all(descriptor, view, at)
+            at += len(view)
+        assert at == start + packed.num_bytes, f"{packed.name}: {at - start} bytes of {packed.num_bytes}"
+        return [Span(start, packed.num_bytes, crc32)] if packed.num_bytes else []
+
+    def _write_quantised(
+        self, descriptor: int, assembly: Assembly, start: int, scales_start: int
+    ) -> list[Span]:
         """Bands of whole rows of blocks; see mcore_rl/slices/fp8.py."""
-        assembly, columns = task.assembly, task.assembly.shape[1]
-        size, values_crc32, scales_crc32 = DTYPE_BYTES[assembly.dtype], 0, 0
-        scales_at = scales_start
+        size, columns = DTYPE_BYTES[assembly.dtype], assembly.shape[1]
+        values_crc32, scales_crc32, scales_at = 0, 0, scales_start
         from checkpoint_tools.cast import quantise  # imports torch
 
         for band in bands(assembly, self._band_bytes // 4, row=BLOCK * columns):
@@ -142,11 +161,11 @@ class Writer:
             self._reader.fill(assembly, band, view)
             values, scales = quantise(view, assembly.dtype, columns)
             values_crc32, scales_crc32 = zlib.crc32(values, values_crc32), zlib.crc32(scales, scales_crc32)
-            _write_all(descriptor, values, task.start + band.start)
+            _write_all(descriptor, values, start + band.start)
             _write_all(descriptor, scales, scales_at)
             scales_at += len(scales)
         spans = [
-            Span(task.start, prod(assembly.shape), values_crc32),
+            Span(start, prod(assembly.shape), values_crc32),
             Span(scales_start, scales_at - scales_start, scales_crc32),
         ]
         return [span for span in spans if span.num_bytes]

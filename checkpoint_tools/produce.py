@@ -117,5 +117,5 @@ def _digest(sources: Sequence[Checkpoint], files: Sequence[OutputFile], units: S
 
 def _line(task: Task) -> list[object]:
     made = task.assembly
-    places = [(p.chunk.path, p.chunk.start, p.source, p.target, p.rows, p.run, p.stride) for p in made.pieces]
-    return [task.start, task.is_archive, task.scales_start, made.name, made.dtype, made.shape, places]
+    kind = [task.start, task.is_archive, task.scales_start]
+    return [*kind, made.name, made.dtype, made.shape, made.places()]

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.families import refuse_unsupported
+from mcore_rl.slices.families.settings import unquantised
+from mcore_rl.slices.hf_config import parse_hf_config
 
 Merge = Callable[[Path, Path, Path], object]
 """(Megatron checkpoint, HuggingFace directory that the run began from, directory to write)."""
@@ -19,7 +21,7 @@ _ANSWER_TIMEOUT_S = 120.0
 def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
     """The HuggingFace directory to serve; made of a Megatron checkpoint if that is what `path` is."""
     if not (path / ".metadata").is_file():
-        read_hf_config(path)
+        refuse_unsupported(unquantised(parse_hf_config(path)), path / "config.json")
         if not (path / "tokenizer_config.json").is_file():
             raise ValueError(f"{path} has no tokenizer_config.json: chats need the model's tokenizer")
         return path

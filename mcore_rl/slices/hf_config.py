@@ -13,6 +13,13 @@ VOCAB_MULTIPLE = 128
 
 def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     """The parsed config.json of a supported model; ValueError names the file and what is wrong with it."""
+    config = parse_hf_config(hf_dir)
+    refuse_unsupported(config, Path(hf_dir) / "config.json")
+    return config
+
+
+def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
+    """The parsed config.json of any model; ValueError names the file if there is none or it is damaged."""
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {hf_dir} is not a HuggingFace model directory")
@@ -20,7 +27,8 @@ def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:  # no JSON, or no UTF-8
         raise ValueError(f"{path} is not JSON: {error}") from error
-    refuse_unsupported(config, path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no JSON object: it is damaged")
     return config
 
 

@@ -18,9 +18,14 @@ from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.checksums import MANIFEST, FileSums, sum_safetensors, sum_small_files, write_manifest
 from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.settings import DEQUANTISE
 from mcore_rl.slices.families.table import HfConfig, Shape
+from mcore_rl.slices.fp8 import scaled_name
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_folder import INDEX, TEMPORARY, checkpoint_files, deal_out, write_small_files
+
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+"""safetensors' names of the dtypes that a model is loaded from."""
 
 
 def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
@@ -39,7 +44,9 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in family.left_out(config) or family.is_carried(config, name):
                     continue
-                _check_tensor(path, name, tuple(file.get_slice(name).get_shape()), expected, where)
+                stored = file.get_slice(name)
+                _check_dtype(path, name, stored.get_dtype())
+                _check_tensor(path, name, tuple(stored.get_shape()), expected, where)
                 where[name] = path
     missing = sorted(expected.keys() - where.keys())
     if missing:
@@ -48,6 +55,13 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
             f"download the checkpoint again, or correct config.json (files read: {[p.name for p in files]})"
         )
     return where
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    """Values without their scales would be cast in silence to weights that mean something else."""
+    if dtype not in PLAIN_DTYPES or scaled_name(name):
+        what = f"is {dtype}" if dtype not in PLAIN_DTYPES else "holds scales of 8-bit values"
+        raise ValueError(f"{path}: tensor {name!r} {what}, so the model is quantised: {DEQUANTISE}")
 
 
 def _check_tensor(

@@ -108,7 +108,8 @@ def hf_dtype(folder: Path, rng: random.Random) -> Damage:
     def edit(header: Header) -> tuple[str, str]:
         at = _pick(header, rng, lambda *_: True)
         name, entry = header[at]
-        dtype = rng.choice(["BF16", "I32", "F64", "F8_E4M3", "COMPLEX"])
+        others = ("BF16", "I32", "F64", "F8_E4M3", "COMPLEX")
+        dtype = rng.choice([dtype for dtype in others if dtype != entry["dtype"]])
         header[at] = name, {**entry, "dtype": dtype}
         return f"dtype {dtype}", name
 

@@ -173,7 +173,15 @@ def test_the_documented_commands_run(saved: Path, tmp_path: Path, monkeypatch: A
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         Path(place).symlink_to(saved / source)
     words = [found for found in commands(read(Path("docs/checkpoints.md"))) if found[0] == "mcore-rl-ckpt"]
-    assert {line[1] for line in words} >= {"to-hf", "from-hf", "to-fp8", "inspect", "verify", "checksums"}
+    assert {line[1] for line in words} >= {
+        "to-hf",
+        "from-hf",
+        "to-fp8",
+        "dequantise",
+        "inspect",
+        "verify",
+        "checksums",
+    }
     for line in words:
         assert main(line[1:]) == 0, line
 

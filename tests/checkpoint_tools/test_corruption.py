@@ -10,28 +10,32 @@ import pytest
 from mcore_rl.slices.checksums import MANIFEST, read_manifest
 from tests.checkpoint_tools.conftest import run
 from tests.checkpoint_tools.corruption import SHOWN_BY_STRUCTURE, Damage, flip
+from tests.tiny_models import write_model
 
-COMMANDS: dict[str, list[str]] = {"hf": ["verify", "from-hf", "to-fp8"], "torch_dist": ["verify", "to-hf"]}
+COMMANDS: dict[str, list[str]] = {
+    "hf": ["verify", "from-hf", "to-fp8"],
+    "torch_dist": ["verify", "to-hf"],
+    "fp8": ["verify", "dequantise"],
+}
 
 
-def refused(kind: str, name: str, folder: Path, source: Path, out: Path) -> bool:
+def refused(name: str, folder: Path, source: Path, out: Path) -> bool:
     """Whether the command ends with the status of damaged input and leaves no result."""
     arguments = {
         "verify": (folder,),
         "to-hf": (folder, out, "--source-hf", source),
         "from-hf": (folder, out),
         "to-fp8": (folder, out),
+        "dequantise": (folder, out),
     }
     status = run(name, *arguments[name])
     shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
     return status == 2 and not out.exists()
 
 
-def damage_and_run(saved: Path, tmp_path: Path, seed: int, capsys: Any) -> str:
-    """ "" if the damage of this seed was refused by name, else what happened."""
+def damage_and_run(kind: str, original: Path, source: Path, tmp_path: Path, seed: int, capsys: Any) -> str:
+    """ "" if the damage of this seed to a copy of `original` was refused by name, else what happened."""
     rng = random.Random(seed)
-    kind = ("hf", "torch_dist")[seed % 2]
-    original = {"hf": saved / "exported", "torch_dist": saved / "qwen3_moe/step"}[kind]
     folder, out = tmp_path / "damaged", tmp_path / "out"
     shutil.copytree(original, folder)
     if rng.random() < 0.3:
@@ -39,9 +43,9 @@ def damage_and_run(saved: Path, tmp_path: Path, seed: int, capsys: Any) -> str:
     else:
         name = rng.choice(COMMANDS[kind])
         (folder / MANIFEST).unlink()
-        damage = rng.choice(SHOWN_BY_STRUCTURE[kind])(folder, rng)
+        damage = rng.choice(SHOWN_BY_STRUCTURE["torch_dist" if kind == "torch_dist" else "hf"])(folder, rng)
     capsys.readouterr()
-    was_refused = refused(kind, name, folder, saved / "qwen3_moe/hf", out)
+    was_refused = refused(name, folder, source, out)
     error = capsys.readouterr().err
     shutil.rmtree(folder)
     shutil.rmtree(out, ignore_errors=True)
@@ -55,9 +59,19 @@ def names(error: str, damage: Damage) -> bool:
 
 @pytest.mark.gloo
 def test_damage_is_refused_by_name(saved: Path, tmp_path: Path, capsys: Any) -> None:
-    missed = [text for seed in range(200) if (text := damage_and_run(saved, tmp_path, seed, capsys))]
+    originals = {"hf": saved / "exported", "torch_dist": saved / "qwen3_moe/step"}
+    kinds = [tuple(originals)[seed % 2] for seed in range(200)]
+    places = [(kind, originals[kind], saved / "qwen3_moe/hf", tmp_path) for kind in kinds]
+    missed = [text for seed, p in enumerate(places) if (text := damage_and_run(*p, seed, capsys))]
     assert not missed, f"{len(missed)} of 200:\n" + "\n".join(missed)
     assert not (tmp_path / "ran").exists()
+
+
+def test_damage_to_a_quantised_model_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
+    hf, fp8 = write_model("qwen3_moe", tmp_path / "hf"), tmp_path / "fp8"
+    assert run("to-fp8", hf, fp8, "--max-file-bytes", "200KB") == 0
+    missed = [text for s in range(60) if (text := damage_and_run("fp8", fp8, hf, tmp_path, s, capsys))]
+    assert not missed, f"{len(missed)} of 60:\n" + "\n".join(missed)
 
 
 @pytest.mark.gloo

@@ -43,9 +43,12 @@ def convert_and_die(arguments: list[str]) -> None:
 @pytest.fixture(scope="module")
 def killed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output folder of a command that was killed: only its partial folder is there."""
-    out = tmp_path_factory.mktemp("killed") / "out"
+    return kill_in_the_middle("from-hf", source, tmp_path_factory.mktemp("killed") / "out")
+
+
+def kill_in_the_middle(command: str, source: Path, out: Path) -> Path:
     process = mp.get_context("fork").Process(
-        target=convert_and_die, args=(["from-hf", str(source), str(out), "--workers", "2"],)
+        target=convert_and_die, args=([command, str(source), str(out), "--workers", "2"],)
     )
     process.start()
     process.join(60)
@@ -74,14 +77,25 @@ def _has_open(process: psutil.Process, path: Path) -> bool:
 def test_the_same_command_goes_on_and_makes_the_same(
     source: Path, killed: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    assert main(["from-hf", str(source), str(tmp_path / "whole"), "--workers", "1"]) == 0
+    goes_on_and_makes_the_same("from-hf", source, killed, tmp_path, capsys)
+
+
+def goes_on_and_makes_the_same(command: str, source: Path, killed: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main([command, str(source), str(tmp_path / "whole"), "--workers", "1"]) == 0
     capsys.readouterr()
-    assert main(["from-hf", str(source), str(killed), "--workers", "2"]) == 0
+    assert main([command, str(source), str(killed), "--workers", "2"]) == 0
     assert "kept from an earlier run" in capsys.readouterr().out
     assert not killed.with_name(killed.name + PARTIAL).exists()
     assert sorted(p.name for p in killed.iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
     for path in killed.iterdir():
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes(), path.name
+
+
+def test_weights_that_are_dequantised_go_on_as_well(source: Path, tmp_path: Path, capsys: Any) -> None:
+    fp8 = tmp_path / "fp8"
+    assert main(["to-fp8", str(source), str(fp8), "--workers", "1"]) == 0
+    killed = kill_in_the_middle("dequantise", fp8, tmp_path / "out")
+    goes_on_and_makes_the_same("dequantise", fp8, killed, tmp_path, capsys)
 
 
 def test_units_that_were_damaged_since_are_done_again(source: Path, tmp_path: Path, capsys: Any) -> None:

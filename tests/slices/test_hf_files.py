@@ -130,6 +130,14 @@ def broken(tmp_path: Path, change) -> Path:
         (lambda w: w.pop("model.norm.weight"), r"lacks 1 of \d+ tensors, the first is 'model.norm.weight'"),
         (lambda w: w.update(extra=torch.zeros(1)), r"model.safetensors: tensor 'extra' has no place"),
         (lambda w: w.update({"model.norm.weight": torch.zeros(9)}), r"\(9,\), by config.json .*\(8,\)"),
+        (
+            lambda w: w.update({"lm_head.weight": w["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            "'lm_head.weight' is F8_E4M3, so the model is quantised.*mcore-rl-ckpt dequantise",
+        ),
+        (
+            lambda w: w.update({"lm_head.weight_scale_inv": torch.zeros(1, 1)}),
+            "'lm_head.weight_scale_inv' holds scales .*mcore-rl-ckpt dequantise",
+        ),
     ],
 )
 def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path, change, message):

@@ -2,7 +2,7 @@
 
 from mcore_rl.slices.families import deepseek, dense, glm4_moe, gpt_oss, minimax_m2, qwen2_moe, softmax_moe
 from mcore_rl.slices.families.refused import REFUSED
-from mcore_rl.slices.families.settings import rope_of
+from mcore_rl.slices.families.settings import refuse_quantised, rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 from mcore_rl.slices.families.value_head import classifier_of
 
@@ -44,6 +44,7 @@ def hf_tensor_shapes(hf_config: HfConfig) -> dict[str, Shape]:
 def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> None:
     """ValueError names the setting in `file` that the family's table or Megatron's layers do not carry."""
     family = family_of(hf_config)
+    refuse_quantised(hf_config, file)
     for key, values in family.supported.items():
         if key in hf_config and hf_config[key] not in values:
             wanted = " or ".join(map(repr, values))

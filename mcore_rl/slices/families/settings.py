@@ -10,9 +10,32 @@ PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
-    "quantization_config": (None,),
 }
 """What every family here asks of config.json."""
+
+DEQUANTISED = ("fp8", "mxfp4")
+"""What quant_method may be for `mcore-rl-ckpt dequantise`."""
+DEQUANTISE = "write its weights in bfloat16 first: mcore-rl-ckpt dequantise <this directory> <another>"
+
+
+def unquantised(config: HfConfig) -> dict[str, Any]:
+    """config.json of the same model with plain weights."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def refuse_quantised(config: HfConfig, file: object) -> None:
+    """ValueError with the remedy if the weights of the model that `file` describes are quantised."""
+    settings = config.get("quantization_config")
+    if settings is None:
+        return
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    only = " and ".join(map(repr, DEQUANTISED))
+    remedy = (
+        DEQUANTISE if method in DEQUANTISED else f"take its plain weights, for only {only} can be converted"
+    )
+    raise ValueError(
+        f"the model of {file} is quantised (quantization_config, quant_method={method!r}): {remedy}"
+    )
 
 
 def need(config: HfConfig, *keys: str) -> Any:

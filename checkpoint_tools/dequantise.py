@@ -1,0 +1,57 @@
+"""HuggingFace directory of a quantised model in, the same model with plain weights out; see packed.py."""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import torch  # noqa: F401  (here, so that the workers, which are forks, share its pages)
+
+from checkpoint_tools.assembly import whole
+from checkpoint_tools.hf import open_hf
+from checkpoint_tools.hf_model import with_dtype
+from checkpoint_tools.hf_output import make_hf
+from checkpoint_tools.options import Effort
+from checkpoint_tools.output import Made
+from checkpoint_tools.packed import Packed, find_packed
+from checkpoint_tools.produce import Report
+from checkpoint_tools.staging import refuse_existing
+from mcore_rl.slices.families.settings import unquantised
+from mcore_rl.slices.hf_config import parse_hf_config
+from mcore_rl.slices.hf_folder import write_small_files
+
+HALVES = ("bfloat16", "float16")
+"""Dtypes whose tensors are cast if they have no scales; float32 is the choice of those who published it."""
+
+
+def dequantise(source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort) -> Report:
+    """Write the model of `source_hf`, block FP8 or MXFP4, to `out` in `dtype`; of any architecture.
+
+    ValueError names the file or tensor that is wrong, or the kind of quantisation that is not supported.
+    """
+    refuse_existing(out)
+    config, file = parse_hf_config(source_hf), source_hf / "config.json"
+    if config.get("quantization_config") is None:
+        raise ValueError(f"{file} has no quantization_config: the model is not quantised")
+    checkpoint = open_hf(source_hf)
+    packed = find_packed(config, checkpoint.tensors, dtype, file)
+    _check_memory(packed.values(), effort)
+    halves = {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
+    assemblies: dict[str, Made] = {**packed}
+    for name, tensor in checkpoint.tensors.items():
+        if name not in halves:
+            to = dtype if tensor.dtype in HALVES else tensor.dtype
+            assemblies[name] = whole(tensor.chunks[0], dtype=to)
+    settings = with_dtype(unquantised(config), dtype)
+    describe = partial(write_small_files, config=settings, side_files_from=source_hf)
+    return make_hf(out, [checkpoint], assemblies, frozenset(), describe, max_file_bytes, effort)
+
+
+def _check_memory(packed: Iterable[Packed], effort: Effort) -> None:
+    """A third of a worker's buffers for what it holds, the rest for bands."""
+    largest = max(packed, key=lambda made: made.held_bytes)
+    if 3 * largest.held_bytes > effort.worker_bytes:
+        raise ValueError(
+            f"--memory-budget leaves {effort.worker_bytes >> 10} KiB for each worker,"
+            f" {largest.values.where} needs {3 * largest.held_bytes >> 10} KiB: raise it, or take fewer"
+            " --workers"
+        )

@@ -1,0 +1,245 @@
+"""Models published in block FP8 and MXFP4 come out as torch and transformers compute them, bit for bit."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from checkpoint_tools.cli import main
+from mcore_rl.serving import find_model
+from mcore_rl.slices.checksums import MANIFEST
+from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_files import open_hf_dir
+from tests.checkpoint_tools.conftest import write_source
+from tests.tiny_models import write_model
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+FOUR_MIB = ("--memory-budget", "4MiB")
+"""The least that one worker takes: bands of 128 Ki elements."""
+
+
+def write(folder: Path, tensors: dict[str, Tensor], quantization: Any, **settings: Any) -> Path:
+    """A directory of an architecture that no table knows."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["SomebodysForCausalLM"], "torch_dtype": "bfloat16", **settings}
+    config |= {"quantization_config": quantization} if quantization else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_bits(found: Tensor, expected: Tensor, name: str) -> None:
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+    assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), name
+
+
+def dequantised(values: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
+    """Value * scale of its block, for the whole matrix at once."""
+    factors = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return (values.float() * factors[: values.shape[0], : values.shape[1]]).to(dtype)
+
+
+def random_bytes(*shape: int, most: int = 256) -> Tensor:
+    return torch.randint(0, most, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def random_mxfp4(name: str, experts: int, rows: int, groups: int) -> dict[str, Tensor]:
+    """Every value and every scale there is."""
+    halves = random_bytes(experts, rows, groups, 16), random_bytes(experts, rows, groups)
+    return dict(zip((f"{name}_blocks", f"{name}_scales"), halves, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("block", "scale_dtype", "dtype", "workers"),
+    [
+        ([128, 128], torch.float32, "bfloat16", 1),
+        ([128, 128], torch.bfloat16, "float32", 2),
+        ([64, 48], torch.float32, "float16", 2),
+    ],
+)
+def test_fp8_values_times_scales(
+    tmp_path: Path, block: list[int], scale_dtype: torch.dtype, dtype: str, workers: int
+) -> None:
+    tensors = {"bias": torch.randn(8), "norm.weight": torch.randn(9).to(torch.bfloat16)}
+    for shape in ((700, 1000), (1, 1), (128, 256), (129, 300000 // 129)):
+        blocks = [-(-size // step) for size, step in zip(shape, block, strict=True)]
+        values = random_bytes(*shape).view(torch.float8_e4m3fn)
+        tensors[f"{shape}.weight"] = values
+        tensors[f"{shape}.weight_scale_inv"] = (torch.rand(blocks) * 1e-3).to(scale_dtype)
+    source = write(tmp_path / "fp8", tensors, FP8 | {"weight_block_size": block})
+    out, to = tmp_path / "out", getattr(torch, dtype)
+    arguments = [str(source), str(out), "--dtype", dtype, "--workers", str(workers)]
+    assert main(["dequantise", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
+    found = read_all(out)
+    assert found.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
+    for name, tensor in tensors.items():
+        if name + "_scale_inv" in tensors:
+            expected = dequantised(tensor, tensors[name + "_scale_inv"], block, to)
+            finite = ~expected.isnan()
+            assert 0.98 < finite.float().mean() <= 1
+            assert torch.equal(found[name].isnan(), ~finite), name
+            assert_same_bits(found[name][finite], expected[finite], name)
+    assert_same_bits(found["bias"], tensors["bias"], "bias")
+    assert_same_bits(found["norm.weight"], tensors["norm.weight"].to(to), "norm.weight")
+    config = json.loads((out / "config.json").read_text())
+    assert config == {"architectures": ["SomebodysForCausalLM"], "dtype": dtype}
+    assert (out / "tokenizer.json").is_file() and (out / MANIFEST).is_file()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_mxfp4_blocks_as_transformers_converts_them(tmp_path: Path, dtype: str, workers: int) -> None:
+    first, second = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+    packed = random_mxfp4(first, 2, 1000, 10) | random_mxfp4(second, 3, 64, 1)
+    biases = {f"{first}_bias": torch.randn(2, 1000).to(torch.bfloat16)}
+    source, out = write(tmp_path / "mxfp4", packed | biases, MXFP4), tmp_path / "out"
+    arguments = [str(source), str(out), "--dtype", dtype, "--workers", str(workers)]
+    assert main(["dequantise", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
+    found, to = read_all(out), getattr(torch, dtype)
+    assert found.keys() == {first, second, *biases}
+    assert found[first].shape == (2, 320, 1000)
+    for name in (first, second):
+        halves = packed[f"{name}_blocks"], packed[f"{name}_scales"]
+        assert_same_bits(found[name], convert_moe_packed_tensors(*halves, dtype=to), name)
+    assert main(["verify", str(out), "--workers", "1"]) == 0
+
+
+def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
+    """transformers converts the quantised directory by itself, where there is no kernel for it."""
+    model = write_model("gpt_oss", tmp_path / "hf")
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in read_all(model).items()}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        tensors |= random_mxfp4(name, experts, rows, columns // 32)
+        tensors[f"{name}_scales"] = 120 + tensors[f"{name}_scales"] % 4
+    settings = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}
+    source, out = write(tmp_path / "mxfp4", tensors, MXFP4, **settings), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"quant_method='mxfp4'.*: mcore-rl-ckpt dequantise"):
+        read_hf_config(source)
+    assert main(["dequantise", str(source), str(out), "--workers", "1"]) == 0
+    assert open_hf_dir(out).keys() == read_all(out).keys()
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(tokens).logits
+            for path in (source, out)
+        )
+    assert after.std() > 0.01
+    assert torch.equal(before, after)
+
+
+def test_a_quantised_model_of_a_known_family_comes_back(tmp_path: Path, capsys: Any) -> None:
+    """Into FP8 and out of it; only then it can be trained, and it can be served as it is."""
+    source, fp8, out = write_source("deepseek_v3", tmp_path / "hf"), tmp_path / "fp8", tmp_path / "out"
+    (source / "tokenizer_config.json").write_text("{}")
+    assert main(["to-fp8", str(source), str(fp8), "--workers", "1"]) == 0
+    assert find_model(fp8, None, lambda *_: None) == fp8
+    for command in (["from-hf", str(fp8)], ["to-fp8", str(fp8)]):
+        assert main([*command, str(tmp_path / "no")]) == 2
+        assert "write its weights in bfloat16 first: mcore-rl-ckpt dequantise" in capsys.readouterr().err
+    assert main(["dequantise", str(fp8), str(out), "--workers", "1", *FOUR_MIB]) == 0
+    read_hf_config(out)
+    packed, found = read_all(fp8), read_all(out)
+    names = [name for name in found if f"{name}_scale_inv" in packed]
+    assert len(names) > 50
+    for name, tensor in found.items():
+        expected = packed[name]
+        if name in names:
+            expected = dequantised(expected, packed[f"{name}_scale_inv"], [128, 128], torch.bfloat16)
+        assert_same_bits(tensor, expected, name)
+    assert main(["from-hf", str(out), str(tmp_path / "megatron"), "--workers", "1"]) == 0
+    assert main(["dequantise", str(out), str(tmp_path / "no")]) == 2
+    assert "has no quantization_config: the model is not quantised" in capsys.readouterr().err
+
+
+Tensors = dict[str, Tensor]
+
+
+def fp8_tensors() -> Tensors:
+    return {
+        "a.weight": random_bytes(200, 300, most=100).view(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(2, 3),
+        "norm.weight": torch.ones(4),
+    }
+
+
+def mxfp4_tensors() -> Tensors:
+    return random_mxfp4("e", 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensors", "change", "message"),
+    [
+        (
+            {"quant_method": "awq"},
+            fp8_tensors,
+            {},
+            "config.json: quant_method='awq' .* only 'fp8' and 'mxfp4'",
+        ),
+        ({"quant_method": "compressed-tensors"}, fp8_tensors, {}, "quant_method='compressed-tensors'"),
+        ("fp8", fp8_tensors, {}, "quant_method=None"),
+        (FP8 | {"weight_block_size": None}, fp8_tensors, {}, "weight_block_size=None .* only blocks of"),
+        (FP8 | {"fmt": "e5m2"}, fp8_tensors, {}, "fmt='e5m2'"),
+        (FP8 | {"activation_scheme": "static"}, fp8_tensors, {}, "activation_scheme='static' .* 'dynamic'"),
+        (
+            FP8 | {"weight_block_size": [64, 128]},
+            fp8_tensors,
+            {},
+            r"'a.weight_scale_inv' .* should have \(4, 3\)",
+        ),
+        (FP8, fp8_tensors, {"a.weight": None}, "'a.weight_scale_inv' .* with 'a.weight', which .* lacks"),
+        (FP8, fp8_tensors, {"a.weight_scale_inv": None}, "'a.weight' is float8_e4m3fn, and no tensor"),
+        (FP8, fp8_tensors, {"a.weight": torch.ones(200, 300)}, "'a.weight' is float32 .* should be a matrix"),
+        (FP8, fp8_tensors, {"a.weight_scale_inv": torch.ones(3, 2)}, r"has shape \(3, 2\): .* have \(2, 3\)"),
+        (FP8, fp8_tensors, {"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)}, "is int32: scales"),
+        (FP8, fp8_tensors, {"b": random_bytes(4)}, "tensor 'b' is uint8, and no tensor has scales of it"),
+        (FP8, dict, {"norm.weight": torch.ones(4)}, "quant_method='fp8', but none of 1 tensors is quantised"),
+        (MXFP4, mxfp4_tensors, {"e_blocks": None}, "'e_scales' .* with 'e_blocks', which the model lacks"),
+        (MXFP4, mxfp4_tensors, {"e_scales": None}, "'e_blocks' .* with 'e_scales', which the model lacks"),
+        (
+            MXFP4,
+            mxfp4_tensors,
+            {"e_scales": random_bytes(2, 4, 3)},
+            r"shape \(2, 4, 3\): .* have \(2, 3, 4\)",
+        ),
+        (MXFP4, mxfp4_tensors, {"e_scales": torch.ones(2, 3, 4)}, "'e_scales' is float32: scales should be"),
+        (MXFP4, mxfp4_tensors, {"e_blocks": random_bytes(2, 3, 64)}, "'e_blocks' is uint8 .* groups of 32"),
+        (MXFP4, mxfp4_tensors, {"e": torch.ones(2)}, "tensor 'e' is there twice, also as .* 'e_blocks'"),
+        (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has scales of it"),
+    ],
+)
+def test_what_cannot_be_dequantised_is_refused_by_name(
+    tmp_path: Path,
+    capsys: Any,
+    quantization: Any,
+    tensors: Callable[[], Tensors],
+    change: dict[str, Tensor | None],
+    message: str,
+) -> None:
+    changed = {name: tensor for name, tensor in (tensors() | change).items() if tensor is not None}
+    source = write(tmp_path / "source", changed, quantization)
+    assert main(["dequantise", str(source), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_an_expert_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
+    source = write(tmp_path / "source", random_mxfp4("e", 1, 1000, 100), MXFP4)
+    assert main(["dequantise", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
+    assert "leaves 4096 KiB for each worker" in (error := capsys.readouterr().err)
+    assert "tensor 'e_blocks' needs 4980 KiB" in error
