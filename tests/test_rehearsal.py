@@ -7,15 +7,15 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.recipe import leaves, list_recipes, load_recipe
+from mcore_rl.recipe import leaves, load_recipe
 from mcore_rl.rehearsal import rehearse, tiny_config
 from mcore_rl.slices.families import family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
+from tests.recipes import LARGE
 from tests.tiny_models import MODELS, write_model
 
-LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
 KINDS = (
     "parallel.tp",
     "parallel.pp",

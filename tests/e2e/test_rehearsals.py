@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.recipe import list_recipes
 from tests.e2e.runs import Run
+from tests.recipes import LARGE
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +21,7 @@ def runs() -> Iterator[list[Run]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [name for name in list_recipes() if not name.startswith("tiny_")])
+@pytest.mark.parametrize("recipe", LARGE)
 def test_one_step(recipe: str, tmp_path: Path, runs: list[Run]) -> None:
     run = Run(["train", f"recipe={recipe}", "rehearse=true"], tmp_path / "run")
     runs.append(run)

@@ -12,11 +12,11 @@ from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
 from mcore_rl.planning.rank_memory import RankMemory
-from mcore_rl.recipe import list_recipes, load_recipe
+from mcore_rl.recipe import load_recipe
 from mcore_rl.slices.hf_config import read_hf_config
 from tests.policy import read
+from tests.recipes import LARGE
 
-LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
 QWEN = "qwen3_30b_a3b_grpo_32"
 
 

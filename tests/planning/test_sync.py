@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.recipe import list_recipes
 from tests.policy import read
+from tests.recipes import LARGE
 
-LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
 SPLIT = ["cluster=h200", "plan.gpu_memory_gib=300", "rollout.stage_weights=true", "rollout.restarts=1"]
 """Engines on GPUs of their own, with room for the weights twice, whatever GPU that takes."""
 EXAMPLES = {

@@ -1,0 +1,5 @@
+"""The recipes for many GPUs, by name."""
+
+from mcore_rl.recipe import list_recipes
+
+LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
