@@ -20,7 +20,8 @@ from mcore_rl.slices.families.table import Shape
 class Piece:
     """`rows` times `run` elements of `chunk`, end to end from `source` on, go to `target`, `stride` apart.
 
-    All in elements. A run lies in one row of the tensor unless there is only one.
+    All in elements. A run lies in one row of the tensor unless there is only one. `transposed`: the elements
+    of a run lie `rows` apart in the chunk, so that what goes to a row is a column there.
     """
 
     chunk: Chunk
@@ -29,6 +30,12 @@ class Piece:
     rows: int
     run: int
     stride: int
+    transposed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """As stored."""
+        return self.rows * self.run * DTYPE_BYTES[self.chunk.dtype]
 
 
 @dataclass(frozen=True)
@@ -60,8 +67,14 @@ class Assembly:
     def places(self) -> list[object]:
         """What its elements come from, as numbers and names."""
         return [
-            (p.chunk.path, p.chunk.start, p.source, p.target, p.rows, p.run, p.stride) for p in self.pieces
+            (p.chunk.path, p.chunk.start, p.source, p.target, p.rows, p.run, p.stride, p.transposed)
+            for p in self.pieces
         ]
+
+    @property
+    def held_bytes(self) -> int:
+        """What a reader holds of chunks while it goes through the tensor: a transposed piece as stored."""
+        return max((piece.num_bytes for piece in self.pieces if piece.transposed), default=0)
 
     @property
     def row(self) -> int:
@@ -127,6 +140,10 @@ def make_pieces(
             raise ValueError(f"{chunk.where}: a part of shape {shape} is scattered over it: cannot be copied")
         inner *= size
     dims.sort(key=lambda dim: -dim[1])
+    if len(dims) == 2 and dims[0][2] == 1 and dims[1][2] > 1:
+        (run, _, _), (rows, _, stride) = dims
+        yield Piece(chunk, source[0], target[0], rows, run, stride, transposed=True)
+        return
     run = 1
     while dims and dims[-1][2] == run:
         run *= dims.pop()[0]
@@ -155,7 +172,7 @@ def cut(piece: Piece, start: int, stop: int) -> tuple[int, int, int, int] | None
     if first_row >= stop_row:
         return None
     return (
-        piece.source + first_row * piece.run,
+        piece.source + first_row * (1 if piece.transposed else piece.run),
         stop_row - first_row,
         piece.run,
         piece.target + first_row * piece.stride,

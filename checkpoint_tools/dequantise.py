@@ -1,6 +1,5 @@
 """HuggingFace directory of a quantised model in, the same model with plain weights out; see packed.py."""
 
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from checkpoint_tools.hf_model import with_dtype
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
-from checkpoint_tools.packed import Packed, find_packed
+from checkpoint_tools.packed import find_packed
 from checkpoint_tools.produce import Report
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families.settings import unquantised
@@ -34,7 +33,6 @@ def dequantise(source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effo
         raise ValueError(f"{file} has no quantization_config: the model is not quantised")
     checkpoint = open_hf(source_hf)
     packed = find_packed(config, checkpoint.tensors, dtype, file)
-    _check_memory(packed.values(), effort)
     halves = {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
     assemblies: dict[str, Made] = {**packed}
     for name, tensor in checkpoint.tensors.items():
@@ -44,14 +42,3 @@ def dequantise(source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effo
     settings = with_dtype(unquantised(config), dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     return make_hf(out, [checkpoint], assemblies, frozenset(), describe, max_file_bytes, effort)
-
-
-def _check_memory(packed: Iterable[Packed], effort: Effort) -> None:
-    """A third of a worker's buffers for what it holds, the rest for bands."""
-    largest = max(packed, key=lambda made: made.held_bytes)
-    if 3 * largest.held_bytes > effort.worker_bytes:
-        raise ValueError(
-            f"--memory-budget leaves {effort.worker_bytes >> 10} KiB for each worker,"
-            f" {largest.values.where} needs {3 * largest.held_bytes >> 10} KiB: raise it, or take fewer"
-            " --workers"
-        )

@@ -119,10 +119,10 @@ def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
     for rule in family.rules:
         if not any(t.name not in left_out and all(sizes[axis] for axis in t.axes) for t in rule.tensors):
             continue
-        rows = sum(sizes[tensor.axes[0]] for tensor in rule.tensors)
+        rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
         if rule.padded:
             rows = padded_vocab_size(hf_config, 1)
-        matrix = (rows, *(sizes[axis] for axis in rule.tensors[0].axes[1:]))
+        matrix = (rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
         lead = (sizes["experts"],) if rule.has_expert_axis else ()
         for key, layers in _keys(rule, hf_config):
             whole = (*((layers,) if layers else ()), *lead, *matrix)

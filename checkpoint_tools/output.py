@@ -6,7 +6,7 @@ what unpack.py says).
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -175,6 +175,18 @@ class Writer:
         if num_bytes > len(self._band):
             self._band = bytearray(num_bytes)
         return memoryview(self._band)[:num_bytes]
+
+
+def check_held(made: Iterable[Made], worker_bytes: int) -> None:
+    """ValueError unless a third of a worker's buffers is enough for what it holds of any tensor; the rest is
+    for bands.
+    """
+    largest = max(made, key=lambda made: made.held_bytes, default=None)
+    if largest is not None and 3 * largest.held_bytes > worker_bytes:
+        raise ValueError(
+            f"--memory-budget leaves {worker_bytes >> 10} KiB for each worker, {largest.name!r} needs"
+            f" {3 * largest.held_bytes >> 10} KiB: raise it, or take fewer --workers"
+        )
 
 
 LARGEST_BAND = 8 << 20

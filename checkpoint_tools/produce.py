@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.options import Effort, show_bytes, work_through
-from checkpoint_tools.output import Done, OutputFile, Task, Unit, Writer, buffer_bytes, make_units
+from checkpoint_tools.output import Done, OutputFile, Task, Unit, Writer, buffer_bytes, check_held, make_units
 from checkpoint_tools.staging import JOURNAL, Staging
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
 from mcore_rl.slices.checksums import sum_small_files, write_manifest
@@ -67,6 +67,7 @@ def produce(
     """
     begun = time.monotonic()
     buffer_bytes(effort.worker_bytes)
+    check_held((task.assembly for file in files for task in file.tasks), effort.worker_bytes)
     total = sum(file.num_bytes for file in files)
     units = make_units(files, min(LARGEST_UNIT, max(SMALLEST_UNIT, total // 64)))
     staging = Staging(out, _digest(sources, files, units))

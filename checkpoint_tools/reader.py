@@ -1,6 +1,7 @@
 """Assemblies read band by band: each byte of the files once, its checksum taken on the way.
 
-Peak memory: what the caller passes for a band, and as much again for pieces that are scattered or cast.
+Peak memory: what the caller passes for a band, as much again for pieces that are scattered or cast, and a
+transposed piece as it is stored.
 """
 
 import os
@@ -57,6 +58,7 @@ class Reader:
         self._scratch = bytearray(scratch_bytes)
         self._descriptors: dict[str, int] = {}
         self._located: dict[tuple[str, int], Located] = {}
+        self._held: tuple[Piece | None, bytearray] = (None, bytearray())
         self.record = Record()
 
     def close(self) -> None:
@@ -79,12 +81,15 @@ class Reader:
         crc32 = None
         for piece, (source, rows, run, target) in parts:
             first = (target - band.start) * size
-            if rows == 1 and piece.chunk.dtype == assembly.dtype:
+            if piece.transposed:
+                self._turn(piece, source - piece.source, rows, out[first:], assembly.dtype)
+            elif rows == 1 and piece.chunk.dtype == assembly.dtype:
                 crc32 = self._read(piece.chunk, source * size, out[first : first + run * size])
             else:
                 self._scatter(piece, (source, rows, run), out[first:], assembly.dtype)
                 crc32 = None
-        return crc32 if len(parts) == 1 and parts[0][1][2] == band.stop - band.start else None
+        is_whole = len(parts) == 1 and parts[0][1][2] == band.stop - band.start
+        return crc32 if is_whole else None
 
     def skip(self, stretch: Stretch) -> None:
         """Read what goes nowhere."""
@@ -110,6 +115,26 @@ class Reader:
                 places = target[row * piece.stride + column :]
                 strides = (piece.stride * target_size, target_size)
                 as_strided(places, (count, columns), strides)[:] = values.reshape(count, columns)
+
+    def _turn(self, piece: Piece, first_row: int, rows: int, out: memoryview, dtype: str) -> None:
+        """Columns of the stored matrix to rows of the tensor. It is read once, whole, for all bands."""
+        stored, target_size = piece.chunk.dtype, DTYPE_BYTES[dtype]
+        if self._held[0] is not piece:
+            self._held = (None, bytearray())  # frees the last one
+            data = bytearray(piece.num_bytes)
+            view, start = memoryview(data), piece.source * DTYPE_BYTES[stored]
+            step = max(1, len(self._scratch))
+            for at in range(0, len(data), step):
+                self._read(piece.chunk, start + at, view[at : at + step])
+            self._held = (piece, data)
+        stored_matrix = np.frombuffer(self._held[1], dtype=f"u{DTYPE_BYTES[stored]}")
+        matrix = stored_matrix.reshape(piece.run, piece.rows)
+        columns = np.ascontiguousarray(matrix[:, first_row : first_row + rows].T)
+        data = columns.reshape(-1).view(np.uint8).data
+        values = np.frombuffer(_cast(data, stored, dtype), dtype=f"u{target_size}")
+        places = np.frombuffer(out, dtype=values.dtype)
+        strides = (piece.stride * target_size, target_size)
+        as_strided(places, (rows, piece.run), strides)[:] = values.reshape(rows, piece.run)
 
     def _read(self, chunk: Chunk, offset: int, out: memoryview) -> int:
         """Bytes of the chunk's elements from `offset` on; their CRC-32."""

@@ -14,6 +14,7 @@ from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
 from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.options import Effort, work_through
+from checkpoint_tools.output import check_held
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import is_of_optimizer, model_tensors
 from mcore_rl.slices.families import family_of
@@ -63,6 +64,8 @@ def verify(
     ]
     sides = _sides(checkpoints, source_hf, with_optimizer=optimizer or second is None)
     pairs, differences = _pairs(sides)
+    made = [side for pair in pairs for side in (pair.first, pair.second) if side is not None]
+    check_held(made, effort.worker_bytes)
     ledger = Ledger(checkpoints)
     crc32: dict[str, int] = {}
 

@@ -27,6 +27,7 @@ LAYOUTS: Mapping[str, dict[str, int]] = {
     "llama": {"dp": 2},
     "deepseek_v3": {"tp": 2, "etp": 2},
     "deepseek_v2": {"ep": 2},
+    "gpt_oss": {"tp": 2, "ep": 2},
 }
 MTP = ("model.layers.4.eh_proj.weight", "model.layers.4.mlp.up_proj.weight")
 """Tensors that Megatron's model does not have."""

@@ -242,4 +242,4 @@ def test_an_expert_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> 
     source = write(tmp_path / "source", random_mxfp4("e", 1, 1000, 100), MXFP4)
     assert main(["dequantise", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
     assert "leaves 4096 KiB for each worker" in (error := capsys.readouterr().err)
-    assert "tensor 'e_blocks' needs 4980 KiB" in error
+    assert "each worker, 'e' needs 4980 KiB" in error

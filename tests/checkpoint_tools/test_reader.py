@@ -68,6 +68,27 @@ def test_a_tensor_is_put_together_from_chunks_of_any_cut(tmp_path: Path, seed: i
     assert ledger.num_checked == len(stored.chunks)
 
 
+@pytest.mark.parametrize(("band_bytes", "dtype"), [(1, "bfloat16"), (60, "float32"), (4096, "bfloat16")])
+def test_matrices_that_are_stored_transposed_are_turned_and_read_once(
+    tmp_path: Path, band_bytes: int, dtype: str
+) -> None:
+    path = tmp_path / "file"
+    stacked = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    path.write_bytes(stacked.view(torch.uint8).numpy().tobytes())
+    chunks = [Chunk("t", "bfloat16", (0,), (5, 7), str(path), 70 * i, 70, False) for i in range(3)]
+    pieces = [
+        piece
+        for i, chunk in enumerate(chunks)
+        for piece in make_pieces(chunk, (1, 7, 5), (0, (35, 1, 7)), (35 * i, (35, 5, 1)), 5)
+    ]
+    assembly = Assembly("t", dtype, (3, 7, 5), tuple(pieces))
+    assert (len(pieces), assembly.held_bytes) == (3, 70)
+    reader = Reader(scratch_bytes=16)
+    found = read(assembly, band_bytes, reader)
+    assert torch.equal(found, stacked.transpose(1, 2).to(getattr(torch, dtype)))
+    assert sum(span.num_bytes for span in reader.take_record().read[str(path)]) == stacked.nbytes
+
+
 def test_what_no_chunk_has_is_zero_and_padding_is_read_for_its_checksum(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(range(12)))
