@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from mcore_rl.config import Config
-from mcore_rl.planning.checks import check_sizes
+from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import as_json as memory_as_json
@@ -20,6 +20,7 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     """Whether the recipe fits its GPUs. ValueError names what it lacks, or two sizes that do not divide."""
     require(config, "model.path")
     check_sizes(config)
+    check_engines(config)
     deployment = make_deployment(config)
     summary, traffic = predict_sync(config, deployment)
     ranks = predict_memory(config)

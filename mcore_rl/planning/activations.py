@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mcore_rl.slices.families import family_of
+from mcore_rl.slices.families.settings import need
 from mcore_rl.slices.families.table import HfConfig
 
 FLOAT32 = 4
@@ -45,7 +46,7 @@ class Activations:
         """From the forward to the backward pass."""
         if self._step.recompute == "full":
             return self._hidden
-        return self._attention + (self._experts if self._is_moe(layer) else self._dense)
+        return self._inner(layer)
 
     def working(self, layer: int) -> float:
         """On top of what is kept, while the layer itself runs or is run again."""
@@ -54,9 +55,7 @@ class Activations:
             buffers = 2 * rows * (self._sizes["hidden"] + 2 * self._sizes["expert_ffn"] / self._step.etp)
         else:
             buffers = 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
-        again = 0.0
-        if self._step.recompute == "full":
-            again = self._attention + (self._experts if self._is_moe(layer) else self._dense)
+        again = self._inner(layer) if self._step.recompute == "full" else 0.0
         return buffers * self._step.itemsize + again
 
     def logits(self, padded_vocab: int) -> float:
@@ -65,6 +64,9 @@ class Activations:
 
     def _is_moe(self, layer: int) -> bool:
         return self._family.is_moe_layer(self._config, layer)
+
+    def _inner(self, layer: int) -> float:
+        return self._attention + (self._experts if self._is_moe(layer) else self._dense)
 
     @property
     def _hidden(self) -> float:
@@ -77,7 +79,7 @@ class Activations:
 
     @property
     def _routed_tokens(self) -> float:
-        top_k = self._config.get("num_experts_per_tok") or self._config["num_experts_per_token"]
+        top_k = need(self._config, "num_experts_per_tok")
         return self._own * top_k * self._step.etp * self._step.expert_load
 
     @cached_property

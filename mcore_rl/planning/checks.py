@@ -2,6 +2,7 @@
 
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import engine_sizes
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
@@ -19,8 +20,14 @@ def check_sizes(config: Config) -> None:
 
 def check_engines(config: Config) -> None:
     """ValueError names what engines of the recipe's sizes cannot do with the model, or would do wrongly."""
+    hf_config = read_hf_config(config.model.path)
+    if config.rollout.quantization != "none" and any(rule.stacked for rule in family_of(hf_config).rules):
+        raise ValueError(
+            f"rollout.quantization={config.rollout.quantization} with model.path={config.model.path}, whose"
+            " experts are stacked in one tensor: only none is supported"
+        )
     try:
-        refuse_unserved(read_hf_config(config.model.path), engine_sizes(config), config.model.dtype)
+        refuse_unserved(hf_config, engine_sizes(config), config.model.dtype)
     except ValueError as error:
         raise ValueError(f"model.path={config.model.path} in the recipe's engines: {error}") from None
 

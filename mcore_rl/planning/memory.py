@@ -4,7 +4,7 @@ GPUs of their own   trainer: weights, gradients, optimizer, activations, logits;
 shared GPUs         one moment after the other, each with what nobody has given up by then
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -67,7 +67,7 @@ def predict_memory(config: Config, side: Side | None = None) -> list[RankMemory]
 
 def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
     parallel = config.parallel
-    trainer = [_trained(config, hf_config, parallel, stage, sends=True) for stage in range(parallel.pp)]
+    trainer = _trained(config, hf_config, parallel, sends=True)
     critic = _critic(config, hf_config) if config.has_critic and config.critic.colocated else []
     engines = _engines(config, hf_config) if config.cluster.colocated else []
     served = {role: _served_bytes(model) for role, model in config.served_models.items() if model.is_guest}
@@ -78,44 +78,44 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
 
 def _critic(config: Config, hf_config: HfConfig) -> list[Uses]:
     critic = with_value_head(read_hf_config(config.critic.path) if config.critic.path else hf_config)
-    parallel = config.critic.parallel
-    return [_trained(config, critic, parallel, stage, sends=False) for stage in range(parallel.pp)]
+    return _trained(config, critic, config.critic.parallel, sends=False)
 
 
-def _trained(
-    config: Config, hf_config: HfConfig, parallel: ParallelConfig, stage: int, *, sends: bool
-) -> Uses:
-    """What a rank of a pipeline stage of a model in training needs."""
+def _trained(config: Config, hf_config: HfConfig, parallel: ParallelConfig, *, sends: bool) -> list[Uses]:
+    """What a rank of each pipeline stage of a model in training needs."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    count = stage_parameters(layout, sizes, stage)
-    width = itemsize(config.model.dtype)
-    state = ADAM_BYTES + (FLOAT32 if config.model.dtype != "float32" else 0)
+    activations = Activations(hf_config, _pass(config, parallel, config.train))
+    stages = []
+    for stage in range(parallel.pp):
+        uses = _states(stage_parameters(layout, sizes, stage), parallel, sizes, config.model.dtype)
+        uses["activations"] = _passes(activations, parallel, layout.stage_layers(stage), stage)
+        if stage == parallel.pp - 1 and not has_value_head(hf_config):
+            uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
+        if sends:
+            uses["sync buffers"] = config.rollout.engines * _slots(config)
+        stages.append(uses)
+    return stages
+
+
+def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, dtype: str) -> Uses:
+    """Of one rank, whose share of the optimizer is that of a data-parallel rank."""
+    state = ADAM_BYTES + (FLOAT32 if dtype != "float32" else 0)
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
-    uses: Uses = {
-        "weights": count.total * width,
+    return {
+        "weights": count.total * itemsize(dtype),
         "gradients": count.total * FLOAT32,
         "optimizer": state * (count.dense / replicas + count.expert / expert_replicas),
     }
-    uses |= _passes(config, hf_config, parallel, layout, stage)
-    if sends:
-        uses["sync buffers"] = config.rollout.engines * _slots(config)
-    return uses
 
 
-def _passes(
-    config: Config, hf_config: HfConfig, parallel: ParallelConfig, layout: MegatronLayout, stage: int
-) -> Uses:
-    activations = Activations(hf_config, _pass(config, parallel, config.train))
-    runs = layout.stage_layers(stage)
+def _passes(activations: Activations, parallel: ParallelConfig, runs: Sequence[range], stage: int) -> float:
+    """`runs`: the layers of each of the stage's model chunks."""
     layers = [layer for run in runs for layer in run]
     in_flight = _in_flight(parallel, stage) / len(runs)
     kept = in_flight * sum(activations.kept(layer) for layer in layers)
-    uses = {"activations": kept + max(activations.working(layer) for layer in layers)}
-    if stage == parallel.pp - 1 and not has_value_head(hf_config):
-        uses["logits and log-probs"] = activations.logits(MegatronSizes.of(parallel, hf_config).padded_vocab)
-    return uses
+    return kept + max(activations.working(layer) for layer in layers)
 
 
 def _pass(config: Config, parallel: ParallelConfig, train: TrainConfig) -> Pass:

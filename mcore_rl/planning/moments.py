@@ -23,19 +23,20 @@ def shared_gpus(
         own = {f"trainer's {what}": size for what, size in uses.items()}
         other = {f"critic's {what}": size for what, size in guest_critic.items()}
         served = {f"engine's {what}": size for what, size in guest_engine.items()}
-        own_state = _only(own, "trainer's", STATE)
-        other_state = _only(other, "critic's", STATE)
+        own_idle = {} if offload else _only(own, "trainer's", STATE)
+        other_idle = {} if offload else _only(other, "critic's", STATE)
+        idle = {**own_idle, **other_idle}
         moments = {
-            "train step": {**own, **({} if offload else other_state)},
-            "critic's train step": {**other, **({} if offload else own_state)} if other else {},
+            "train step": {**own, **other_idle},
+            "critic's train step": {**other, **own_idle} if other else {},
             "weight sync": {
-                **(_only(own, "trainer's", ("weights",)) if offload else {**own_state, **other_state}),
-                **_only(own, "trainer's", ("sync buffers",)),
+                **idle,
+                **_only(own, "trainer's", ("weights", "sync buffers")),
                 **_without(served, "engine's KV cache"),
             },
-            "generation": {**({} if offload else {**own_state, **other_state}), **served},
+            "generation": {**idle, **served},
             "scoring": {
-                **({} if offload else {**own_state, **other_state}),
+                **idle,
                 **_only(served, "engine's", ("weights",)),
                 **{f"{role}'s weights": size for role, size in guests.items()},
             },

@@ -91,6 +91,11 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
             "rollout.quantization=fp8 rollout.ep=1",
             "target rank 0 holds 'model.layers.0.mlp.experts.0.gate_proj.weight' (0, 0) to (96, 4096)",
         ),
+        (
+            "model.path=recipes/model/gpt_oss_20b rollout.quantization=fp8 parallel.pp=4"
+            " rollout.attention_dp=1 rollout.ep=1 rollout.tp=8",
+            "whose experts are stacked in one tensor: only none is supported",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(

@@ -88,6 +88,7 @@ def assign_data(param: Tensor, loaded: Tensor) -> None:
         (lambda p, w: p.copy_(torch.cat([w[:2], w[2:]]) * 2), r"applies aten.mul.Tensor to 'hf.w \+ hf.w'"),
         (lambda p, w: p.copy_(torch.cat([w, w])[:4]), r"applies aten.slice.Tensor to 'hf.w \+ hf.w'"),
         (lambda p, w: p.fill_(w[0, 0].item()), r"_local_scalar_dense.default to 'hf.w'"),
+        (lambda p, w: (w[:2].zero_(), p.copy_(w)), r"applies aten.zero_.default to 'hf.w'"),
         (lambda p, w: p.add_(w), r"applies aten.add_.Tensor to 'hf.w'"),
         (lambda p, w: (p.copy_(w), p.mul_(2)), r"writes to parameter 'p.w' by aten.mul_"),
         (
@@ -136,6 +137,19 @@ def test_padding_that_the_loader_zeroes_is_zeroed_and_needs_no_weights():
     assert shard.box.shape == (3, 4)
     assert param[:3].eq(1).all()
     assert param[3:].eq(0).all()
+
+
+def test_a_tensor_that_the_loader_sets_to_zero_before_it_copies_it_is_zero_and_needs_no_weights():
+    param = torch.ones(2, 4)
+
+    def load_weights(weights):
+        for name, loaded in weights:
+            param[0 if name == "a" else 1].copy_(loaded.zero_()[0] if name == "a" else loaded)
+
+    described = {"a": ((3, 4), torch.float32), "b": ((4,), torch.float32)}
+    (shard,) = trace_load_weights(load_weights, described, {"p": param})
+    assert shard.box.name == "b"
+    assert param.tolist() == [[0.0] * 4, [1.0] * 4]
 
 
 def test_matrices_of_fp8_parameters_are_traced_with_the_scales_of_their_blocks() -> None:

@@ -15,6 +15,7 @@ from mcore_rl.train.hf_config import (
     rotary_options,
 )
 from mcore_rl.train.runtime import init_distributed
+from tests.tiny_models import write_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -111,3 +112,20 @@ def test_a_dense_model_refuses_expert_parallelism() -> None:
 def test_a_wrong_number_of_ranks_is_refused() -> None:
     with pytest.raises(ValueError, match=r"3 training ranks, but .* = 2 \* 1 \* 1 \* 1 = 2"):
         init_distributed(0, 3, "127.0.0.1", 1, ParallelConfig(tp=2), seed=0, timeout_s=1.0)
+
+
+def test_biases_of_experts_are_not_cut(tmp_path: Path) -> None:
+    config = read_hf_config(write_model("gpt_oss", tmp_path))
+    with pytest.raises(ValueError, match=r"parallel.etp=2, but the experts have biases.* raise parallel.ep"):
+        check_layout(config, ParallelConfig(tp=2, etp=2))
+
+
+def test_gpt_oss_has_windows_sinks_and_a_clamped_gate(tmp_path: Path) -> None:
+    config = read_hf_config(write_model("gpt_oss", tmp_path))
+    made = make_transformer_config(config, ParallelConfig(), torch.float32, TrainConfig())
+    assert (made.window_size, made.window_attn_skip_freq) == ((7, 0), [1, 0, 1, 0])
+    assert (made.softmax_type, made.glu_linear_offset) == ("learnable", 1.0)
+    assert made.activation_func_clamp_value == 0.5
+    assert made.add_bias_linear and not made.apply_rope_fusion
+    assert made.yarn_correction_range_round_to_int is False
+    assert rotary_options(config)["position_embedding_type"] == "yarn"
