@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.config import ParallelConfig
@@ -170,11 +171,18 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
 
 def _on_host(buckets: Sequence[Any]) -> list[Any]:
     staged = [
-        (path, key, (blobs, [(item, tensor.to("cpu", copy=True)) for item, tensor in tensors]))
+        (path, key, (blobs, [(item, _host_copy(item.index.fqn, tensor)) for item, tensor in tensors]))
         for path, key, (blobs, tensors) in buckets
     ]
     synchronize()
     return staged
+
+
+def _host_copy(key: str, tensor: Tensor) -> Tensor:
+    """What training does not change: the optimizer's state was gathered into host memory for this save."""
+    if key.startswith("optimizer.state.") and tensor.device.type == "cpu":
+        return tensor
+    return tensor.to("cpu", copy=True)
 
 
 def _write_buckets(transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]") -> None:

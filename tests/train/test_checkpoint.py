@@ -1,6 +1,7 @@
 """A run continues exactly from its checkpoint, in any layout; a save cut short does no harm."""
 
 import queue
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.train import checkpoint
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.checkpoint import INCOMPLETE, _write_buckets
 from mcore_rl.types import StepStats
@@ -23,14 +25,23 @@ def step(actor: Actor) -> StepStats | None:
 
 
 def save_midway(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, root: Path) -> Any:
-    """Two steps, save, two more steps; then a save that this process does not live to finish."""
+    """Two steps, save, two more steps before anything of that is written; then a save that this process does
+    not live to finish.
+    """
+    trained = threading.Event()
+    write = checkpoint._write_buckets
+    checkpoint._write_buckets = lambda *args: (trained.wait(60), write(*args))
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), OPTIMIZER)
     actor.save(root / "step_0", {})
+    trained.set()
     before = [step(actor), step(actor)]
     torch.rand(rank + 1)
+    actor.finish_save()
+    trained.clear()
     actor.save(root / "step_2", EXTRA)
     drawn = torch.rand(3)
     stats = [*before, step(actor), step(actor)]
+    trained.set()
     actor.finish_save()
     actor.save(root / "step_4", {})
     return stats, drawn
