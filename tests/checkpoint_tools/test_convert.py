@@ -206,3 +206,9 @@ def test_tensors_of_mixed_precision_come_out_in_one(tmp_path: Path, command: Any
     assert all(torch.equal(after[name], tensor.to(torch.bfloat16)) for name, tensor in mixed.items())
     with safe_open(tmp_path / "out/model-00001-of-00001.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def test_stacked_experts_are_not_quantised(saved: Path, tmp_path: Path, command: Any, capsys: Any) -> None:
+    assert command("to-fp8", saved / "gpt_oss/hf", tmp_path / "out") == 2
+    assert "experts that are stacked in one tensor" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
