@@ -4,7 +4,7 @@ from mcore_rl.config import Config
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
@@ -16,6 +16,11 @@ def check_sizes(config: Config) -> None:
     if config.has_critic:
         check_layout(hf_config, config.critic.parallel, "critic.parallel")
     check_lens(config, hf_config)
+    if config.rollout.pp > 1 and config.drift.routed_experts and any(moe_layers(hf_config)):
+        raise ValueError(
+            f"rollout.pp={config.rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
+            " stages tells which experts the first stage chose, and no others; set drift.routed_experts=false"
+        )
 
 
 def check_engines(config: Config) -> None:

@@ -148,6 +148,10 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
             "rollout.max_response_len=50000 train.max_tokens_per_microbatch=60000",
             "= 52048 exceeds max_position_embeddings=40960 of config.json",
         ),
+        (
+            "rollout.pp=2",
+            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages tells which",
+        ),
         ("plan.expert_load=0.5", "plan.expert_load=0.5: must be at least 1"),
     ],
 )
