@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.e2e
-SECONDS = 10.0
+SECONDS = 6.0
 MAX_SHARE = 0.1
 
 

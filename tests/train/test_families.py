@@ -57,15 +57,18 @@ WITH_MTP = ("deepseek_v3", "glm4_moe")
 
 def run_case(
     rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout, export: Path
-) -> tuple[Any, int, StepStats | None]:
-    """Export, then step: log-probs of this data-parallel rank's batches, its number, the step's report."""
+) -> tuple[Any, int, StepStats | None, list[LocalPart]]:
+    """Export, then step: log-probs of this data-parallel rank's batches, its number, the step's report, and
+    where the parameters of the only rank lie.
+    """
     from megatron.core import parallel_state as ps
 
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
     scores = actor.compute_logprobs(my_batches())
     actor.export_hf(export)
+    parts = local_parts(actor.chunks) if world_size == 1 else []
     stats = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
-    return scores and [score.logprobs_T for score in scores], ps.get_data_parallel_rank(), stats
+    return scores and [score.logprobs_T for score in scores], ps.get_data_parallel_rank(), stats, parts
 
 
 def run_cases(
@@ -126,7 +129,7 @@ def test_layouts_compute_what_transformers_does(folder: Path, whole: Any, cut: l
         *((layout, [r[kind, i] for r in cut]) for i, layout in enumerate(LAYOUTS[kind])),
     ]
     for layout, ranks in cases:
-        owners = {dp: (found, step) for found, dp, step in ranks if found is not None}
+        owners = {dp: (found, step) for found, dp, step, _ in ranks if found is not None}
         assert len(owners) == ParallelConfig(**layout).dp_size, layout
         error = max(
             float((got - want).abs().max())
@@ -164,14 +167,6 @@ def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
         open_hf_dir(tmp_path)
 
 
-def megatron_parts(rank: int, world_size: int, port: int, folder: Path) -> dict[str, list[LocalPart]]:
-    parts = {}
-    for kind in MODELS:
-        actor = make_actor(rank, world_size, port, ModelConfig(path=str(folder / kind)), ParallelConfig())
-        parts[kind] = local_parts(actor.chunks)
-    return parts
-
-
 def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:
     """What may stand in a table in place of `rule`, and what is said of it."""
     yield (), "is not in the table"
@@ -184,8 +179,8 @@ def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:
         )
 
 
-def test_every_corruption_of_a_table_is_noticed(folder: Path) -> None:
-    for kind, parts in run_ranks(megatron_parts, 1, folder)[0].items():
+def test_every_corruption_of_a_table_is_noticed(folder: Path, whole: dict[str, Any]) -> None:
+    for kind, (*_, parts) in whole.items():
         config = read_hf_config(folder / kind)
         family = family_of(config)
         keys = {family.find(part.key)[0].key for part in parts}
