@@ -6,7 +6,6 @@ A cell that the run did not measure stays as it is; a test measures when all els
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 BEGIN, END = "<!-- table: written by --models-table -->", "<!-- end of table -->"
 HEAD = (
@@ -14,12 +13,12 @@ HEAD = (
     "Models",
     "Megatron and transformers",
     "SGLang and transformers",
-    "A run with GRPO",
+    "A step of GRPO",
 )
 MEGATRON, SGLANG, RUN = range(2, 5)
 """Columns that tests fill."""
 
-FLAGS = {"--pp-size": "PP", "--dp-size": "DP"}
+SHORT = {"attention_dp": "DP"}
 MODELS = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3-30B-A3B, Qwen3-235B-A22B"),
     "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"),
@@ -41,15 +40,12 @@ MODELS = {
 _measured: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
 
 
-def label(sizes: Mapping[str, Any]) -> str:
-    """{"tp": 2, "ep": 2} -> "TP2 EP2"; the arguments of SGLang that cut a model count, too."""
-    parts = [f"{key.upper()}{size}" for key, size in sizes.items() if key != "extra_args"]
-    extra = sizes.get("extra_args", ())
-    parts += [FLAGS[word] + extra[i + 1] for i, word in enumerate(extra) if word in FLAGS]
-    return " ".join(parts) or "one rank"
+def label(sizes: Mapping[str, int]) -> str:
+    """{"tp": 2, "ep": 2} -> "TP2 EP2"."""
+    return " ".join(f"{SHORT.get(key, key.upper())}{size}" for key, size in sizes.items()) or "one rank"
 
 
-def record(kind: str, column: int, sizes: Mapping[str, Any], error: float) -> None:
+def record(kind: str, column: int, sizes: Mapping[str, int], error: float) -> None:
     """The largest difference between log-probs, in ranks of these sizes."""
     found = _measured[kind, column]
     found[label(sizes)] = max(error, found.get(label(sizes), 0.0))

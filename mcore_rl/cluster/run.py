@@ -90,7 +90,7 @@ class RunProcesses:
         config = self._config
         assert self._engines is not None
         specs = [
-            _engine_spec(config, self._log_dir / f"sglang_{i}.log") for i in range(config.rollout.engines)
+            engine_spec(config, self._log_dir / f"sglang_{i}.log") for i in range(config.rollout.engines)
         ]
         max_restarts, gpu_ids = 0, []
         if self._trainer is not None:
@@ -153,7 +153,8 @@ def run_processes(
             event_loop.close()
 
 
-def _engine_spec(config: Config, log_path: Path) -> EngineSpec:
+def engine_spec(config: Config, log_path: Path) -> EngineSpec:
+    """Of each of the recipe's engines, all of it in one process; they hold the weights of version 0."""
     rollout = config.rollout
     fp8 = rollout.quantization == "fp8"
     dummy = ("--load-format", "dummy") if fp8 or config.model.init == "random" else ()

@@ -1,18 +1,15 @@
-"""Steps of GRPO end to end, by family of models."""
+"""Whole runs with GRPO, by family of models; `make test` has one of them in test_train.py."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
-from tests import models_table
-from tests.e2e.test_train import Start, assert_engine_agrees, changed_tensors, steps_of
-from tests.tiny_models import write_model
+from tests.e2e.test_train import Start, assert_engine_agrees, changed_tensors, steps_of, write_family
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 EXPERT_PARALLEL = {"tp": 2, "ep": 2}
 ENGINES = {
@@ -29,19 +26,7 @@ ENGINES = {
 """Kind of model -> the ranks of its engine."""
 
 
-def write_family(kind: str, arithmetic: Path, folder: Path) -> Path:
-    """Random weights, and the tokenizer of the arithmetic problems."""
-    vocab_size = json.loads((arithmetic / "model" / "config.json").read_text())["vocab_size"]
-    write_model(kind, folder, vocab_size=vocab_size)
-    for path in (arithmetic / "model").iterdir():
-        if not (folder / path.name).exists():
-            shutil.copy(path, folder)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k == "deepseek_v3" else pytest.mark.slow) for k in ENGINES]
-)
+@pytest.mark.parametrize("kind", ENGINES)
 def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: str) -> None:
     model = write_family(kind, arithmetic, tmp_path / kind)
     config = read_hf_config(model)
@@ -63,5 +48,3 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
     exported = json.loads((run.run_dir / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(biases) <= exported.keys() & set(changed_tensors(model, run.run_dir / "hf"))
     assert all(line["logprob_diff/router_flip_share"] == 0 for line in steps_of(run))
-    differences = [line["logprob_diff/token_max"] for line in steps_of(run)]
-    models_table.record(kind, models_table.RUN, ENGINES[kind], max(differences))

@@ -1,4 +1,6 @@
-"""Real Megatron ranks as trainer of a Refitter; their weights gathered by Megatron alone, by HF name."""
+"""Real Megatron ranks as a loop's trainer and a Refitter's; their weights gathered by Megatron alone, by HF
+name.
+"""
 
 import asyncio
 import multiprocessing as mp
@@ -13,18 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.algo.build import TokenLoss, make_policy_loss
+from mcore_rl.config import Config
 from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from mcore_rl.train.actor import Actor
+from mcore_rl.train.runtime import init_distributed, rank_coordinate
+from mcore_rl.types import StepStats, TokenScores, TrainBatch
 from tests.distributed import PRELOAD
 from tests.stream.ranks import ProcessRanks
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss
 
 
 class MegatronRanks(ProcessRanks):
-    """Actors in a layout that `build` sets, each in a process of its own."""
+    """The RankCalls of a PackedTrainer and the TrainerRanks of a Refitter, in processes of their own."""
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
@@ -42,36 +46,82 @@ class MegatronRanks(ProcessRanks):
     def call(self, method: str, *args: Any) -> list[Any]:
         return asyncio.run(self._call_all(method, *args))
 
+    def build(self, config: Config) -> None:
+        """A new actor of the recipe, whose layout has as many ranks."""
+        self.call("build", config)
+
+    def compute_logprobs(
+        self,
+        per_dp: Sequence[Sequence[TrainBatch]],
+        *,
+        reference: bool,
+        temperature: float,
+        sum_squares: bool = False,
+    ) -> list[list[TokenScores]]:
+        return _of_owners(self.call("compute_logprobs", per_dp, reference, temperature, sum_squares))
+
+    def train_step(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
+    ) -> StepStats:
+        return _of_owners(self.call("train_step", per_dp, temperature, num_tokens))[0]
+
+    def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
+        self.call("save", Path(folder), extra)
+
+    def finish_save(self) -> None:
+        self.call("finish_save")
+
+
+def _of_owners(answers: Sequence[Any]) -> list[Any]:
+    """By data-parallel coordinate, which grows with the rank."""
+    return [answer for answer in answers if answer is not None]
+
 
 class _MegatronRank:
+    _actor: Actor
+    _loss: TokenLoss
+    _sender: WeightSender
+
     def __init__(self, rank: int, world_size: int, port: int) -> None:
-        self._address = (rank, world_size, port)
-        self._actor: Actor | None = None
-        self._sender: WeightSender | None = None
+        self._rank, self._world_size, self._port = rank, world_size, port
 
-    def build(self, hf_dir: Path, layout: Mapping[str, int], dtype: str = "float32") -> Any:
-        """A new actor, one training step away from `hf_dir`; log-probs on its owning rank."""
-        optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
-        parallel = ParallelConfig(**layout)
-        self._actor = make_actor(
-            *self._address, ModelConfig(path=str(hf_dir), dtype=dtype), parallel, optimizer
+    def build(self, config: Config) -> None:
+        init_distributed(
+            self._rank, self._world_size, "127.0.0.1", self._port, config.parallel, seed=0, timeout_s=60
         )
-        self._actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
-        self._sender = WeightSender(*self._actor.weight_layout(), self._address[0])
-        scores = self._actor.compute_logprobs(my_batches())
-        return scores and [score.logprobs_T for score in scores]
+        train = config.train
+        self._actor = Actor(config.model, config.parallel, train, train.optimizer, config.run.steps, seed=0)
+        self._loss = make_policy_loss(config.algorithm)
+        self._sender = WeightSender(*self._actor.weight_layout(), self._rank)
 
-    def save(self, folder: Path) -> None:
-        assert self._actor is not None
-        self._actor.save(folder, {})
+    def compute_logprobs(
+        self,
+        per_dp: Sequence[Sequence[TrainBatch]],
+        reference: bool,
+        temperature: float,
+        sum_squares: bool,
+    ) -> list[TokenScores] | None:
+        own = per_dp[rank_coordinate().dp]
+        return self._actor.compute_logprobs(
+            own, reference=reference, temperature=temperature, sum_squares=sum_squares
+        )
+
+    def train_step(
+        self, per_dp: Sequence[Sequence[TrainBatch]], temperature: float, num_tokens: int
+    ) -> StepStats | None:
+        own = per_dp[rank_coordinate().dp]
+        return self._actor.train_step(own, self._loss, temperature=temperature, num_tokens=num_tokens)
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        self._actor.save(folder, extra)
+
+    def finish_save(self) -> None:
         self._actor.finish_save()
 
     def connect(self, link: Link) -> Report:
-        assert self._sender is not None
         return self._sender.connect(link)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        assert self._sender is not None
         return self._sender.send(version, engines, timeout_s)
 
 

@@ -1,43 +1,148 @@
-"""Megatron in several layouts to real SGLang engines, by family, against a gather by Megatron alone."""
+"""A step of GRPO by family: Megatron in several layouts, real SGLang engines, a gather by Megatron alone."""
 
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_rl.config import Config, ModelConfig, ParallelConfig
-from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.stream.engine_control import LOADER
-from mcore_rl.stream.refit import Refitter
+from mcore_rl.data.batch import make_train_batch, split_by_lens
+from mcore_rl.rollout.engine import EngineProcess
 from tests import models_table
 from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.stream.megatron_run import MegatronRun, make_config, start_engines
 from tests.stream.test_refit import checksums, checksums_after_loading, generate, logprob_error
-from tests.tiny_models import write_model
+from tests.tiny_models import MODELS, write_model
 from tests.train.tiny import transformers_logprobs
 
 pytestmark = pytest.mark.e2e
 
-MOE_LAYOUTS = [
+Layout = dict[str, int]
+TOLERANCE = 1e-4
+MOE_LAYOUTS: list[Layout] = [
     {"tp": 2, "pp": 2, "ep": 2},
     {"tp": 2, "ep": 2, "etp": 2},
     {"pp": 2, "vpp": 2, "ep": 2},
 ]
-DENSE_LAYOUTS = [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]
-
-PIPELINE: dict[str, Any] = {"extra_args": ("--pp-size", "2")}
-DATA_PARALLEL: dict[str, Any] = {
-    "tp": 2,
-    "ep": 2,
-    "extra_args": ("--enable-dp-attention", "--dp-size", "2"),
+DENSE_LAYOUTS: list[Layout] = [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]
+LAYOUTS = {
+    "qwen3_moe": MOE_LAYOUTS,
+    "deepseek_v3": MOE_LAYOUTS,
+    "qwen3": DENSE_LAYOUTS,
+    "qwen2": DENSE_LAYOUTS[:1],
+    "llama": DENSE_LAYOUTS[1:],
+    "mixtral": MOE_LAYOUTS[1:2],
+    "glm4_moe": MOE_LAYOUTS[1:2],
+    "olmoe": MOE_LAYOUTS[2:],
+    "kimi_k2": MOE_LAYOUTS[2:],
 }
+"""Of the trainer, one after the other; the first one of MOE_LAYOUTS where nothing is said."""
+
+AHEAD = 2
+"""Cases whose engines start while one before them runs."""
+Engine = tuple[Layout, str]
+"""Its sizes, and how it and the ranks agree on layouts.
+
+SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32, which is not recorded: such ranks list shards.
+"""
+ONE_RANK: Engine = ({}, "recorded")
+CUT, UNEVEN = ({"tp": 2, "ep": 2}, "recorded"), ({"tp": 2, "ep": 2}, "listed")
+DENSE: Engine = ({"tp": 2}, "listed")
+IN_EVERY_RUN: dict[str, list[Engine]] = {
+    **{kind: [ONE_RANK] for kind in MODELS},
+    "qwen3_moe": [ONE_RANK, CUT],
+    "deepseek_v3": [ONE_RANK, UNEVEN],
+    "qwen3": [ONE_RANK, DENSE],
+}
+PIPELINE: Layout = {"pp": 2}
+DATA_PARALLEL: Layout = {"tp": 2, "ep": 2, "attention_dp": 2}
+SLOW: dict[str, list[Engine]] = {
+    "qwen3_moe": [(PIPELINE, "recorded"), (DATA_PARALLEL, "recorded")],
+    "deepseek_v3": [(PIPELINE, "recorded"), (DATA_PARALLEL, "listed")],
+    **{kind: [CUT] for kind in ("qwen2_moe", "mixtral", "minimax_m2")},
+    **{kind: [UNEVEN] for kind in ("deepseek_v2", "glm4_moe", "moonlight", "kimi_k2")},
+    **{kind: [DENSE] for kind in ("qwen2", "llama")},
+    "gpt_oss": [({"tp": 2}, "recorded")],
+}
+"""Engines cut in several ranks, but for OLMoE, whose engines have one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, the layouts of the trainer one after the other, and the engines."""
+
+    kind: str
+    layouts: list[Layout]
+    engines: list[Engine]
+
+    @property
+    def routed_experts(self) -> bool:
+        """An engine of several pipeline stages tells of the first one's only."""
+        return not any("pp" in sizes for sizes, _ in self.engines)
+
+
+CASES = {
+    **{
+        kind: Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS[:1]), engines)
+        for kind, engines in IN_EVERY_RUN.items()
+    },
+    **{
+        f"{kind}-cut": Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS)[:1], engines)
+        for kind, engines in SLOW.items()
+    },
+}
+
+
+class Started:
+    """A model for each layout, and engines that hold the last one."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.folder = folder
+        self.hf_dirs = [write_model(case.kind, folder / str(seed), seed) for seed in range(len(case.layouts))]
+        config = make_config(self.hf_dirs[-1], {}, routed_experts=case.routed_experts)
+        self.engines = start_engines(config, folder, [sizes for sizes, _ in case.engines])
+        self._starting = list(self.engines)
+
+    def wait_healthy(self) -> None:
+        while self._starting:
+            self._starting[0].wait_healthy()
+            del self._starting[0]
+
+    def stop(self) -> None:
+        for engine in self.engines:
+            engine.stop()
+
+
+class StartedAhead:
+    """What each case needs; an engine is long in starting, so the next ones start while a case runs."""
+
+    def __init__(self, cases: Sequence[str], folder: Path) -> None:
+        self._coming, self._folder, self._started = list(cases), folder, dict[str, Started]()
+
+    def take(self, case: str) -> Started:
+        now, self._coming = self._coming[: AHEAD + 1], [name for name in self._coming if name != case]
+        for name in dict.fromkeys((case, *now)):
+            if name not in self._started:
+                self._started[name] = Started(CASES[name], self._folder / name)
+        return self._started.pop(case)
+
+    def stop(self) -> None:
+        for started in self._started.values():
+            started.stop()
+
+
+@pytest.fixture(scope="module")
+def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedAhead]:
+    chosen = [item for item in request.session.items if item.path == request.path]
+    names = [str(item.callspec.params["case"]) for item in chosen if isinstance(item, pytest.Function)]
+    ahead = StartedAhead(names, tmp_path_factory.mktemp("families"))
+    yield ahead
+    ahead.stop()
 
 
 @pytest.fixture(scope="module")
@@ -47,119 +152,96 @@ def ranks() -> Iterator[MegatronRanks]:
     ranks.stop()
 
 
-def start_engines(hf_dir: Path, folder: Path, sizes: list[dict[str, Any]]) -> list[EngineProcess]:
-    engines = [
-        EngineProcess(
-            EngineSpec(
-                str(hf_dir),
-                str(folder / f"engine{i}.log"),
-                kv_cache_len=2048,
-                max_running=4,
-                custom_weight_loaders=(LOADER,),
-                **options,
-            )
-        )
-        for i, options in enumerate(sizes)
-    ]
-    for engine in engines:
-        engine.start()
-    return engines
-
-
-def gather(ranks: MegatronRanks, hf_dir: Path, folder: Path) -> Path:
-    """An HF directory of the trainer's weights that `mcore_rl.slices` had no part in."""
-    ranks.call("save", folder / "megatron")
+def gather(run: MegatronRun, step: int, hf_dir: Path) -> Path:
+    """An HF directory of the run's checkpoint that `mcore_rl.slices` had no part in."""
     config = json.loads((hf_dir / "config.json").read_text())
-    gathered = folder / "gathered"
+    gathered = run.folder.path / "gathered"
     gathered.mkdir()
     shutil.copy(hf_dir / "config.json", gathered)
-    weights = hf_weights_of(folder / "megatron", config)
+    weights = hf_weights_of(run.folder.checkpoint(step), config)
     before = load_file(hf_dir / "model.safetensors")
     assert weights.keys() == before.keys()
     same = {name for name in before if torch.equal(weights[name], before[name])}
-    same = {name for name in same if not name.endswith("e_score_correction_bias")}
     experts = {name.rsplit(".", 2)[0] for name in same if ".experts." in name}
     assert len(same) == 3 * len(experts) <= 6, same  # at most two experts to which no token went
     save_file(weights, gathered / "model.safetensors", metadata={"format": "pt"})
     return gathered
 
 
-def check_trainer(found: list[Any], gathered: Path, layout: dict[str, int]) -> None:
-    owners = [logprobs for logprobs in found if logprobs is not None]
-    assert len(owners) == ParallelConfig(**layout).dp_size
-    wanted = transformers_logprobs(gathered)
-    for dp, logprobs in enumerate(owners):
-        for got, want in zip(logprobs, wanted[dp :: len(owners)], strict=True):
-            assert (got - want).abs().max() < 1e-4
+def check_step(run: MegatronRun, gathered: Path) -> float:
+    """Largest difference between engines' and trainer's log-probs of the tokens that the step trained on.
+
+    After the step the trainer's are those of transformers, and responses with more reward are likelier.
+    """
+    metrics = run.log.metrics
+    assert metrics["loss/grad_norm"] > 0 == metrics["logprob_diff/stale_share"]
+    assert metrics.get("logprob_diff/router_flip_share", 0.0) == 0
+    assert 0 < metrics["refit/canary_diff"] < TOLERANCE
+    batch = replace(make_train_batch(run.log.samples), routed_experts_TLK=None)
+    after_T = run.trainer.compute_logprobs(batch).logprobs_T
+    assert (after_T - transformers_logprobs(gathered, batches=[batch])[0]).abs().max() < TOLERANCE
+    assert batch.rollout_logprobs_T is not None
+    gains_T = (after_T - batch.rollout_logprobs_T).masked_fill(~batch.loss_mask_T, 0.0)
+    gains_N = torch.stack([part.sum() for part in split_by_lens(gains_T, batch.lens_N)])
+    size = run.config.rollout.samples_per_prompt
+    advantages_PG = torch.tensor(run.log.scores.rewards_N).view(-1, size)
+    advantages_PG = advantages_PG - advantages_PG.mean(1, keepdim=True)
+    assert (advantages_PG.flatten() * gains_N).sum() > 0
+    return metrics["logprob_diff/token_max"]
 
 
-def link_and_sync(
-    ranks: MegatronRanks, engines: list[EngineProcess], hf_dir: Path, layout: Any, version: int
-) -> list[str]:
-    """Sync over new links, whose ranks are told that the trainer is in `layout`; how each link agreed."""
-    config = Config(model=ModelConfig(path=str(hf_dir)), parallel=ParallelConfig(**layout))
-    refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=60, record=partial(record_layouts, config))
-    urls = [engine.url for engine in engines]
-    asyncio.run(refitter.connect(urls))
-    assert not asyncio.run(refitter.sync(version)).failed
-    return [refitter.agreed_layouts(url).split()[0] for url in urls]
+def check_engine(engine: EngineProcess, hf_dir: Path, gathered: Path) -> float:
+    """Largest difference between its log-probs and those of transformers with what the ranks hold now."""
+    answer = generate(engine.url)
+    error = logprob_error(gathered, answer)
+    assert error < TOLERANCE < logprob_error(hf_dir, answer)
+    found = checksums(engine.url)
+    assert found == checksums_after_loading(engine.url, gathered), engine.spec
+    return error
 
 
-RECORDED, UNEVEN = ["recorded", "recorded"], ["recorded", "listed"]
-CASES = {
-    "qwen3_moe": ("qwen3_moe", MOE_LAYOUTS, [{}, {"tp": 2, "ep": 2}], RECORDED),
-    "deepseek_v3": ("deepseek_v3", MOE_LAYOUTS, [{}, {"tp": 2, "ep": 2}], UNEVEN),
-    "qwen3": ("qwen3", DENSE_LAYOUTS, [{}, {"tp": 2}], UNEVEN),
-    "deepseek_v2": ("deepseek_v2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
-    "qwen2": ("qwen2", DENSE_LAYOUTS[:1], [{"tp": 2}], UNEVEN[1:]),
-    "llama": ("llama", DENSE_LAYOUTS[1:], [{"tp": 2}], UNEVEN[1:]),
-    "qwen2_moe": ("qwen2_moe", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[:1]),
-    "mixtral": ("mixtral", MOE_LAYOUTS[1:2], [{"tp": 2, "ep": 2}], RECORDED[:1]),
-    "olmoe": ("olmoe", MOE_LAYOUTS[:1], [{}], RECORDED[:1]),
-    "glm4_moe": ("glm4_moe", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
-    "minimax_m2": ("minimax_m2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], RECORDED[:1]),
-    "gpt_oss": ("gpt_oss", MOE_LAYOUTS[:1], [{}, {"tp": 2}], RECORDED),
-    "moonlight": ("moonlight", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
-    "kimi_k2": ("kimi_k2", MOE_LAYOUTS[:1], [{"tp": 2, "ep": 2}], UNEVEN[1:]),
-    "qwen3_moe_cut_otherwise": ("qwen3_moe", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL], RECORDED),
-    "deepseek_v3_cut_otherwise": ("deepseek_v3", MOE_LAYOUTS[:1], [PIPELINE, DATA_PARALLEL], UNEVEN),
-}
-"""Family, layouts of the trainer one after the other, the engines, and how their ranks agree on layouts.
-
-SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32, which is not recorded: such ranks list shards.
-"""
+def train_and_check(
+    ranks: MegatronRanks, started: Started, case: Case, layout: Layout, hf_dir: Path, start_step: int
+) -> None:
+    config = make_config(hf_dir, layout, start_step + 1, routed_experts=case.routed_experts)
+    ranks.build(config)
+    started.wait_healthy()
+    with MegatronRun(config, ranks, started.engines, started.folder / f"run{start_step}") as run:
+        run.train(start_step)
+        agreed = [run.refitter.agreed_layouts(engine.url).split()[0] for engine in started.engines]
+        assert agreed == [how for _, how in case.engines]
+        gathered = gather(run, start_step + 1, hf_dir)
+        difference = check_step(run, gathered)
+        assert difference < TOLERANCE
+        for engine, (sizes, _) in zip(started.engines, case.engines, strict=True):
+            error = check_engine(engine, hf_dir, gathered)
+            models_table.record(case.kind, models_table.SGLANG, sizes, error)
+            models_table.record(case.kind, models_table.RUN, sizes, difference)
 
 
-IN_EVERY_RUN = ("qwen3_moe", "deepseek_v3", "qwen3")
+def check_listing(ranks: MegatronRanks, started: Started, version: int) -> None:
+    """Over new links, whose ranks are told of another layout than the trainer is in, nothing changes."""
+    engines = started.engines
+    before, urls = [checksums(engine.url) for engine in engines], [engine.url for engine in engines]
+    config = make_config(started.hf_dirs[-1], {"pp": 4})
+    with MegatronRun(config, ranks, engines, started.folder / "listing") as run:
+        asyncio.run(run.refitter.connect(urls))
+        assert not asyncio.run(run.refitter.sync(version)).failed
+        assert {run.refitter.agreed_layouts(url).split()[0] for url in urls} == {"listed"}
+    assert [checksums(engine.url) for engine in engines] == before
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in IN_EVERY_RUN else pytest.mark.slow) for c in CASES]
+    "case",
+    [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES],
 )
-def test_engines_hold_what_megatron_holds(ranks: MegatronRanks, tmp_path: Path, case: str) -> None:
-    kind, layouts, sizes, agreed = CASES[case]
-    hf_dirs = [write_model(kind, tmp_path / str(seed), seed) for seed in range(len(layouts))]
-    engines = start_engines(hf_dirs[-1], tmp_path, sizes)
+def test_engines_sample_megatron_learns_and_engines_hold_what_it_holds(
+    ranks: MegatronRanks, ahead: StartedAhead, case: str
+) -> None:
+    started, layouts = ahead.take(case), CASES[case].layouts
     try:
-        for engine in engines:
-            engine.wait_healthy()
-        for version, (hf_dir, layout) in enumerate(zip(hf_dirs, layouts, strict=True), start=1):
-            logprobs = ranks.call("build", hf_dir, layout)
-            assert link_and_sync(ranks, engines, hf_dir, layout, version) == agreed
-            gathered = gather(ranks, hf_dir, tmp_path / f"layout{version}")
-            check_trainer(logprobs, gathered, layout)
-            for engine in engines:
-                answer = generate(engine.url)
-                error = logprob_error(gathered, answer)
-                assert error < 1e-4 < logprob_error(hf_dir, answer)
-                found = checksums(engine.url)
-                assert found == checksums_after_loading(engine.url, gathered), (layout, engine.spec)
-                models_table.record(kind, models_table.SGLANG, sizes[engines.index(engine)], error)
-        before = [checksums(engine.url) for engine in engines]
-        assert link_and_sync(ranks, engines, hf_dirs[-1], {"tp": 4}, len(layouts) + 1) == ["listed"] * len(
-            engines
-        )
-        assert [checksums(engine.url) for engine in engines] == before
+        for i, (hf_dir, layout) in enumerate(zip(started.hf_dirs, layouts, strict=True)):
+            train_and_check(ranks, started, CASES[case], layout, hf_dir, 2 * i)
+        check_listing(ranks, started, 2 * len(layouts))
     finally:
-        for engine in engines:
-            engine.stop()
+        started.stop()

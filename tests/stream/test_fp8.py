@@ -19,7 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_rl.config import Config, ModelConfig, ParallelConfig, RolloutConfig
+from mcore_rl.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.store import LinkStore
@@ -27,6 +34,7 @@ from mcore_rl.stream.wire import Link
 from tests.slices.fp8_oracle import dequantise, per_block_cast_to_fp8
 from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.tiny_models import write_model
+from tests.train.tiny import NUM_TOKENS, make_batches
 
 pytestmark = pytest.mark.gloo
 
@@ -140,7 +148,8 @@ def make_dirs(kind: str, folder: Path) -> tuple[Path, Path]:
 
 def quantise_gathered(ranks: MegatronRanks, hf_dir: Path, folder: Path, kept: Sequence[str]) -> Path:
     """An FP8 checkpoint of the trainer's weights that `mcore_rl.slices` had no part in."""
-    ranks.call("save", folder / "megatron")
+    ranks.save(folder / "megatron", {})
+    ranks.finish_save()
     config = json.loads((hf_dir / "config.json").read_text())
     weights = hf_weights_of(folder / "megatron", config)
     before = load_file(hf_dir / "model.safetensors")
@@ -160,12 +169,16 @@ def quantise_gathered(ranks: MegatronRanks, hf_dir: Path, folder: Path, kept: Se
     return folder / "expected.safetensors"
 
 
-def make_link(store: LinkStore, hf_dir: Path, layout: Mapping[str, int]) -> Link:
-    config = Config(
+def make_config(hf_dir: Path, layout: Mapping[str, int]) -> Config:
+    return Config(
         model=ModelConfig(path=str(hf_dir), dtype="bfloat16"),
         parallel=ParallelConfig(**layout),
+        train=TrainConfig(optimizer=OptimizerConfig(lr=1e-3)),
         rollout=RolloutConfig(quantization="fp8"),
     )
+
+
+def make_link(store: LinkStore, config: Config) -> Link:
     layouts = record_layouts(config, SGLangSizes(**ENGINE)).encode()
     return Link("fp8", "127.0.0.1", store.port, 4, ENGINE["tp"], 1 << 16, TIMEOUT_S, layouts=layouts)
 
@@ -188,12 +201,14 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantised_from_a_gather(
     engine = EngineRanks(fp8_dir, ENGINE)
     try:
         layout = LAYOUT if "moe" in kind or "deepseek" in kind else {"tp": 2, "pp": 2}
-        ranks.call("build", hf_dir, layout, "bfloat16")
+        config = make_config(hf_dir, layout)
+        ranks.build(config)
+        ranks.train_step([make_batches()], temperature=1.0, num_tokens=NUM_TOKENS)
         expected = quantise_gathered(ranks, hf_dir, tmp_path, NOT_CONVERTED.get(kind, ()))
         stores = [LinkStore.serve("127.0.0.1", TIMEOUT_S) for _ in range(2)]
         links = [
-            make_link(stores[0], hf_dir, layout),
-            replace(make_link(stores[1], hf_dir, layout), layouts=""),
+            make_link(stores[0], config),
+            replace(make_link(stores[1], config), layouts=""),
         ]
         wanted = ["listed" if kind in NOT_CONVERTED else "recorded", "listed"]
         for version, (link, agreed) in enumerate(zip(links, wanted, strict=True), start=1):
@@ -217,9 +232,10 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantised_from_a_gather(
 
 def check_refusal(ranks: MegatronRanks, engine: EngineRanks, hf_dir: Path) -> None:
     """With TP4 each rank has one of four heads of 64 rows: half a block."""
-    ranks.call("build", hf_dir, {"tp": 4}, "bfloat16")
+    config = make_config(hf_dir, {"tp": 4})
+    ranks.build(config)
     store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
-    reports = connect(ranks, engine, make_link(store, hf_dir, {"tp": 4}))
+    reports = connect(ranks, engine, make_link(store, config))
     assert len(errors_of(reports)) == len(reports)
     assert any(
         re.search(r"source rank \d holds '.*_proj.weight' .* cuts through 128 x 128 blocks", error)

@@ -124,13 +124,15 @@ def with_engine_records(batches: list[TrainBatch], hf_dir: Path) -> tuple[list[T
     return out, flips
 
 
-def transformers_logprobs(hf_dir: Path, temperature: float = 1.0) -> list[torch.Tensor]:
-    """Token-aligned log-probs of `make_batches()`, one sequence at a time."""
+def transformers_logprobs(
+    hf_dir: Path, temperature: float = 1.0, batches: list[TrainBatch] | None = None
+) -> list[torch.Tensor]:
+    """Token-aligned log-probs of each batch, by default of `make_batches()`, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)
     out = []
-    for batch in make_batches():
+    for batch in batches or make_batches():
         parts = []
         for tokens in batch.token_ids_T.split(list(batch.lens_N)):
             with torch.no_grad():

@@ -1,0 +1,178 @@
+"""A run's loop over Megatron ranks and SGLang engines, both plain processes, where a run has Ray's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from mcore_rl.algo.build import Advantages
+from mcore_rl.canary import Canary
+from mcore_rl.cluster.run import engine_spec, experts_shape
+from mcore_rl.colocation import EngineMemory, SharedGpus
+from mcore_rl.config import (
+    CheckpointConfig,
+    Config,
+    DriftConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.engine_sync import EngineSync
+from mcore_rl.loop import train
+from mcore_rl.planning.deployment import record_layouts
+from mcore_rl.players import EngineGenerator, EventLoop, PackedTrainer, Packing
+from mcore_rl.roles import Roles
+from mcore_rl.rollout.client import EngineAddress, RolloutClient
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.rotation import Rotation
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.stream.refit import Refitter
+from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
+from tests.stream.megatron_ranks import MegatronRanks
+from tests.tiny_models import VOCAB
+
+SAMPLED = RolloutConfig(
+    prompts_per_step=8,
+    samples_per_prompt=4,
+    max_response_len=12,
+    max_concurrency=16,
+    kv_cache_len=2048,
+    deterministic=True,
+)
+TIMEOUT_S = 60.0
+
+
+def make_config(
+    hf_dir: Path, layout: Mapping[str, int], steps: int = 1, *, routed_experts: bool = True
+) -> Config:
+    """GRPO; `routed_experts`: on the engines' choice of experts. Their bias is steered where there is one."""
+    hf_config = read_hf_config(hf_dir)
+    names = family_of(hf_config).shapes(hf_config)
+    has_bias = any(name.endswith("e_score_correction_bias") for name in names)
+    return Config(
+        run=RunConfig(steps=steps, call_timeout_s=TIMEOUT_S),
+        model=ModelConfig(path=str(hf_dir)),
+        parallel=ParallelConfig(**layout),
+        train=TrainConfig(
+            optimizer=OptimizerConfig(lr=1e-3),
+            max_tokens_per_microbatch=256,
+            router_replay="engine" if routed_experts and any(moe_layers(hf_config)) else "none",
+            router_bias_rate=0.01 if has_bias else 0.0,
+        ),
+        rollout=SAMPLED,
+        drift=DriftConfig(routed_experts=routed_experts),
+        checkpoint=CheckpointConfig(asynchronous=False),
+    )
+
+
+def start_engines(config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]) -> list[EngineProcess]:
+    """One of each of `sizes`, options of RolloutConfig."""
+    recipes = [replace(config, rollout=replace(config.rollout, **of_one)) for of_one in sizes]
+    engines = [
+        EngineProcess(engine_spec(recipe, folder / f"engine{i}.log")) for i, recipe in enumerate(recipes)
+    ]
+    for engine in engines:
+        engine.start()
+    return engines
+
+
+def make_prompts() -> list[Prompt]:
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for index in range(SAMPLED.prompts_per_step):
+        num_tokens = int(torch.randint(6, 15, (), generator=generator))
+        ids = torch.randint(0, VOCAB, (num_tokens,), generator=generator).tolist()
+        prompts.append(Prompt(index, tuple(ids), (), "random", None))
+    return prompts
+
+
+def share_of_even_tokens(samples: Sequence[Sample]) -> Scores:
+    shares = [[token % 2 == 0 for token in sample.response_ids] for sample in samples]
+    return Scores([sum(share) / len(share) for share in shares])
+
+
+@dataclass
+class Memory:
+    """A log of one step."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
+    scores: Scores = field(default_factory=lambda: Scores([]))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics |= metrics
+
+    def log_samples(self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train") -> None:
+        if split == "train":
+            self.samples, self.scores = samples, scores
+
+
+class MegatronRun:
+    """Trains what `ranks` have built of `config` on what `engines` sample."""
+
+    def __init__(
+        self, config: Config, ranks: MegatronRanks, engines: Sequence[EngineProcess], folder: Path
+    ) -> None:
+        self.config, self._ranks, self._engines = config, ranks, engines
+        self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
+        self.rotation = Rotation([engine.url for engine in engines])
+        self.refitter = Refitter(
+            ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S, record=partial(record_layouts, config)
+        )
+        self.trainer = PackedTrainer(
+            ranks,
+            self.folder,
+            packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
+            temperature=config.rollout.temperature,
+            checkpoint=config.checkpoint,
+        )
+
+    def train(self, start_step: int) -> None:
+        """Sync, and the steps after `start_step`, each with a sync; the last one's checkpoint is kept."""
+        watched, rotation = self._loop.run, self.rotation
+        gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)
+        canary = Canary(
+            self.trainer, self.config.canary, self.config.model.dtype, TIMEOUT_S, watched, gpus.for_rollout
+        )
+        weights = EngineSync(self.refitter, canary, rotation, self._look, watched, gpus)
+        weights.sync(WeightVersion(start_step))
+        roles = Roles(
+            prompts=ShuffledStream(make_prompts(), self.config.run.seed),
+            held_out=[],
+            generator=EngineGenerator(self._make_client(), self.config.rollout, watched),
+            reward=share_of_even_tokens,
+            advantages=Advantages(self.config.algorithm),
+            trainer=self.trainer,
+            weights=weights,
+            log=self.log,
+        )
+        train(self.config, roles, start_step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._loop.close()
+
+    def _make_client(self) -> RolloutClient:
+        return RolloutClient(
+            [EngineAddress(engine.url, engine.spec.log_path) for engine in self._engines],
+            self.config.rollout,
+            [],
+            str,
+            experts_shape(self.config),
+            self.rotation,
+        )
+
+    async def _look(self) -> None:
+        for engine in self._engines:
+            assert engine.is_alive(), f"{engine.name} died:\n{engine.tail()}"
