@@ -41,12 +41,17 @@ def write_smollm2(folder: Path) -> Path:
     return folder
 
 
+def batch_of(ids: list[int]) -> TrainBatch:
+    """One sequence, all of it but the first token to be scored."""
+    mask_T = torch.ones(len(ids), dtype=torch.bool)
+    mask_T[0] = False
+    return TrainBatch(torch.tensor(ids), mask_T, (len(ids),))
+
+
 def logprobs_of(
     rank: int, world_size: int, port: int, path: str, layout: dict[str, int], ids: list[int]
 ) -> Any:
     """Of the tokens `ids`, as Megatron ranks in `layout` compute them; for run_ranks."""
     actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout))
-    mask_T = torch.ones(len(ids), dtype=torch.bool)
-    mask_T[0] = False
-    scores = actor.compute_logprobs([TrainBatch(torch.tensor(ids), mask_T, (len(ids),))])
+    scores = actor.compute_logprobs([batch_of(ids)])
     return scores and scores[0].logprobs_T

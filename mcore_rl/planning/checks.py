@@ -16,11 +16,6 @@ def check_sizes(config: Config) -> None:
     if config.has_critic:
         check_layout(hf_config, config.critic.parallel, "critic.parallel")
     check_lens(config, hf_config)
-    if config.rollout.pp > 1 and config.drift.routed_experts and any(moe_layers(hf_config)):
-        raise ValueError(
-            f"rollout.pp={config.rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
-            " stages tells which experts the first stage chose, and no others; set drift.routed_experts=false"
-        )
 
 
 def check_engines(config: Config) -> None:
@@ -30,6 +25,11 @@ def check_engines(config: Config) -> None:
         raise ValueError(
             f"rollout.quantization={config.rollout.quantization} with model.path={config.model.path}, whose"
             " experts are stacked in one tensor: only none is supported"
+        )
+    if config.rollout.pp > 1 and config.drift.routed_experts and any(moe_layers(hf_config)):
+        raise ValueError(
+            f"rollout.pp={config.rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
+            " stages tells which experts the first stage chose, and no others; set drift.routed_experts=false"
         )
     try:
         refuse_unserved(hf_config, engine_sizes(config), config.model.dtype)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from checkpoint_tools.cli import main as ckpt
 from mcore_rl.config import ParallelConfig
@@ -15,7 +14,8 @@ from mcore_rl.rollout.ports import find_free_port
 from tests.distributed import run_ranks
 from tests.e2e.runs import Run
 from tests.policy import ROOT
-from tests.real_model import logprobs_of, write_smollm2
+from tests.real_model import batch_of, logprobs_of, write_smollm2
+from tests.train.tiny import transformers_logprobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TEXT = "The capital of France is Paris. Seven plus five is twelve, and seven times five is thirty-five."
@@ -34,20 +34,11 @@ def sparse(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def transformers_logprobs(path: Path, ids: list[int]) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, :-1]
-    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
 def test_logprobs_are_those_of_transformers_dense_and_sparse(smollm2: Path, sparse: Path) -> None:
     from transformers import AutoTokenizer
 
     ids = AutoTokenizer.from_pretrained(smollm2)(TEXT)["input_ids"]
-    expected = transformers_logprobs(smollm2, ids)
+    expected = transformers_logprobs(smollm2, batches=[batch_of(ids)])[0][1:]
     assert expected.mean() > -4, "the model does not know its language"
     for path, layout in ((smollm2, {}), (smollm2, {"tp": 3}), (sparse, {"ep": 2})):
         world_size = ParallelConfig(**layout).world_size

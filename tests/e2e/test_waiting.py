@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.runs import Run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SECONDS = 6.0
 MAX_SHARE = 0.1
 

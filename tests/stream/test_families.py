@@ -31,8 +31,6 @@ MOE_LAYOUTS: list[Layout] = [
 ]
 DENSE_LAYOUTS: list[Layout] = [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}]
 LAYOUTS = {
-    "qwen3_moe": MOE_LAYOUTS,
-    "deepseek_v3": MOE_LAYOUTS,
     "qwen3": DENSE_LAYOUTS,
     "qwen2": DENSE_LAYOUTS[:1],
     "llama": DENSE_LAYOUTS[1:],
@@ -55,9 +53,11 @@ CUT, UNEVEN = ({"tp": 2, "ep": 2}, "recorded"), ({"tp": 2, "ep": 2}, "listed")
 DENSE: Engine = ({"tp": 2}, "listed")
 IN_EVERY_RUN: dict[str, list[Engine]] = {
     **{kind: [ONE_RANK] for kind in MODELS},
+    "qwen3": [ONE_RANK, DENSE],
+}
+IN_EVERY_LAYOUT: dict[str, list[Engine]] = {
     "qwen3_moe": [ONE_RANK, CUT],
     "deepseek_v3": [ONE_RANK, UNEVEN],
-    "qwen3": [ONE_RANK, DENSE],
 }
 PIPELINE: Layout = {"pp": 2}
 DATA_PARALLEL: Layout = {"tp": 2, "ep": 2, "attention_dp": 2}
@@ -91,6 +91,7 @@ CASES = {
         kind: Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS[:1]), engines)
         for kind, engines in IN_EVERY_RUN.items()
     },
+    **{f"{kind}-layouts": Case(kind, MOE_LAYOUTS, engines) for kind, engines in IN_EVERY_LAYOUT.items()},
     **{
         f"{kind}-cut": Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS)[:1], engines)
         for kind, engines in SLOW.items()
