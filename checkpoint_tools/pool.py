@@ -6,6 +6,7 @@ Workers are forks, made before this process has threads. They end with their par
 import multiprocessing as mp
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -96,6 +97,9 @@ def _answer(process: BaseProcess, connection: Connection, task: object) -> Any:
 
 def _worker(connection: Connection, make: Callable[[], Callable[[Any], Any]], parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)  # a fork has no thread of its parent's, for which torch would wait for ever
     function = make()
     while os.getppid() == parent:
         if not connection.poll(_POLL_S):
