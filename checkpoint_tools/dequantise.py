@@ -11,7 +11,7 @@ from checkpoint_tools.hf_model import with_dtype
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
-from checkpoint_tools.packed import find_packed
+from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.produce import Report
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families.settings import unquantised
@@ -33,7 +33,7 @@ def dequantise(source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effo
         raise ValueError(f"{file} has no quantization_config: the model is not quantised")
     checkpoint = open_hf(source_hf)
     packed = find_packed(config, checkpoint.tensors, dtype, file)
-    halves = {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
+    halves = stored_names(packed)
     assemblies: dict[str, Made] = {**packed}
     for name, tensor in checkpoint.tensors.items():
         if name not in halves:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoint_tools.packed import find_packed
+from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.families.settings import unquantised
@@ -54,7 +54,7 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
 def _unpacked(config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
     """The tensors of the model that is stored in quantised form."""
     packed = find_packed(config, tensors, named_dtype(config) or "bfloat16", path)
-    halves = {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
+    halves = stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
     return plain | {
         name: StoredTensor(name, made.dtype, made.shape, (made.values,)) for name, made in packed.items()

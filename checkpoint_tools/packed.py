@@ -74,7 +74,7 @@ def find_packed(
     assert isinstance(settings, dict)
     find = _fp8(tensors, dtype, _block_of(settings, file)) if method == "fp8" else _mxfp4(tensors, dtype)
     packed = {made.name: made for made in find}
-    taken = {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
+    taken = stored_names(packed)
     for name, tensor in tensors.items():
         if name not in taken and (tensor.dtype == "uint8" or tensor.dtype.startswith("float8")):
             raise ValueError(f"{_where(tensor)} is {tensor.dtype}, and no tensor has scales of it")
@@ -83,6 +83,11 @@ def find_packed(
     if not packed:
         raise ValueError(f"{file}: quant_method={method!r}, but none of {len(tensors)} tensors is quantised")
     return packed
+
+
+def stored_names(packed: Mapping[str, Packed]) -> set[str]:
+    """Of the values and the scales."""
+    return {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
 
 
 def _block_of(settings: Mapping[str, Any], file: object) -> Shape:

@@ -26,7 +26,7 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> R
     """
     refuse_existing(out)
     config = read_config(source_hf)
-    if any(rule.stacked for rule in family_of(config).rules):
+    if family_of(config).stacks_experts:
         raise ValueError(
             f"{source_hf}: experts that are stacked in one tensor have no place in this format: not supported"
         )

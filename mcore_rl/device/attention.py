@@ -75,10 +75,17 @@ def _masked(q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask_LK: Tensor, for
         return F.scaled_dot_product_attention(q_NhLd, k_NhKd, v_NhKd, attn_mask=mask_LK, **options)
     groups = q_NhLd.shape[1] // k_NhKd.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k_NhKd, v_NhKd))
-    logits = (q_NhLd @ k.transpose(-1, -2)).float() * form.scale
-    logits = logits.masked_fill(~mask_LK, float("-inf"))
-    sinks = form.sinks_h.float()[:, None, None].expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].to(v.dtype) @ v
+    return attend_with_sinks(q_NhLd, k, v, mask_LK, form.scale, form.sinks_h[:, None])
+
+
+def attend_with_sinks(
+    q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask: Tensor, scale: float, sinks: Tensor
+) -> Tensor:
+    """[N, h, L, d]. `mask` is broadcast to [N, h, L, K], `sinks`, of each query, to [N, h, L]."""
+    logits = (q_NhLd @ k_NhKd.transpose(-1, -2)).float() * scale
+    logits = logits.masked_fill(~mask, float("-inf"))
+    sinks_NhL1 = sinks.float().expand(logits.shape[:-1])[..., None]
+    return torch.cat([logits, sinks_NhL1], -1).softmax(-1)[..., :-1].to(v_NhKd.dtype) @ v_NhKd
 
 
 @lru_cache(maxsize=64)

@@ -21,7 +21,7 @@ def check_sizes(config: Config) -> None:
 def check_engines(config: Config) -> None:
     """ValueError names what engines of the recipe's sizes cannot do with the model, or would do wrongly."""
     hf_config = read_hf_config(config.model.path)
-    if config.rollout.quantization != "none" and any(rule.stacked for rule in family_of(hf_config).rules):
+    if config.rollout.quantization != "none" and family_of(hf_config).stacks_experts:
         raise ValueError(
             f"rollout.quantization={config.rollout.quantization} with model.path={config.model.path}, whose"
             " experts are stacked in one tensor: only none is supported"

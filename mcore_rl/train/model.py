@@ -29,8 +29,7 @@ def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
     chunks = [_make_chunk(config, hf_config, stage if virtual else None) for stage in stages]
-    _mark_expert_parameters(chunks)
-    _mark_attention_sinks(chunks)
+    _mark_parameters(chunks)
     return chunks
 
 
@@ -75,24 +74,18 @@ def _make_spec(
     return spec
 
 
-def _mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Routed experts always go to the expert data-parallel buffers and optimizer, and count in the norm on
-    every rank.
+def _mark_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Routed experts always go to the expert data-parallel buffers and optimizer. They, and attention sinks,
+    count in the norm on every rank.
 
     megatron-core does the first only if EP > 1, which makes gradients wrong for ETP != TP with EP = 1 and
     gives layouts different optimizer structures, so that their checkpoints would not reshard. The second it
-    leaves out for biases, of which the norm would then have those of tensor-parallel rank 0 alone.
+    leaves out for biases and sinks, of which the norm would then have those of tensor-parallel rank 0 alone.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
+            is_expert = ".experts." in name
+            if is_expert:
                 parameter.allreduce = False  # type: ignore[attr-defined]
-                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-
-
-def _mark_attention_sinks(chunks: Sequence[torch.nn.Module]) -> None:
-    """Each tensor-parallel rank has those of its heads; unmarked, the norm would have rank 0's alone."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if name.endswith(".softmax_offset"):
+            if is_expert or name.endswith(".softmax_offset"):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]

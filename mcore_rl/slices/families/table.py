@@ -88,6 +88,11 @@ class Family:
     tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
     """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether an HF tensor holds all experts of a layer."""
+        return any(rule.stacked for rule in self.rules)
+
     def find(self, key: str) -> tuple[Rule, int | None]:
         """The rule of a Megatron key and the layer number written in the key, if any.
 

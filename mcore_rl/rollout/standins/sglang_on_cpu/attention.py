@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from mcore_rl.device.attention import attend_with_sinks
+
 _MAX_MASK_ELEMENTS = 2**24
 """Bound of requests x query tokens x key tokens of one SDPA call; memory stays a small multiple of it."""
 
@@ -114,21 +116,11 @@ def attend(
     if sinks_h is None:
         result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
     else:
-        sinks = sinks_h.float().view(num_kv_heads, heads_per_kv, 1).expand(-1, -1, num_queries).flatten(1)
-        result = _attend_with_sinks(queries, keys, values, mask, scaling or query.shape[-1] ** -0.5, sinks)
+        sinks = sinks_h.view(num_kv_heads, heads_per_kv, 1).expand(-1, -1, num_queries).flatten(1)
+        result = attend_with_sinks(queries, keys, values, mask, scaling or query.shape[-1] ** -0.5, sinks)
     result = result.view(num_requests, num_kv_heads, heads_per_kv, num_queries, -1).permute(0, 3, 1, 2, 4)
     valid = group.valid_BQ
     output[group.query_rows_BQ[valid]] = result.flatten(2, 3)[valid]
-
-
-def _attend_with_sinks(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, sinks_hQ: Tensor
-) -> Tensor:
-    """Each query has a sink, a logit that takes part in the softmax and has no value."""
-    logits = (queries @ keys.transpose(-1, -2)).float() * scaling
-    logits = logits.masked_fill(~mask, float("-inf"))
-    sinks = sinks_hQ[None, ..., None].expand(*logits.shape[:-1], 1)
-    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1].to(values.dtype) @ values
 
 
 def batch_attention() -> None:
