@@ -8,7 +8,7 @@ and optimizer state); a thread writes them while training goes on, and takes che
 import queue
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -117,7 +118,6 @@ def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn
 def _sharded_state(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -147,9 +147,8 @@ def start_save(sharded: dict[str, Any], folder: Path) -> "Save":
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
-    request = dist_checkpointing.save(
-        sharded, str(staging), _ThreadedStrategy("torch_dist", 1), async_sharded_save=True
-    )
+    strategy = _ThreadedStrategy(_memory_of(sharded))
+    request = dist_checkpointing.save(sharded, str(staging), strategy, async_sharded_save=True)
     assert request is not None
     return Save(request, staging, folder)
 
@@ -160,29 +159,38 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
     Forks of a process with CUDA, gloo and Ray threads are fragile, and outlive a killed rank.
     """
 
+    def __init__(self, in_use: Collection[int]) -> None:
+        """in_use   addresses of the memory that training goes on in"""
+        super().__init__("torch_dist", 1)
+        self._in_use = in_use
+
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
         if request.async_fn is None:  # nothing to write on this rank
             return request
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-        arguments = (transforms, _on_host(writer.write_buckets), writer.results_queue)
+        arguments = (transforms, _on_host(writer.write_buckets, self._in_use), writer.results_queue)
         return request._replace(async_fn=_write_buckets, async_fn_args=arguments, preload_fn=None)
 
 
-def _on_host(buckets: Sequence[Any]) -> list[Any]:
+def _memory_of(sharded: Mapping[str, Any]) -> set[int]:
+    tensors = [entry.data for entry in nested_values(sharded) if isinstance(entry, ShardedBase)]
+    return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor)}
+
+
+def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
     staged = [
-        (path, key, (blobs, [(item, _host_copy(item.index.fqn, tensor)) for item, tensor in tensors]))
+        (path, key, (blobs, [(item, _host_copy(tensor, in_use)) for item, tensor in tensors]))
         for path, key, (blobs, tensors) in buckets
     ]
     synchronize()
     return staged
 
 
-def _host_copy(key: str, tensor: Tensor) -> Tensor:
-    """What training does not change: the optimizer's state was gathered into host memory for this save."""
-    if key.startswith("optimizer.state.") and tensor.device.type == "cpu":
-        return tensor
-    return tensor.to("cpu", copy=True)
+def _host_copy(tensor: Tensor, in_use: Collection[int]) -> Tensor:
+    """megatron-core has made copies of views in host memory already."""
+    is_copy = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in in_use
+    return tensor if is_copy else tensor.to("cpu", copy=True)
 
 
 def _write_buckets(transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]") -> None:

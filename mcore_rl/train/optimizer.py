@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mcore_rl.config import OptimizerConfig
+from mcore_rl.train.optimizer_state import write_whole_parameters
 
 
 def wrap_chunks(
@@ -61,6 +62,7 @@ def make_optimizer(
         part.init_state_fn(part.optimizer)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
+    write_whole_parameters(optimizer)
     return optimizer
 
 
