@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config import Config
+from mcore_rl.imports import without_collector
 from mcore_rl.recipe import list_recipes, load_recipe
 
 RECIPE_COMMANDS = {
@@ -132,7 +133,8 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _run_recipe(args: argparse.Namespace) -> None:
     config = _load_settings(args.settings)
-    from mcore_rl import app  # imports Ray, which --help need not wait for
+    with without_collector():
+        from mcore_rl import app  # imports Ray, which --help need not wait for
 
     getattr(app, f"run_{args.command}")(config)
 

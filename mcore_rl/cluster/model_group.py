@@ -11,6 +11,7 @@ from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import environment_of
+from mcore_rl.imports import without_collector
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,19 @@ class ModelWorker:
     ) -> None:
         """`gpu_ids`: GPUs to use, where Ray assigned none."""
         os.environ.update(environment_of(gpu_ids))
-        import torch
+        with without_collector():
+            import torch
 
+            from mcore_rl.train.runtime import init_distributed
+
+            model_cls = self._model_cls()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        from mcore_rl.train.runtime import init_distributed
-
         world_size = spec.parallel.world_size
         self._coordinate = init_distributed(
             rank, world_size, master_addr, master_port, spec.parallel, spec.seed, spec.collective_timeout_s
         )
         self._rank, self._loss = rank, spec.loss
-        self._model = self._model_cls()(
+        self._model = model_cls(
             spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
         )
 

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl.imports import without_collector
+
 STANDINS_DIR = Path(__file__).parent / "standins"
 
 _PR_SET_PDEATHSIG = 1
@@ -95,14 +97,15 @@ def main(arguments: list[str]) -> None:
 
     if "--is-embedding" in arguments:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mcore_rl.rollout.reward_heads"
-    from mcore_rl.device import has_cuda
+    with without_collector():
+        from mcore_rl.device import has_cuda
 
-    if not has_cuda():
-        arguments = use_cpu(arguments)
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+        if not has_cuda():
+            arguments = use_cpu(arguments)
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+        from sglang.srt.utils import kill_process_tree
 
     load_plugins()
     try:
