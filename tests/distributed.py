@@ -5,18 +5,19 @@ The processes are forks of a server that has imported torch and megatron-core on
 little.
 """
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mcore_rl.rollout.ports import find_free_port
 
-PRELOAD = ["torch", "mcore_rl.train.actor"]
+PRELOAD = ["torch", "mcore_rl.train.actor", "pytest"]
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
@@ -45,6 +46,16 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def run_each(
+    fn: Callable[..., Any], world_size: int, cases: Iterable[Any], *args: Any, timeout_s: float = 120.0
+) -> list[list[Any]]:
+    """fn(rank, world_size, port, *args, case) of each case on processes of its own; by case, then by rank.
+
+    A training step leaves its model and the threads of its process groups in the process.
+    """
+    return [run_ranks(fn, world_size, *args, case, timeout_s=timeout_s) for case in cases]
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
@@ -77,6 +88,7 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    gc.freeze()
     try:
         import torch
 

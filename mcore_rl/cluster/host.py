@@ -4,6 +4,7 @@ What the process prints, and what its crashes print, goes to one file of its own
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import socket
@@ -41,6 +42,7 @@ class Host:
     """Owns one worker object; the class that Ray makes an actor of."""
 
     def __init__(self, log_path: str) -> None:
+        gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
         redirect_output(Path(log_path))
         address = ray.get_runtime_context().gcs_address
         print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
@@ -66,6 +68,8 @@ class Host:
         return node_address(), find_free_port("")
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
+        gc.freeze()
+        gc.enable()
         self._worker = worker_cls(*args, **kwargs)
 
     def _answer(self, deadline_s: float, function: Any, *args: object, **kwargs: object) -> Any:

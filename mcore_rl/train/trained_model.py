@@ -3,7 +3,6 @@
 What actor and critic have in common; they differ in what they make of the last stage's output.
 """
 
-import gc
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,6 @@ class TrainedModel:
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._memory = DeviceMemory(self.chunks, self._optimizer)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
-        _freeze_garbage()
 
     def _read_config(self, path: str) -> HfConfig:
         """Of what is built from the model at `path`."""
@@ -196,12 +194,3 @@ def gather_tokens(local_T: Tensor, index_T: Tensor, num_tokens: int) -> Tensor:
         dist.all_reduce(on_device, group=group)
         whole = on_device.cpu()
     return whole
-
-
-def _freeze_garbage() -> None:
-    """Exempt what lives as long as the process from garbage collection, which megatron-core forces at each
-    save.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()

@@ -3,6 +3,7 @@ name.
 """
 
 import asyncio
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -127,6 +128,7 @@ class _MegatronRank:
 
 def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    gc.freeze()
     torch.set_num_threads(1)
     served = _MegatronRank(rank, world_size, port)
     while True:

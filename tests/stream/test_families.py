@@ -146,8 +146,9 @@ def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ahead.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ranks() -> Iterator[MegatronRanks]:
+    """New ones for each case: a step leaves the threads of its process groups behind."""
     ranks = MegatronRanks(4)
     yield ranks
     ranks.stop()

@@ -13,7 +13,7 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.load import load_metrics
-from tests.distributed import run_ranks
+from tests.distributed import run_each, run_ranks
 from tests.tiny_models import write_model
 from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
 
@@ -73,11 +73,10 @@ def freeze(rank: int, world_size: int, port: int, path: Path, layout: Any, saves
     return before, tensors_named(second, "layers"), stats
 
 
-def run_all(rank: int, world_size: int, port: int, path: Path, layouts: list[Any]) -> list[Any]:
-    return [
-        (steer(rank, world_size, port, path, x, path), freeze(rank, world_size, port, path, x, path))
-        for x in layouts
-    ]
+def run_layout(rank: int, world_size: int, port: int, path: Path, layout: Any) -> Any:
+    return steer(rank, world_size, port, path, layout, path), freeze(
+        rank, world_size, port, path, layout, path
+    )
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +89,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(models: Path) -> Any:
-    return run_ranks(run_all, 1, models, [{}], timeout_s=200)[0][0]
+    return run_ranks(run_layout, 1, models, {})[0]
 
 
 @pytest.fixture(scope="module")
 def cut(models: Path, alone: Any) -> Any:
     """By layout, then by rank."""
-    return list(zip(*run_ranks(run_all, 4, models, LAYOUTS, timeout_s=400), strict=True))
+    return run_each(run_layout, 4, LAYOUTS, models)
 
 
 @pytest.mark.gloo

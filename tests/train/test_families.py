@@ -1,7 +1,4 @@
-"""Every family: log-probs are those of transformers, in one process and cut up, and weights come back.
-
-One launch of four processes carries all families through all their layouts.
-"""
+"""Every family: log-probs are those of transformers, in one process and cut up, and weights come back."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,11 +19,13 @@ from mcore_rl.slices.training import LocalPart, training_shards
 from mcore_rl.train.shards import local_parts
 from mcore_rl.types import StepStats
 from tests import models_table
-from tests.distributed import run_ranks
+from tests.distributed import run_each
 from tests.tiny_models import MODELS, write_model
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, transformers_logprobs
 
 Layout = dict[str, int]
+Case = tuple[str, int, Layout]
+"""Kind of model, and the layout after its number."""
 LAYOUTS: Mapping[str, list[Layout]] = {
     "qwen3_moe": [{"tp": 4, "ep": 2, "etp": 2}],
     "qwen2_moe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}],
@@ -56,36 +55,21 @@ WITH_MTP = ("deepseek_v3", "glm4_moe")
 
 
 def run_case(
-    rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout, export: Path
+    rank: int, world_size: int, port: int, folder: Path, case: Case
 ) -> tuple[Any, int, StepStats | None, list[LocalPart]]:
     """Export, then step: log-probs of this data-parallel rank's batches, its number, the step's report, and
     where the parameters of the only rank lie.
     """
     from megatron.core import parallel_state as ps
 
+    kind, i, layout = case
+    model = ModelConfig(path=str(folder / kind))
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
     scores = actor.compute_logprobs(my_batches())
-    actor.export_hf(export)
+    actor.export_hf(folder / f"{kind}-{world_size}-{i}")
     parts = local_parts(actor.chunks) if world_size == 1 else []
     stats = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
     return scores and [score.logprobs_T for score in scores], ps.get_data_parallel_rank(), stats, parts
-
-
-def run_cases(
-    rank: int, world_size: int, port: int, folder: Path, layouts: Mapping[str, list[Layout]]
-) -> Any:
-    return {
-        (kind, i): run_case(
-            rank,
-            world_size,
-            port,
-            ModelConfig(path=str(folder / kind)),
-            layout,
-            folder / f"{kind}-{world_size}-{i}",
-        )
-        for kind in layouts
-        for i, layout in enumerate(layouts[kind])
-    }
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +93,26 @@ def add_tensors(hf_dir: Path, *names: str) -> None:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> dict[str, Any]:
     """What one process computes, by family."""
-    cases = run_ranks(run_cases, 1, folder, {kind: [{}] for kind in MODELS}, timeout_s=200)[0]
-    return {kind: case for (kind, _), case in cases.items()}
+    cases = run_each(run_case, 1, [(kind, 0, {}) for kind in MODELS], folder)
+    return {kind: case for kind, (case,) in zip(MODELS, cases, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def cut(folder: Path) -> list[Any]:
-    """What each of four processes computes."""
-    return run_ranks(run_cases, 4, folder, LAYOUTS, timeout_s=300)
+def cut(folder: Path) -> Mapping[tuple[str, int], list[Any]]:
+    """What each of four processes computes, by family and number of the layout."""
+    cases = [(kind, i, layout) for kind in LAYOUTS for i, layout in enumerate(LAYOUTS[kind])]
+    results = run_each(run_case, 4, cases, folder)
+    return {(kind, i): ranks for (kind, i, _), ranks in zip(cases, results, strict=True)}
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", MODELS)
-def test_layouts_compute_what_transformers_does(folder: Path, whole: Any, cut: list[Any], kind: str) -> None:
+def test_layouts_compute_what_transformers_does(folder: Path, whole: Any, cut: Any, kind: str) -> None:
     wanted = transformers_logprobs(folder / kind)
     stats = whole[kind][2]
     cases = [
         ({}, [whole[kind]]),
-        *((layout, [r[kind, i] for r in cut]) for i, layout in enumerate(LAYOUTS[kind])),
+        *((layout, cut[kind, i]) for i, layout in enumerate(LAYOUTS[kind])),
     ]
     for layout, ranks in cases:
         owners = {dp: (found, step) for found, dp, step, _ in ranks if found is not None}

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from tests.distributed import run_ranks
+from tests.distributed import run_each, run_ranks
 from tests.train.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.train.tiny import (
     NUM_TOKENS,
@@ -50,7 +50,6 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
     scores = actor.compute_logprobs(batches, temperature=0.8, sum_squares=True)
     stats = actor.train_step(batches, token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
     return {
-        "layout": layout,
         "dp": dist.get_rank() if stats is None else _dp_rank(),
         "stats": stats,
         "logprobs": scores and [score.logprobs_T for score in scores],
@@ -58,12 +57,6 @@ def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout
         "flips": scores and [score.router_flips_T for score in scores],
         "gradients": boxed_gradients(actor),
     }
-
-
-def run_layouts(
-    rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Layout]
-) -> list[Any]:
-    return [run_layout(rank, world_size, port, model, layout) for layout in layouts]
 
 
 def _present(value: torch.Tensor | None) -> torch.Tensor:
@@ -111,15 +104,14 @@ def test_tied_embeddings_agree_with_one_process(tmp_path: Path) -> None:
 
 def check_layouts(model: ModelConfig, one_process: dict[str, Any], layouts: list[Layout]) -> None:
     world_size = ParallelConfig(**layouts[0]).world_size
-    per_rank = run_ranks(run_layouts, world_size, model, layouts, timeout_s=300)
     wanted = whole_gradients(one_process["gradients"])
-    for results in zip(*per_rank, strict=True):
-        layout = results[0]["layout"]
+    per_layout = run_each(run_layout, world_size, layouts, model)
+    for layout, results in zip(layouts, per_layout, strict=True):
         check_reports(results, one_process, layout)
         check_gradients([result["gradients"] for result in results], wanted, layout)
 
 
-def check_reports(results: tuple[Any, ...], one_process: dict[str, Any], layout: Layout) -> None:
+def check_reports(results: list[Any], one_process: dict[str, Any], layout: Layout) -> None:
     owners = sorted((r for r in results if r["stats"] is not None), key=lambda r: r["dp"])
     assert len(owners) == ParallelConfig(**layout).dp_size, layout
     wanted = one_process["stats"]

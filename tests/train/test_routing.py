@@ -18,7 +18,7 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.slices.hf_config import moe_layers, read_hf_config
 from mcore_rl.types import TrainBatch
-from tests.distributed import run_ranks
+from tests.distributed import run_each, run_ranks
 from tests.tiny_models import write_model
 from tests.train.experts_seen import Watch, experts_by_token
 from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
@@ -110,10 +110,6 @@ def flips_of(batch: TrainBatch) -> Tensor:
     return torch.zeros(len(batch.token_ids_T), dtype=torch.int32)
 
 
-def run_cases(rank: int, world_size: int, port: int, folder: Path, cases: list[Case]) -> list[dict[str, Any]]:
-    return [run_case(rank, world_size, port, folder, case) for case in cases]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("routing")
@@ -127,13 +123,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(run_cases, 1, folder, ALONE, timeout_s=200)[0]
+    return [result for (result,) in run_each(run_case, 1, ALONE, folder)]
 
 
 @pytest.fixture(scope="module")
-def cut(folder: Path) -> list[tuple[dict[str, Any], ...]]:
+def cut(folder: Path) -> list[list[dict[str, Any]]]:
     """By case, then by rank."""
-    return list(zip(*run_ranks(run_cases, 4, folder, CASES, timeout_s=400), strict=True))
+    return run_each(run_case, 4, CASES, folder)
 
 
 def check_experts(seen: Any, batches: list[TrainBatch], kind: str) -> None:
