@@ -174,8 +174,9 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
 
 
 def _memory_of(sharded: Mapping[str, Any]) -> set[int]:
-    tensors = [entry.data for entry in nested_values(sharded) if isinstance(entry, ShardedBase)]
-    return {t.untyped_storage().data_ptr() for t in tensors if isinstance(t, Tensor)}
+    data = [entry.data for entry in nested_values(sharded) if isinstance(entry, ShardedBase)]
+    tensors = [x for x in data if isinstance(x, Tensor) and x.device.type == device().type]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
@@ -188,7 +189,7 @@ def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
 
 
 def _host_copy(tensor: Tensor, in_use: Collection[int]) -> Tensor:
-    """megatron-core has made copies of views in host memory already."""
+    """Of what is not a copy already, as megatron-core makes of views in host memory."""
     is_copy = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in in_use
     return tensor if is_copy else tensor.to("cpu", copy=True)
 

@@ -130,7 +130,7 @@ def _gather_one(part: Tensor, updated: _Updated, mine: Part) -> Tensor:
             place.copy_(part)
         else:
             dist.recv(place, group=group, group_src=other.rank)
-    return whole
+    return whole.cpu()
 
 
 def _like(
