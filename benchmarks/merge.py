@@ -81,9 +81,12 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         str(args.workers),
     ]
     copies, merges = [], []
-    for _ in range(args.repeats):
-        copies.append(copy(checkpoint, folder / "copy"))
+    copy(checkpoint, folder / "copy")
+    for _ in range(args.repeats):  # each writes into the memory that the other's files gave back
+        fresh(folder / "copy")
         merges.append(merge(checkpoint, fresh(folder / "merged"), options))
+        fresh(folder / "merged")
+        copies.append(copy(checkpoint, folder / "copy"))
     peak = peak_of_merge(checkpoint, fresh(folder / "merged"), options)
     kept = kill_and_rerun(checkpoint, fresh(folder / "killed"), options)
     same = (folder / "merged/checksums.json").read_text() == (folder / "killed/checksums.json").read_text()

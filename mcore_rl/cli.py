@@ -152,7 +152,8 @@ def _load_settings(settings: Sequence[str]) -> Config:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from mcore_rl.planning import print_plan  # imports torch
+    with without_collector():
+        from mcore_rl.planning import print_plan  # imports torch
 
     if not print_plan(_load_settings(args.settings), as_json=args.json):
         raise RuntimeError("the recipe does not fit its GPUs")
