@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 import mcore_rl
+from mcore_rl.imports import collect_from_here
 from mcore_rl.rollout.ports import find_free_port
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
@@ -68,8 +69,7 @@ class Host:
         return node_address(), find_free_port("")
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
-        gc.freeze()
-        gc.enable()
+        collect_from_here()
         self._worker = worker_cls(*args, **kwargs)
 
     def _answer(self, deadline_s: float, function: Any, *args: object, **kwargs: object) -> Any:

@@ -62,7 +62,7 @@ def make_optimizer(
         part.init_state_fn(part.optimizer)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
-    write_whole_parameters(optimizer)
+        write_whole_parameters(part)
     return optimizer
 
 

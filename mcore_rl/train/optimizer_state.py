@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -50,10 +49,9 @@ class _Updated:
         return next((part for part in self.parts if part.rank == self.group.rank()), None)
 
 
-def write_whole_parameters(optimizer: MegatronOptimizer) -> None:
+def write_whole_parameters(optimizer: DistributedOptimizer) -> None:
     """From here on `optimizer.sharded_state_dict` is made as this file says."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        part.sharded_param_state_fully_reshardable = partial(_sharded_state, part)
+    optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
 
 
 def split(start: int, end: int, shard_size: int) -> list[Part]:
@@ -82,11 +80,10 @@ def _sharded_state(
         mine = updated.mine
         if mine is None:
             continue
-        is_owner = mine == updated.owner
         sharded = of_model[updated.parameter]
         values = _empty(updated) if is_loading else _gather(optimizer, updated, mine)
-        if is_loading or is_owner:
-            replica = 0 if is_owner else 1 + mine.rank
+        if values:
+            replica = 0 if mine == updated.owner else 1 + mine.rank
             state[number] = {kind: _like(sharded, kind, value, replica) for kind, value in values.items()}
     return state
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.optimizer_state import KINDS, split
-from tests.distributed import run_ranks
+from tests.distributed import run_each, run_ranks
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
@@ -33,20 +33,19 @@ def test_every_element_is_updated_by_the_rank_whose_shard_it_lies_in(
     assert all(part.start < part.end for part in parts)
 
 
-def learn_and_save(rank: int, world_size: int, port: int, path: str, layouts: Any, root: Path) -> None:
-    """Two steps; then the same state loaded and saved by ranks that never trained."""
-    for layout in layouts:
-        for resumes in (False, True):
-            actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout), ADAM)
-            folder = root / name_of(layout)
-            if resumes:
-                actor.load(folder)
-                folder = folder.with_suffix(".again")
-            else:
-                for _ in range(2):
-                    actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
-            actor.save(folder, {})
-            actor.finish_save()
+def learn_and_save(rank: int, world_size: int, port: int, path: str, root: Path, layout: Any) -> None:
+    """Two steps; then the same state loaded and saved by an actor that never trained."""
+    for resumes in (False, True):
+        actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout), ADAM)
+        folder = root / name_of(layout)
+        if resumes:
+            actor.load(folder)
+            folder = folder.with_suffix(".again")
+        else:
+            for _ in range(2):
+                actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+        actor.save(folder, {})
+        actor.finish_save()
 
 
 def name_of(layout: dict[str, int]) -> str:
@@ -76,8 +75,8 @@ def bytes_of_ranks(folder: Path) -> Counter[str]:
 @pytest.mark.gloo
 def test_states_are_those_of_one_process_and_each_rank_writes_its_share(tmp_path: Path) -> None:
     path = str(write_hf_model(tmp_path / "model", tie_word_embeddings=True))
-    run_ranks(learn_and_save, 1, path, [{}], tmp_path)
-    run_ranks(learn_and_save, 6, path, LAYOUTS, tmp_path, timeout_s=150)
+    run_ranks(learn_and_save, 1, path, tmp_path, {})
+    run_each(learn_and_save, 6, LAYOUTS, path, tmp_path)
     wanted = states_of(tmp_path / "one")
     assert {key.split(".")[2] for key in wanted} == set(KINDS)
     for layout in LAYOUTS:
