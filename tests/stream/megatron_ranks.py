@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 
 from mcore_rl.algo.build import TokenLoss, make_policy_loss
 from mcore_rl.config import Config
@@ -25,6 +24,7 @@ from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
 from tests.distributed import PRELOAD
+from tests.saved import saved_tensors
 from tests.stream.ranks import ProcessRanks
 
 
@@ -141,14 +141,7 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
 
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights in a Megatron checkpoint by HF name: put together by torch, renamed and split by hand."""
-    reader: Any = dcp.FileSystemReader(checkpoint)  # pyright: ignore[reportPrivateImportUsage]
-    described: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    model: dict[str, Any] = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in described.items()
-        if re.match(r"(embedding|decoder|output_layer)\.", key) and hasattr(value, "properties")
-    }
-    dcp.load(model, storage_reader=reader, no_dist=True)  # pyright: ignore[reportPrivateImportUsage]
+    model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer)\.")
     return dict(_hf_tensors(model, config))
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.optimizer_state import KINDS, split
 from tests.distributed import run_each, run_ranks
+from tests.saved import saved_tensors
 from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
@@ -53,14 +52,7 @@ def name_of(layout: dict[str, int]) -> str:
 
 
 def states_of(folder: Path) -> dict[str, Tensor]:
-    found = FileSystemReader(folder).read_metadata().state_dict_metadata
-    states = {
-        key: torch.empty(meta.size)
-        for key, meta in found.items()
-        if key.startswith("optimizer.state.") and isinstance(meta, TensorStorageMetadata)
-    }
-    dcp.load(states, checkpoint_id=folder, no_dist=True)  # type: ignore[arg-type]
-    return states
+    return saved_tensors(folder, r"optimizer\.state\.")
 
 
 def bytes_of_ranks(folder: Path) -> Counter[str]:
