@@ -1,12 +1,15 @@
 """Merging a Megatron checkpoint of 2 GiB, saved at TP2 PP2 EP2, into HuggingFace files: memory, and speed.
 
 megatron-core itself writes the checkpoint, on four gloo ranks. Then, in turn: `cp -r`, and `mcore-rl-ckpt
-to-hf` as a process of its own, from start to end. Last a merge is killed (SIGKILL) in the middle and run
-again, and the results are compared. Prints a table, and last one JSON object.
+to-hf` as a process of its own, from start to end. Before each, as much memory as it will write is touched
+and given back: on a virtual machine the first use of a page can cost more than all that is done with it, and
+which of the two would pay is chance. Last a merge is killed (SIGKILL) in the middle and run again, and the
+results are compared. Prints a table, and last one JSON object.
 """
 
 import argparse
 import json
+import mmap
 import multiprocessing as mp
 import os
 import shutil
@@ -53,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--memory-budget", default="512MiB")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="12 make 2 GiB")
     parser.add_argument(
         "--folder", type=Path, help="work here and keep the files; by default a temporary one"
@@ -81,12 +84,10 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         str(args.workers),
     ]
     copies, merges = [], []
-    copy(checkpoint, folder / "copy")
-    for _ in range(args.repeats):  # each writes into the memory that the other's files gave back
+    for _ in range(args.repeats):
+        copies.append(seconds_of(["cp", "-r", str(checkpoint), str(fresh(folder / "copy"))], num_bytes))
         fresh(folder / "copy")
-        merges.append(merge(checkpoint, fresh(folder / "merged"), options))
-        fresh(folder / "merged")
-        copies.append(copy(checkpoint, folder / "copy"))
+        merges.append(seconds_of(command("to-hf", checkpoint, fresh(folder / "merged"), *options), num_bytes))
     peak = peak_of_merge(checkpoint, fresh(folder / "merged"), options)
     kept = kill_and_rerun(checkpoint, fresh(folder / "killed"), options)
     same = (folder / "merged/checksums.json").read_text() == (folder / "killed/checksums.json").read_text()
@@ -167,20 +168,21 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def copy(source: Path, target: Path) -> float:
-    fresh(target)
+def seconds_of(arguments: Sequence[str], num_bytes: int) -> float:
+    """Of the whole process, which writes `num_bytes`."""
     os.sync()
+    touch = mp.Process(target=touch_pages, args=(2 * num_bytes,))
+    touch.start()
+    touch.join()
     begun = time.monotonic()
-    subprocess.run(["cp", "-r", source, target], check=True)
+    subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
     return time.monotonic() - begun
 
 
-def merge(checkpoint: Path, out: Path, options: Sequence[str]) -> float:
-    """Seconds of the whole process."""
-    os.sync()
-    begun = time.monotonic()
-    subprocess.run(command("to-hf", checkpoint, out, *options), check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - begun
+def touch_pages(num_bytes: int) -> None:
+    with mmap.mmap(-1, num_bytes) as memory:
+        for start in range(0, num_bytes, mmap.PAGESIZE):
+            memory[start] = 1
 
 
 def peak_of_merge(checkpoint: Path, out: Path, options: Sequence[str]) -> int:

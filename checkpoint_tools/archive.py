@@ -13,10 +13,11 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
+
+from zlib_ng import zlib_ng
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.slices.checksums import Span
@@ -52,7 +53,7 @@ READ_ERRORS = (
     RuntimeError,
 )
 """What parsing damaged bytes with pickle and zipfile can raise."""
-_LOCAL_HEADER = 30
+LOCAL_HEADER = 30
 
 
 @dataclass(frozen=True)
@@ -68,23 +69,84 @@ class Located:
     data_crc32: int | None = None
 
 
-def locate(descriptor: int, chunk: Chunk) -> Located:
-    """Find the elements of a chunk; ValueError names file and tensor if the archive is damaged."""
-    if not chunk.is_archive:
-        return Located(chunk.start)
-    try:
-        return _locate(descriptor, chunk)
-    except READ_ERRORS as error:
-        raise ValueError(
-            f"{chunk.where}: the archive at byte {chunk.start} is damaged: {error or type(error).__name__}"
-        ) from error
+class Locator:
+    """Finds elements in archives. A checkpoint has thousands, of few dtypes and shapes: of each the first is
+    parsed, and what is like it but for its checksums is not.
+    """
+
+    def __init__(self) -> None:
+        self._forms: dict[tuple[str, Shape, int], _Form] = {}
+
+    def locate(self, descriptor: int, chunk: Chunk) -> Located:
+        """The elements of a chunk; ValueError names file and tensor if the archive is damaged."""
+        if not chunk.is_archive:
+            return Located(chunk.start)
+        kind = chunk.dtype, chunk.shape, chunk.num_bytes
+        if kind in self._forms:
+            form = self._forms[kind]
+            around = _read_around(descriptor, chunk, len(form.prefix))
+            data_crc32 = form.data_crc32(*around)
+            if data_crc32 is not None:
+                return _located(chunk, around, data_crc32)
+        try:
+            prefix_bytes, own = _parse(descriptor, chunk)
+            prefix, suffix = _read_around(descriptor, chunk, prefix_bytes)
+            self._forms[kind] = _Form(prefix, suffix, own)
+        except READ_ERRORS as error:
+            place = f"{chunk.where}: the archive at byte {chunk.start}"
+            raise ValueError(f"{place} is damaged: {error or type(error).__name__}") from error
+        return _located(chunk, (prefix, suffix), int.from_bytes(own[0], "little"))
 
 
-def _locate(descriptor: int, chunk: Chunk) -> Located:
+class _Form:
+    """The bytes around the elements of an archive, but for `own`, those of its suffix that no other has: the
+    CRC-32 of the elements, the identity that torch gives it and the CRC-32 of that, if there is one.
+    """
+
+    def __init__(self, prefix: bytes, suffix: bytes, own: Sequence[bytes]) -> None:
+        starts = [(suffix.index(part), len(part)) for part in own]
+        self._places = [slice(start, start + size) for start, size in starts]
+        self.prefix, self._common = prefix, self._without_own(suffix)
+
+    def data_crc32(self, prefix: bytes, suffix: bytes) -> int | None:
+        """As an archive of `prefix` and `suffix` has it; None if that is not of this form."""
+        if prefix != self.prefix or self._without_own(suffix) != self._common:
+            return None
+        data_crc32, *identity = (suffix[place] for place in self._places)
+        if identity and zlib_ng.crc32(identity[0]) != int.from_bytes(identity[1], "little"):
+            return None
+        return int.from_bytes(data_crc32, "little")
+
+    def _without_own(self, suffix: bytes) -> bytes:
+        """What stands in two places, checksums in the directory as well, must be the same in both."""
+        for place in self._places:
+            suffix = suffix.replace(suffix[place], bytes(place.stop - place.start))
+        return suffix
+
+
+def _read_around(descriptor: int, chunk: Chunk, prefix_bytes: int) -> tuple[bytes, bytes]:
+    """What lies before and after the elements of an archive."""
+    suffix_bytes = chunk.num_bytes - prefix_bytes - chunk.data_bytes
+    prefix = os.pread(descriptor, prefix_bytes, chunk.start)
+    return prefix, os.pread(descriptor, suffix_bytes, chunk.start + prefix_bytes + chunk.data_bytes)
+
+
+def _located(chunk: Chunk, around: tuple[bytes, bytes], data_crc32: int) -> Located:
+    prefix, suffix = around
+    start = chunk.start + len(prefix)
+    before = Span(chunk.start, len(prefix), zlib_ng.crc32(prefix))
+    after = Span(start + chunk.data_bytes, len(suffix), zlib_ng.crc32(suffix))
+    return Located(start, (before, after), data_crc32)
+
+
+def _parse(descriptor: int, chunk: Chunk) -> tuple[int, list[bytes]]:
+    """Bytes before the elements, and what `_Form` calls its own of those after them."""
     with zipfile.ZipFile(_Stretch(descriptor, chunk.start, chunk.num_bytes)) as archive:
         names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         found = _Reader(io.BytesIO(archive.read(names["data.pkl"]))).load()
         byteorder = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
+        identity = names.get(".data/serialization_id")
+        own = [archive.read(identity), _crc32_bytes(identity)] if identity else []
     if not isinstance(found, _Tensor):
         raise ValueError("it holds no tensor")
     if byteorder != b"little":
@@ -99,21 +161,16 @@ def _locate(descriptor: int, chunk: Chunk) -> Located:
     info = names[f"data/{found.storage}"]
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != chunk.data_bytes:
         raise ValueError(f"its data has {info.file_size} bytes, it should have {chunk.data_bytes}")
-    header = os.pread(descriptor, _LOCAL_HEADER, chunk.start + info.header_offset)
+    header = os.pread(descriptor, LOCAL_HEADER, chunk.start + info.header_offset)
     name_len, extra_len = struct.unpack("<HH", header[26:30])
-    data_start = chunk.start + info.header_offset + _LOCAL_HEADER + name_len + extra_len
-    data_stop, stop = data_start + chunk.data_bytes, chunk.start + chunk.num_bytes
-    if header[:4] != b"PK\3\4" or data_stop > stop:
+    prefix_bytes = info.header_offset + LOCAL_HEADER + name_len + extra_len
+    if header[:4] != b"PK\3\4" or prefix_bytes + chunk.data_bytes > chunk.num_bytes:
         raise ValueError("the header of its data is damaged")
-    around = (
-        _span(descriptor, chunk.start, data_start),
-        _span(descriptor, data_stop, stop),
-    )
-    return Located(data_start, around, info.CRC)
+    return prefix_bytes, [_crc32_bytes(info), *own]
 
 
-def _span(descriptor: int, start: int, stop: int) -> Span:
-    return Span(start, stop - start, zlib.crc32(os.pread(descriptor, stop - start, start)))
+def _crc32_bytes(info: zipfile.ZipInfo) -> bytes:
+    return info.CRC.to_bytes(4, "little")
 
 
 class _Stretch(io.RawIOBase):
@@ -196,104 +253,3 @@ class _Reader(pickle.Unpickler):
         if kind != "storage" or not isinstance(dtype, str):
             raise pickle.UnpicklingError(f"it refers to {pid!r}, which is no storage")
         return _Storage(dtype, str(name))
-
-
-@dataclass(frozen=True)
-class Archive:
-    """The bytes to write around the elements of a tensor; `suffix` makes the last from their CRC-32."""
-
-    prefix: bytes
-    data_bytes: int
-    suffix: Callable[[int], bytes]
-    num_bytes: int
-
-
-def make_archive(dtype: str, shape: Shape) -> Archive:
-    """An archive that torch.load (weights_only) reads as a tensor of `dtype` and `shape`."""
-    data_bytes = prod(shape) * DTYPE_BYTES[dtype]
-    before = [("archive/data.pkl", _pickle_tensor(dtype, shape))]
-    after = [("archive/byteorder", b"little"), ("archive/version", b"3\n")]
-    buffer = io.BytesIO()
-    headers = [_append(buffer, name, data) for name, data in before]
-    start = buffer.tell()
-    padding = -(start + _LOCAL_HEADER + len("archive/data/0") + 4) % 64
-    buffer.write(_local("archive/data/0", data_bytes, 0, b"FB" + struct.pack("<H", padding) + bytes(padding)))
-    prefix = buffer.getvalue()
-
-    def suffix(crc32: int) -> bytes:
-        tail = io.BytesIO()
-        # Sizes of 4 GiB and more stand in the directory as zip64 fields; readers go by the directory.
-        tail.write(struct.pack("<4sIQQ", b"PK\7\10", crc32, data_bytes, data_bytes))
-        first = len(prefix) + data_bytes
-        entries = [*headers, ("archive/data/0", start, data_bytes, crc32)]
-        entries += [_append(tail, name, data, first) for name, data in after]
-        at = first + tail.tell()
-        directory = b"".join(_directory_entry(*entry) for entry in entries)
-        return tail.getvalue() + directory + _end(len(entries), len(directory), at)
-
-    return Archive(prefix, data_bytes, suffix, len(prefix) + data_bytes + len(suffix(0)))
-
-
-def _pickle_tensor(dtype: str, shape: Shape) -> bytes:
-    """What torch.save pickles of a contiguous tensor, protocol 2."""
-    import torch
-
-    storage_of = {dtype: name for name, dtype in STORAGES.items()}
-    if dtype not in storage_of:
-        raise ValueError(f"tensors of {dtype} cannot be written in torch_dist format: choose another dtype")
-
-    class Storage:
-        pass
-
-    class Rebuilt:
-        def __reduce__(self) -> tuple[Any, ...]:
-            arguments = (Storage(), 0, tuple(shape), contiguous_strides(shape), False, OrderedDict())
-            return torch._utils._rebuild_tensor_v2, arguments  # type: ignore[attr-defined]
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            if isinstance(obj, Storage):
-                return "storage", getattr(torch, storage_of[dtype]), "0", "cpu", prod(shape)
-            return None
-
-    out = io.BytesIO()
-    Pickler(out, protocol=2).dump(Rebuilt())
-    return out.getvalue()
-
-
-def _append(out: io.BytesIO, name: str, data: bytes, first: int = 0) -> tuple[str, int, int, int]:
-    """Write a small member; (name, its place in the archive, bytes, CRC-32)."""
-    start, crc32 = first + out.tell(), zlib.crc32(data)
-    out.write(_local(name, len(data), crc32, b"", described=False) + data)
-    return name, start, len(data), crc32
-
-
-_LIMIT = 0xFFFFFFFF
-
-
-def _local(name: str, size: int, crc32: int, extra: bytes, described: bool = True) -> bytes:
-    shown = min(size, _LIMIT)
-    flags = 0x808 if described else 0x800
-    fields = (b"PK\3\4", 45, flags, 0, 0, 0, crc32, shown, shown, len(name), len(extra))
-    return struct.pack("<4sHHHHHIIIHH", *fields) + name.encode() + extra
-
-
-def _directory_entry(name: str, start: int, size: int, crc32: int) -> bytes:
-    large = [value for value in (size, size, start) if value >= _LIMIT]
-    extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-    shown = min(size, _LIMIT)
-    flags = 0x808 if name.endswith("data/0") else 0x800
-    fields = (b"PK\1\2", 45, 45, flags, 0, 0, 0, crc32, shown, shown, len(name), len(extra))
-    last = (0, 0, 0, 0, min(start, _LIMIT))
-    return struct.pack("<4sHHHHHHIIIHHHHHII", *fields, *last) + name.encode() + extra
-
-
-def _end(count: int, directory_bytes: int, at: int) -> bytes:
-    end64 = b""
-    if at >= _LIMIT:
-        where = at + directory_bytes
-        end64 = struct.pack(
-            "<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, directory_bytes, at
-        ) + struct.pack("<4sIQI", b"PK\6\7", 0, where, 1)
-    fields = (b"PK\5\6", 0, 0, count, count, directory_bytes, min(at, _LIMIT), 0)
-    return end64 + struct.pack("<4sHHHHIIH", *fields)

@@ -1,9 +1,9 @@
 """Two tensors in, where they differ out; read band by band on both sides."""
 
-import zlib
 from dataclasses import dataclass, field
 
 import torch
+from zlib_ng import zlib_ng
 
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.output import buffer_bytes
@@ -64,12 +64,12 @@ class Comparer:
         for band, other in zip(ours, theirs, strict=True):
             first = memoryview(bytearray((band.stop - band.start) * size))
             self._reader.fill(pair.first, band, first)
-            result.crc32 = zlib.crc32(first, result.crc32)
+            result.crc32 = zlib_ng.crc32(first, result.crc32)
             if pair.second is None:
                 continue
             second = memoryview(bytearray(len(first)))
             self._reader.fill(pair.second, other, second)
-            result.second_crc32 = zlib.crc32(second, result.second_crc32)
+            result.second_crc32 = zlib_ng.crc32(second, result.second_crc32)
             if first != second:
                 found = _difference(pair.first, band.start, first, second)
                 result.difference = _joined(result.difference, found)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from checkpoint_tools.archive import make_archive
+from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_model import model_dtype, read_config

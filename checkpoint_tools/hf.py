@@ -1,10 +1,11 @@
 """A HuggingFace directory in, its tensors and where they lie out; index, files and config.json must agree."""
 
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from zlib_ng import zlib_ng
 
 from checkpoint_tools.files import check_manifest
 from checkpoint_tools.hf_model import check_against_config
@@ -93,5 +94,5 @@ def _check_edges(folder: Path, tensors: Mapping[str, StoredTensor], sums: Mappin
     for file in sorted({tensor.chunks[0].file for tensor in tensors.values()}):
         header = sums[file].spans[0]
         with (folder / file).open("rb") as stream:
-            if zlib.crc32(stream.read(header.num_bytes)) != header.crc32:
+            if zlib_ng.crc32(stream.read(header.num_bytes)) != header.crc32:
                 raise ValueError(f"{folder / file}: its header does not agree with {MANIFEST}")

@@ -7,9 +7,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 
+from zlib_ng import zlib_ng
+
 from checkpoint_tools.reader import Record
 from checkpoint_tools.stored import Checkpoint, Chunk
-from mcore_rl.slices.checksums import MANIFEST, FileSums, Span, combine
+from mcore_rl.slices.checksums import MANIFEST, FileSums, Span
 
 
 class Ledger:
@@ -75,7 +77,7 @@ class Ledger:
         at, crc32 = expected.start, 0
         for read in reads:
             assert read.start == at, f"{path}: byte {at} was not read"
-            crc32, at = combine(crc32, read.crc32, read.num_bytes), read.stop
+            crc32, at = zlib_ng.crc32_combine(crc32, read.crc32, read.num_bytes), read.stop
         if crc32 != expected.crc32:
             source = MANIFEST if path in self._sums else "the archive's own"
             raise ValueError(

@@ -7,16 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-
 from checkpoint_tools.memory import PeakMemory
 from checkpoint_tools.pool import Pool
 
@@ -79,6 +69,20 @@ def work_through(
 
 @contextmanager
 def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Called with bytes done; a bar if someone looks."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -86,7 +90,6 @@ def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task(text, total=total)
         yield lambda count: progress.advance(bar, count)

@@ -5,18 +5,19 @@ what unpack.py says).
 """
 
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from checkpoint_tools.archive import make_archive
+from zlib_ng import zlib_ng
+
+from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, Record, bands
 from checkpoint_tools.stored import DTYPE_BYTES
-from mcore_rl.slices.checksums import Span, combine
+from mcore_rl.slices.checksums import Span
 from mcore_rl.slices.fp8 import BLOCK
 
 Made = Assembly | Packed
@@ -117,15 +118,15 @@ class Writer:
         archive = make_archive(made.dtype, made.shape)
         _write_all(descriptor, archive.prefix, task.start)
         first = task.start + len(archive.prefix)
-        crc32 = zlib.crc32(archive.prefix)
+        crc32 = zlib_ng.crc32(archive.prefix)
         data = self._write_elements(descriptor, made, first)
         suffix = archive.suffix(data[0].crc32 if data else 0)
         _write_all(descriptor, suffix, first + archive.data_bytes)
         for part_crc32, num_bytes in (
             *((s.crc32, s.num_bytes) for s in data),
-            (zlib.crc32(suffix), len(suffix)),
+            (zlib_ng.crc32(suffix), len(suffix)),
         ):
-            crc32 = combine(crc32, part_crc32, num_bytes)
+            crc32 = zlib_ng.crc32_combine(crc32, part_crc32, num_bytes)
         return [Span(task.start, archive.num_bytes, crc32)]
 
     def _write_elements(self, descriptor: int, assembly: Assembly, start: int) -> list[Span]:
@@ -133,7 +134,8 @@ class Writer:
         for band in bands(assembly, self._band_bytes):
             view = self._view((band.stop - band.start) * size)
             known = self._reader.fill(assembly, band, view)
-            crc32 = zlib.crc32(view, crc32) if known is None else combine(crc32, known, len(view))
+            known = zlib_ng.crc32(view) if known is None else known
+            crc32 = zlib_ng.crc32_combine(crc32, known, len(view))
             _write_all(descriptor, view, start + band.start * size)
         return [Span(start, assembly.num_bytes, crc32)] if assembly.num_bytes else []
 
@@ -142,7 +144,7 @@ class Writer:
 
         at, crc32 = start, 0
         for view in unpacked(packed, self._reader, self._band_bytes):
-            crc32 = zlib.crc32(view, crc32)
+            crc32 = zlib_ng.crc32(view, crc32)
             _write_all(descriptor, view, at)
             at += len(view)
         assert at == start + packed.num_bytes, f"{packed.name}: {at - start} bytes of {packed.num_bytes}"
@@ -160,7 +162,8 @@ class Writer:
             view = self._view((band.stop - band.start) * size)
             self._reader.fill(assembly, band, view)
             values, scales = quantise(view, assembly.dtype, columns)
-            values_crc32, scales_crc32 = zlib.crc32(values, values_crc32), zlib.crc32(scales, scales_crc32)
+            values_crc32 = zlib_ng.crc32(values, values_crc32)
+            scales_crc32 = zlib_ng.crc32(scales, scales_crc32)
             _write_all(descriptor, values, start + band.start)
             _write_all(descriptor, scales, scales_at)
             scales_at += len(scales)

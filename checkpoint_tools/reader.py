@@ -5,17 +5,17 @@ transposed piece as it is stored.
 """
 
 import os
-import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
+from zlib_ng import zlib_ng
 
-from checkpoint_tools.archive import Located, locate
+from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
-from mcore_rl.slices.checksums import Span, combine
+from mcore_rl.slices.checksums import Span
 
 
 @dataclass
@@ -57,6 +57,7 @@ class Reader:
     def __init__(self, scratch_bytes: int) -> None:
         self._scratch = bytearray(scratch_bytes)
         self._descriptors: dict[str, int] = {}
+        self._locator = Locator()
         self._located: dict[tuple[str, int], Located] = {}
         self._held: tuple[Piece | None, bytearray] = (None, bytearray())
         self.record = Record()
@@ -146,7 +147,7 @@ class Reader:
             if count == 0:
                 raise ValueError(f"{chunk.where}: the file ends at byte {start + done}: it was truncated")
             done += count
-        crc32 = zlib.crc32(out)
+        crc32 = zlib_ng.crc32(out)
         _append(self.record.read[chunk.path], Span(start, len(out), crc32), first)
         return crc32
 
@@ -158,7 +159,7 @@ class Reader:
     def _locate(self, descriptor: int, chunk: Chunk) -> Located:
         place = (chunk.path, chunk.start)
         if place not in self._located:
-            located = self._located[place] = locate(descriptor, chunk)
+            located = self._located[place] = self._locator.locate(descriptor, chunk)
             self.record.read[chunk.path] += [span for span in located.around if span.num_bytes]
             if located.data_crc32 is not None and chunk.data_bytes:
                 promised = Span(located.start, chunk.data_bytes, located.data_crc32)
@@ -172,7 +173,7 @@ def _append(spans: list[Span], new: Span, first: int) -> None:
     """
     for i in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
         if spans[i].stop == new.start and spans[i].start >= first:
-            crc32 = combine(spans[i].crc32, new.crc32, new.num_bytes)
+            crc32 = zlib_ng.crc32_combine(spans[i].crc32, new.crc32, new.num_bytes)
             spans[i] = Span(spans[i].start, spans[i].num_bytes + new.num_bytes, crc32)
             return
     spans.append(new)

@@ -10,10 +10,11 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from zlib_ng import zlib_ng
 
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import Record
@@ -119,7 +120,7 @@ def _still_there(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) ->
 
 
 def _header_span(file: OutputFile) -> Span | None:
-    return Span(0, len(file.header), zlib.crc32(file.header)) if file.header else None
+    return Span(0, len(file.header), zlib_ng.crc32(file.header)) if file.header else None
 
 
 def _to_json(done: Done) -> list[object]:

@@ -6,17 +6,16 @@ CRC-32 as in zip and zlib: a flipped byte, and any burst of up to 32 bits, alway
 import json
 import os
 import struct
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
+
+from zlib_ng import zlib_ng
 
 MANIFEST = "checksums.json"
 ALGORITHM = "crc32"
 _READ_BYTES = 4 << 20
-_POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def _sum_range(descriptor: int, start: int, stop: int, buffer: bytearray, path: 
         count = os.preadv(descriptor, [view[: min(len(buffer), stop - start)]], start)
         if count == 0:
             raise ValueError(f"{path} ends at byte {start}, it should have {stop}: it was truncated")
-        crc = zlib.crc32(view[:count], crc)
+        crc = zlib_ng.crc32(view[:count], crc)
         start += count
     return crc
 
@@ -134,42 +133,3 @@ def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:
         for path in sorted(folder.iterdir())
         if path.is_file() and path.name not in skipped and not path.name.endswith(".part")
     }
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """CRC-32 of two stretches of bytes, one after the other, from the CRC-32 of each."""
-    return _apply(_shift(second_bytes), first) ^ second if first else second
-
-
-@lru_cache(maxsize=1024)
-def _shift(num_bytes: int) -> tuple[int, ...]:
-    """What `num_bytes` zero bytes do to a CRC-32: stretches of a checkpoint come in few lengths."""
-    matrix, power = tuple(1 << i for i in range(32)), 0
-    while num_bytes:
-        if num_bytes & 1:
-            matrix = tuple(_apply(_zero_bytes(power), column) for column in matrix)
-        num_bytes >>= 1
-        power += 1
-    return matrix
-
-
-@cache
-def _zero_bytes(power: int) -> tuple[int, ...]:
-    """What 2**power zero bytes do: a matrix over GF(2), one column of 32 bits per input bit."""
-    if power > 0:
-        half = _zero_bytes(power - 1)
-        return tuple(_apply(half, column) for column in half)
-    one_bit = (_POLYNOMIAL, *(1 << i for i in range(31)))
-    for _ in range(3):
-        one_bit = tuple(_apply(one_bit, column) for column in one_bit)
-    return one_bit
-
-
-def _apply(matrix: Sequence[int], vector: int) -> int:
-    result, i = 0, 0
-    while vector:
-        if vector & 1:
-            result ^= matrix[i]
-        vector >>= 1
-        i += 1
-    return result

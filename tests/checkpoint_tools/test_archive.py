@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_tools.archive import STORAGES, locate, make_archive
+from checkpoint_tools.archive import STORAGES, Located, Locator
+from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.stored import Chunk
 
 
@@ -33,15 +34,52 @@ def test_we_find_the_elements_of_what_torch_writes(tmp_path: Path, dtype: str) -
     chunk = Chunk("t", dtype, (0, 0), (4, 6), str(path), 6, len(buffer.getvalue()), True)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        found = locate(descriptor, chunk)
+        found = Locator().locate(descriptor, chunk)
         data = os.pread(descriptor, tensor.nbytes, found.start)
         wrong = Chunk("t", dtype, (0, 0), (6, 4), str(path), 6, len(buffer.getvalue()), True)
         with pytest.raises(ValueError, match=r"file: tensor 't': .* shape \(4, 6\), by the metadata"):
-            locate(descriptor, wrong)
+            Locator().locate(descriptor, wrong)
     finally:
         os.close(descriptor)
     assert data == tensor.view(-1).view(torch.uint8).numpy().tobytes()
     assert found.around[0].start == 6 and found.around[1].stop == 6 + len(buffer.getvalue())
+
+
+def test_an_archive_like_an_earlier_one_is_read_as_if_it_were_the_first(tmp_path: Path) -> None:
+    """Every byte around its elements flipped in turn: the same place or the same error."""
+    path, archives = tmp_path / "file", []
+    for value in (1.0, 2.0):
+        buffer = io.BytesIO()
+        torch.save(torch.full((2, 8), value), buffer)
+        archives.append(buffer.getvalue())
+    first, second = archives
+    chunks = [
+        Chunk("t", "float32", (0, 0), (2, 8), str(path), start, len(first), True) for start in (0, len(first))
+    ]
+
+    def both(content: bytes) -> list[Located | str]:
+        path.write_bytes(first + content)
+        with path.open("rb") as file:
+            primed = Locator()
+            primed.locate(file.fileno(), chunks[0])
+            return [_found(locator, file.fileno(), chunks[1]) for locator in (primed, Locator())]
+
+    found, anew = both(second)
+    assert isinstance(found, Located) and found == anew
+    assert found.data_crc32 == zlib.crc32(torch.full((2, 8), 2.0).numpy().tobytes())
+    at, refused = found.start - len(first), 0
+    for i in (*range(at), *range(at + 64, len(second))):
+        found, anew = both(second[:i] + bytes([second[i] ^ 4]) + second[i + 1 :])
+        assert found == anew
+        refused += isinstance(found, str)
+    assert refused > 100
+
+
+def _found(locator: Locator, descriptor: int, chunk: Chunk) -> Located | str:
+    try:
+        return locator.locate(descriptor, chunk)
+    except ValueError as error:
+        return str(error)
 
 
 def test_an_archive_of_more_than_4_gib_has_its_sizes(tmp_path: Path) -> None:
@@ -56,7 +94,7 @@ def test_an_archive_of_more_than_4_gib_has_its_sizes(tmp_path: Path) -> None:
     assert path.stat().st_size == archive.num_bytes
     chunk = Chunk("t", "uint8", (0, 0), shape, str(path), 0, archive.num_bytes, True)
     with path.open("rb") as file:
-        assert locate(file.fileno(), chunk).start == len(archive.prefix)
+        assert Locator().locate(file.fileno(), chunk).start == len(archive.prefix)
     mapped = torch.load(path, weights_only=True, mmap=True)
     assert tuple(mapped.shape) == shape
     assert int(mapped[4, -1]) == 0
@@ -73,5 +111,5 @@ def test_an_archive_that_names_code_is_refused(tmp_path: Path) -> None:
     path.write_bytes(buffer.getvalue())
     chunk = Chunk("t", "float32", (0,), (1,), str(path), 0, len(buffer.getvalue()), True)
     with path.open("rb") as file, pytest.raises(ValueError, match=r"it names (posix|os)\.mkdir"):
-        locate(file.fileno(), chunk)
+        Locator().locate(file.fileno(), chunk)
     assert not (tmp_path / "made").exists()

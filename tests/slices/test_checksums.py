@@ -1,7 +1,6 @@
 """CRC-32 of files and parts of files, and the manifest that keeps them."""
 
 import json
-import random
 import zlib
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from mcore_rl.slices.checksums import (
     MANIFEST,
     FileSums,
     Span,
-    combine,
     read_manifest,
     sum_file,
     sum_ranges,
@@ -21,13 +19,6 @@ from mcore_rl.slices.checksums import (
     sum_small_files,
     write_manifest,
 )
-
-
-def test_checksums_of_two_stretches_combine_to_that_of_both() -> None:
-    rng = random.Random(0)
-    for sizes in ((1, 1), (0, 7), (7, 0), (1000, 123457)):
-        first, second = (rng.randbytes(size) for size in sizes)
-        assert combine(zlib.crc32(first), zlib.crc32(second), sizes[1]) == zlib.crc32(first + second)
 
 
 def test_spans_that_do_not_tile_the_file_are_refused() -> None:
