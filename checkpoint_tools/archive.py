@@ -90,11 +90,12 @@ class Locator:
                 return _located(chunk, around, data_crc32)
         try:
             prefix_bytes, own = _parse(descriptor, chunk)
-            prefix, suffix = _read_around(descriptor, chunk, prefix_bytes)
-            self._forms[kind] = _Form(prefix, suffix, own)
         except READ_ERRORS as error:
             place = f"{chunk.where}: the archive at byte {chunk.start}"
             raise ValueError(f"{place} is damaged: {error or type(error).__name__}") from error
+        prefix, suffix = _read_around(descriptor, chunk, prefix_bytes)
+        if all(part in suffix for part in own):
+            self._forms[kind] = _Form(prefix, suffix, own)
         return _located(chunk, (prefix, suffix), int.from_bytes(own[0], "little"))
 
 
