@@ -27,7 +27,7 @@ Layout = dict[str, int]
 Case = tuple[str, int, Layout]
 """Kind of model, and the layout after its number."""
 LAYOUTS: Mapping[str, list[Layout]] = {
-    "qwen3_moe": [{"tp": 4, "ep": 2, "etp": 2}],
+    "qwen3_moe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}],
     "qwen2_moe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}],
     "mixtral": [{"tp": 2, "cp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}],
     "olmoe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 4}],
