@@ -41,7 +41,7 @@ lint: venv ## ruff, pyright, import-linter
 test: lint ## everything CI runs: lint, then all tests but those that need a GPU or an hour
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
-test-slow: venv ## what takes an hour: every part of a run killed in every phase
+test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase
 	$(BIN)/python -m pytest -m "slow and not gpu" -rP
 
 quickstart: venv ## train a small mixture-of-experts model with GRPO and show its reward rise
