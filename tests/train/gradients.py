@@ -43,14 +43,16 @@ def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
     return tuple(tensor.shape) if tensor.numel() else (0,) * len(box.stop)
 
 
-def check_gradients(per_rank: Sequence[Boxed], wanted: dict[str, Tensor], layout: Any) -> None:
-    """All of `wanted` is there, to 1e-6 of the largest."""
+def check_gradients(
+    per_rank: Sequence[Boxed], wanted: dict[str, Tensor], layout: Any, tolerance: float = 1e-6
+) -> None:
+    """All of `wanted` is there, to `tolerance` of the largest."""
     largest = max(g.abs().max().item() for g in wanted.values())
     covered: dict[str, int] = {}
     for boxed in per_rank:
         for box, gradient in boxed:
             difference = (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
-            assert difference <= 1e-6 * largest, (layout, box, difference.item(), largest)
+            assert difference <= tolerance * largest, (layout, box, difference.item(), largest)
             covered[box.name] = covered.get(box.name, 0) + box.numel
     assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout
 

@@ -33,6 +33,10 @@ BETA = 0.5
 LAYOUTS = [({"cp": 2}, 40), ({"dp": 2, "ep": 1}, 16), ({"pp": 2}, 24)]
 """Each with train.max_tokens_per_microbatch: none leaves all pairs together."""
 STRETCH = 1.1
+TOLERANCE = 2e-6
+"""Of gradients between layouts. A pair's is scaled by a function of its log-probs, whose rounding comes on
+top of that of the gradient of a fixed loss.
+"""
 
 
 class Calls:
@@ -151,4 +155,4 @@ def test_the_gradient_is_that_of_the_published_loss_in_every_layout(tmp_path: Pa
     per_rank = run_ranks(all_layouts, 2, model, timeout_s=300)
     for (layout, _), results in zip(LAYOUTS, zip(*per_rank, strict=True), strict=True):
         assert all(got == pytest.approx(metrics, abs=1e-5) for got, *_ in results), layout
-        check_gradients([boxed for *_, boxed in results], wanted, layout)
+        check_gradients([boxed for *_, boxed in results], wanted, layout, TOLERANCE)
