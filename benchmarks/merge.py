@@ -1,7 +1,7 @@
 """Merging a Megatron checkpoint of 2 GiB, saved at TP2 PP2 EP2, into HuggingFace files: memory, and speed.
 
 megatron-core itself writes the checkpoint, on four gloo ranks. Then, in turn: `cp -r`, and `mcore-rl-ckpt
-to-hf` as a process of its own, from start to end. Before each, as much memory as it will write is touched
+to-hf` as a process of its own, from start to end. Before each, twice the memory that it will write is touched
 and given back: on a virtual machine the first use of a page can cost more than all that is done with it, and
 which of the two would pay is chance. Last a merge is killed (SIGKILL) in the middle and run again, and the
 results are compared. Prints a table, and last one JSON object.

@@ -34,8 +34,8 @@ LAYOUTS = [({"cp": 2}, 40), ({"dp": 2, "ep": 1}, 16), ({"pp": 2}, 24)]
 """Each with train.max_tokens_per_microbatch: none leaves all pairs together."""
 STRETCH = 1.1
 TOLERANCE = 2e-6
-"""Of gradients between layouts. A pair's is scaled by a function of its log-probs, whose rounding comes on
-top of that of the gradient of a fixed loss.
+"""Of gradients between layouts, in float32: one process was 1.7e-6 away from float64, CP2 1.4e-6, and 1.0e-6
+from each other.
 """
 
 
