@@ -10,7 +10,7 @@ from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.device import environment_of
+from mcore_rl.device import environment_of, leave_compiler_out
 from mcore_rl.imports import without_collector
 
 
@@ -36,6 +36,7 @@ class ModelWorker:
     ) -> None:
         """`gpu_ids`: GPUs to use, where Ray assigned none."""
         os.environ.update(environment_of(gpu_ids))
+        leave_compiler_out()
         with without_collector():
             import torch
 

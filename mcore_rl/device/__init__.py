@@ -57,6 +57,21 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
+def leave_compiler_out() -> None:
+    """Without CUDA, where nothing is compiled anyway, have `torch.compile` give functions back as they are.
+
+    Call it before megatron-core or SGLang is imported: their decorators would import torch's compiler,
+    a second of each process's start.
+    """
+    if not has_cuda():
+        own_torch: Any = torch
+        own_torch.compile = _as_it_is
+
+
+def _as_it_is(model: Any = None, **_: Any) -> Any:
+    return (lambda function: function) if model is None else model
+
+
 def megatron_options() -> dict[str, Any]:
     """Options of megatron-core's TransformerConfig that choose between fused CUDA kernels and plain torch."""
     fused = has_cuda()

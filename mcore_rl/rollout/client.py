@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ import aiohttp
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.http import open_session
+from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
@@ -25,15 +26,6 @@ _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S = 0.25
 _HOLD_POLL_S = 0.02
 _ABORT_S = 10.0
-
-
-@dataclass(frozen=True)
-class EngineAddress:
-    url: str
-    log_path: str
-
-    def __str__(self) -> str:
-        return f"engine {self.url} (log {self.log_path})"
 
 
 class EngineError(RuntimeError):

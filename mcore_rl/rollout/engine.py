@@ -10,15 +10,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 import psutil
 
-from mcore_rl.device import environment_of
 from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.temp_dir import TempDir
 
@@ -41,7 +40,7 @@ class EngineSpec:
     port                  None finds a free one when the engine starts
     dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
     gives_up_memory       its GPU memory can be released and taken back while it runs
-    gpu_ids               GPUs of the machine that it sees; none given: all that its parent sees
+    environment           variables that its processes find, beside those of the one that starts it
     extra_args            further SGLang arguments, as on its command line
     """
 
@@ -66,7 +65,7 @@ class EngineSpec:
     node_rank: int = 0
     dist_init_addr: str | None = None
     gives_up_memory: bool = False
-    gpu_ids: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -110,6 +109,17 @@ class EngineSpec:
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
         return [str(part) for item in options.items() for part in item] + flags + list(self.extra_args)
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine answers, and where it writes what it does."""
+
+    url: str
+    log_path: str
+
+    def __str__(self) -> str:
+        return f"engine {self.url} (log {self.log_path})"
 
 
 class EngineProcess:
@@ -177,7 +187,7 @@ class EngineProcess:
         """SGLang leaves files in its temporary folder, so it gets its own; compile caches stay shared."""
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
-        environment |= environment_of(self.spec.gpu_ids)
+        environment |= self.spec.environment
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
         return environment
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.rollout.client import EngineAddress
+from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.rotation import Rotation
 
 TAKES_TEXT = ("judge",)

@@ -68,12 +68,15 @@ def use_cpu(arguments: list[str]) -> list[str]:
 
     Call it before anything imports sglang.
     """
+    from mcore_rl.device import leave_compiler_out
+
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     num_ranks = int(_option(arguments, "--tp-size", "1")) * int(_option(arguments, "--pp-size", "1"))
     if num_ranks > 1:
         cpus = rank_cpus(num_ranks, sorted(os.sched_getaffinity(0)))
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cpus)
+    leave_compiler_out()
     sys.path.insert(0, str(STANDINS_DIR))
     from sglang_on_cpu import apply_patches  # pyright: ignore[reportMissingImports]
 

@@ -40,8 +40,7 @@ from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.rewards.questions import JudgeQuestion, RewardModelQuestion
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.asking import ServedClient
-from mcore_rl.rollout.client import EngineAddress
-from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.engine import EngineAddress, EngineSpec
 from mcore_rl.rollout.served import find_served
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion

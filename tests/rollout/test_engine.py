@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mcore_rl.device import environment_of
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.server import rank_cpus
@@ -146,7 +147,9 @@ def test_killing_the_parent_leaves_no_orphan(moment, model_path, tmp_path):
 
 @pytest.mark.e2e
 def test_losing_a_scheduler_ends_the_engine(model_path, tmp_path):
-    spec = EngineSpec(model_path=model_path, log_path=str(tmp_path / "log"), gpu_ids=("2", "3"))
+    spec = EngineSpec(
+        model_path=model_path, log_path=str(tmp_path / "log"), environment=environment_of(("2", "3"))
+    )
     with EngineProcess(spec) as engine:
         assert psutil.Process(engine.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,3"
         scheduler = min(pid for pid in live_processes(engine.pid) if pid != engine.pid)

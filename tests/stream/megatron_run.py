@@ -29,8 +29,8 @@ from mcore_rl.loop import train
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players import EngineGenerator, EventLoop, PackedTrainer, Packing
 from mcore_rl.roles import Roles
-from mcore_rl.rollout.client import EngineAddress, RolloutClient
-from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.engine import EngineAddress, EngineProcess
 from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of

@@ -1,0 +1,40 @@
+"""What a process of a rank or an engine does not import, so that it starts sooner."""
+
+import subprocess
+import sys
+
+import torch
+
+RANK = """
+import sys
+from mcore_rl.device import leave_compiler_out
+leave_compiler_out()
+import mcore_rl.train.actor
+from megatron.core.fusions import fused_bias_geglu
+assert not hasattr(fused_bias_geglu.geglu, "_torchdynamo_orig_callable"), "it would be compiled"
+"""
+ENGINE_WORKER = """
+import sys
+import mcore_rl.cluster.engine_worker
+"""
+
+
+def modules_of(program: str) -> set[str]:
+    """What is imported at the end of `program`, in a process of its own."""
+    tell = "\nprint(*sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program + tell], capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    return set(process.stdout.splitlines()[-1].split())
+
+
+def test_a_rank_without_cuda_leaves_torchs_compiler_out() -> None:
+    modules = modules_of(RANK)
+    assert "megatron.core" in modules
+    assert ("torch._inductor.compile_fx" in modules) == torch.cuda.is_available()
+
+
+def test_what_starts_a_server_does_without_torch() -> None:
+    modules = modules_of(ENGINE_WORKER)
+    assert "ray" in modules and "torch" not in modules
