@@ -12,6 +12,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -53,9 +54,12 @@ def run_each(
 ) -> list[list[Any]]:
     """fn(rank, world_size, port, *args, case) of each case on processes of its own; by case, then by rank.
 
-    A training step leaves its model and the threads of its process groups in the process.
+    A training step leaves its model and the threads of its process groups in the process. Cases of fewer
+    processes than there are cores run side by side.
     """
-    return [run_ranks(fn, world_size, *args, case, timeout_s=timeout_s) for case in cases]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // world_size)) as pool:
+        running = [pool.submit(run_ranks, fn, world_size, *args, case, timeout_s=timeout_s) for case in cases]
+        return [case.result() for case in running]
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:

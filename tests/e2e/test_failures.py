@@ -10,9 +10,7 @@ from tests.e2e.victims import PHASES, VICTIMS, assert_complete, kill_in_phase
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
-NUM_STEPS = 10
 SETTINGS = (
-    f"run.steps={NUM_STEPS}",
     "train.mini_batches=2",
     "algorithm.kl.coef=0.01",
     "checkpoint.every_steps=1",
@@ -22,7 +20,7 @@ SETTINGS = (
 
 
 def test_a_run_that_is_killed_while_it_saves_ends_whole(start: Start, tmp_path: Path) -> None:
-    survive(start, tmp_path / "run", [("controller", "save")])
+    survive(start, tmp_path / "run", [("controller", "save")], num_steps=5)
 
 
 @pytest.mark.slow
@@ -60,10 +58,13 @@ def test_a_run_with_a_critic_is_killed_again_and_again(start: Start, tmp_path: P
     survive(start, tmp_path / "run", deaths, "algorithm.advantage=gae")
 
 
-def survive(start: Start, run_dir: Path, deaths: list[tuple[str, str]], *settings: str) -> None:
+def survive(
+    start: Start, run_dir: Path, deaths: list[tuple[str, str]], *more: str, num_steps: int = 10
+) -> None:
     """Each launch resumes what the one before it left; the last one is left alone."""
+    settings = (f"run.steps={num_steps}", *SETTINGS, *more)
     for victim, phase in deaths:
-        kill_in_phase(start("train", *SETTINGS, *settings, run_dir=run_dir), VICTIMS[victim], phase)
-    last = start("train", *SETTINGS, *settings, run_dir=run_dir)
+        kill_in_phase(start("train", *settings, run_dir=run_dir), VICTIMS[victim], phase)
+    last = start("train", *settings, run_dir=run_dir)
     assert last.finish() == 0, last.tail()
-    assert_complete(last, NUM_STEPS)
+    assert_complete(last, num_steps)

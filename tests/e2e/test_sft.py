@@ -1,6 +1,7 @@
 """Supervised fine-tuning end to end: the loss falls, the export loads, a second run continues."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -8,21 +9,33 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.runs import Run
 
 pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+COMMON = ("model.init=random", "sft.batch_size=16")
 
 
-def test_sft_from_random_weights_learns_exports_and_continues(start: Callable[..., Run]) -> None:
-    common = ("model.init=random", "sft.batch_size=16", "checkpoint.every_steps=10")
-    run = start("sft", "sft.steps=20", *common)
+def losses_of(run: Run) -> dict[int, float]:
+    return {int(line["step"]): line["loss/nll"] for line in run.metrics() if "loss/nll" in line}
+
+
+def test_sft_from_random_weights_learns_and_exports(start: Start) -> None:
+    run = start("sft", "sft.steps=20", *COMMON)
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
-    losses = [line["loss/nll"] for line in run.metrics() if "loss/nll" in line]
+    losses = [*losses_of(run).values()]
     assert len(losses) == 20
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "hf")
     assert model.config.architectures == ["Qwen3MoeForCausalLM"]
     assert run.tail().strip().splitlines()[-1].endswith("hf")
 
-    more = start("sft", "sft.steps=22", *common, run_dir=run.run_dir)
-    assert more.finish() == 0, more.tail()
-    steps = [line["step"] for line in more.metrics() if "loss/nll" in line]
-    assert steps == list(range(1, 23))
+
+@pytest.mark.slow
+def test_sft_continues_where_it_ended(start: Start, tmp_path: Path) -> None:
+    common = (*COMMON, "checkpoint.every_steps=2", "checkpoint.export_hf=false")
+    for num_steps in (4, 6):
+        run = start("sft", f"sft.steps={num_steps}", *common, run_dir=tmp_path / "run")
+        assert run.finish() == 0, run.tail()
+    at_once = start("sft", "sft.steps=6", *common)
+    assert at_once.finish() == 0, at_once.tail()
+    assert [line["step"] for line in run.metrics() if "loss/nll" in line] == list(range(1, 7))
+    assert losses_of(run) == pytest.approx(losses_of(at_once), rel=1e-6)

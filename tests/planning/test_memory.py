@@ -1,6 +1,5 @@
 """Predicted memory: whether it adds up, what it says of moments, layouts and remedies."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,14 @@ from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.recipe import load_recipe
 from mcore_rl.slices.hf_config import read_hf_config
 from tests.policy import read
-from tests.recipes import LARGE
+from tests.recipes import LARGE, plan_of
 
 QWEN = "qwen3_30b_a3b_grpo_32"
 
 
 @pytest.mark.parametrize("recipe", LARGE)
-def test_every_recipe_fits_and_its_header_says_what_the_plan_says(
-    recipe: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", f"recipe={recipe}", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_every_recipe_fits_and_its_header_says_what_the_plan_says(recipe: str) -> None:
+    plan = plan_of(recipe)
     assert plan["fits"]
     comments = [line for line in read(Path(f"recipes/{recipe}.yaml")).splitlines() if line.startswith("#")]
     header = " ".join(" ".join(line.strip("# ") for line in comments).split())

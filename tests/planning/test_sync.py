@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.cli import main
 from tests.policy import read
-from tests.recipes import LARGE
+from tests.recipes import LARGE, plan_of
 
 SPLIT = ["cluster=h200", "plan.gpu_memory_gib=300", "rollout.stage_weights=true", "rollout.restarts=1"]
 """Engines on GPUs of their own, with room for the weights twice, whatever GPU that takes."""
@@ -116,13 +116,12 @@ def test_nothing_is_started_and_no_engine_is_imported() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_table_in_the_document_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_in_the_document_is_what_the_command_prints() -> None:
     lines = [line for line in read(Path("docs/sync.md")).splitlines() if line.startswith("| `")]
     assert len(lines) == len(LARGE)
     for line in lines:
         recipe, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
-        assert main(["plan", f"recipe={recipe}", "--json"]) == 0
-        plan = json.loads(capsys.readouterr().out)
+        plan = plan_of(recipe)
         gib = [
             plan["trainer_out_per_rank"][1],
             plan["direct_trainer_out_per_rank"][1],

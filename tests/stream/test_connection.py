@@ -67,7 +67,7 @@ def test_a_killed_sender_fails_the_others_at_once_and_is_named(staged: bool, is_
 @WAYS
 def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named(staged: bool, is_far: bool) -> None:
     fault = Fault(rank=1, message=3, kind="stop")
-    scene = Scene(row_cut, 2, 1, num_syncs=1, timeout_s=6.0, fault=fault, staged=staged, is_far=is_far)
+    scene = Scene(row_cut, 2, 1, num_syncs=1, timeout_s=4.0, fault=fault, staged=staged, is_far=is_far)
     senders, [(reports, _)], _ = run_scene(scene)
     assert senders[1] is None
     assert reports[1].error is not None

@@ -15,7 +15,7 @@ from tests.stream.stage import Stage, checksums, checksums_after_loading, open_s
 
 pytestmark = pytest.mark.e2e
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 5.0
 
 
 @pytest.fixture(scope="module")
