@@ -1,6 +1,6 @@
 """A tiny model with random weights, made once for all whole-run tests."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,16 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.data.arithmetic import prepare_arithmetic
-from tests.e2e.runs import Run
-
-SMALL = (
-    "rollout.prompts_per_step=4",
-    "rollout.samples_per_prompt=4",
-    "rollout.max_response_len=12",
-    "rollout.deterministic=true",
-    "eval.max_prompts=8",
-    "run.call_timeout_s=60",
-)
+from tests.e2e.runs import Run, tiny_settings
 
 
 @pytest.fixture(scope="session")
@@ -39,16 +30,7 @@ def start(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def start_run(command: str, *overrides: str, run_dir: Path | None = None) -> Run:
-        settings: Sequence[str] = (
-            command,
-            "recipe=tiny_moe_grpo",
-            f"model.path={arithmetic / 'model'}",
-            f"data.train=[{arithmetic / 'train.parquet'}]",
-            f"eval.data=[{arithmetic / 'heldout.parquet'}]",
-            f"sft.data=[{arithmetic / 'sft.parquet'}]",
-            *SMALL,
-            *overrides,
-        )
+        settings = (command, *tiny_settings(arithmetic), *overrides)
         runs.append(Run(settings, run_dir or tmp_path / f"run{len(runs)}"))
         return runs[-1]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections import Counter
@@ -15,6 +16,26 @@ from pathlib import Path
 import psutil
 
 MARK = "MCORE_RL_TEST_RUN"
+SMALL = (
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_len=12",
+    "rollout.deterministic=true",
+    "eval.max_prompts=8",
+    "run.call_timeout_s=60",
+)
+
+
+def tiny_settings(arithmetic: Path) -> list[str]:
+    """The smallest of steps on the model and the problems in this folder."""
+    return [
+        "recipe=tiny_moe_grpo",
+        f"model.path={arithmetic / 'model'}",
+        f"data.train=[{arithmetic / 'train.parquet'}]",
+        f"eval.data=[{arithmetic / 'heldout.parquet'}]",
+        f"sft.data=[{arithmetic / 'sft.parquet'}]",
+        *SMALL,
+    ]
 
 
 class Run:
@@ -29,6 +50,7 @@ class Run:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.began_s = time.time()
         self._seen: set[psutil.Process] = set()
+        self._seen_lock = threading.Lock()
         self._log = run_dir / "logs" / "controller.log"
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self.output = run_dir.parent / f"{run_dir.name}-{self.mark[:6]}.out"
@@ -40,18 +62,15 @@ class Run:
                 env={**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
+        threading.Thread(target=self._remember_all, daemon=True).start()
 
     def finish(self, timeout_s: float = 170.0) -> int:
         """Exit status; a run that outlasts `timeout_s` is killed whole and fails the test."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            self._remember()
-            try:
-                return self.process.wait(0.5)
-            except subprocess.TimeoutExpired:
-                continue
-        self.kill_all()
-        raise AssertionError(f"no end after {timeout_s} s; last output:\n{self.tail()}")
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"no end after {timeout_s} s; last output:\n{self.tail()}") from None
 
     def tail(self, num_chars: int = 4000) -> str:
         return self.output.read_text(errors="replace")[-num_chars:]
@@ -112,12 +131,21 @@ class Run:
         """Every living process of this run."""
         self._remember()
         marked = {p for p in psutil.process_iter() if _has_mark(p, self.mark)}
-        return [p for p in self._seen | marked if _is_alive(p)]
+        with self._seen_lock:
+            known = self._seen | marked
+        return [p for p in known if _is_alive(p)]
+
+    def _remember_all(self) -> None:
+        while self.process.poll() is None:
+            self._remember()
+            time.sleep(0.5)
 
     def _remember(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             me = psutil.Process(self.process.pid)
-            self._seen |= {me, *me.children(recursive=True)}
+            now = {me, *me.children(recursive=True)}
+            with self._seen_lock:
+                self._seen |= now
 
     def find(self, *words: str) -> list[psutil.Process]:
         """The run's processes whose command line holds all `words`."""

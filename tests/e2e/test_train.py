@@ -2,90 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.runs import Run
+from tests.ahead import StartedAhead, chosen_cases
+from tests.e2e.runs import Run, tiny_settings
 from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
 
-
-def write_family(kind: str, arithmetic: Path, folder: Path) -> Path:
-    """Random weights, and the tokenizer of the arithmetic problems."""
-    vocab_size = json.loads((arithmetic / "model" / "config.json").read_text())["vocab_size"]
-    write_model(kind, folder, vocab_size=vocab_size)
-    for path in (arithmetic / "model").iterdir():
-        if not (folder / path.name).exists():
-            shutil.copy(path, folder)
-    return folder
-
-
-def steps_of(run: Run) -> list[dict[str, float]]:
-    return [line for line in run.metrics() if "rollout/samples" in line]
-
-
-def assert_engine_agrees(run: Run, num_steps: int) -> None:
-    """At every step the engine's log-probs are those of the trainer's current weights."""
-    steps = steps_of(run)
-    assert [line["step"] for line in steps] == list(range(1, num_steps + 1)), run.tail()
-    for line in steps:
-        assert line["logprob_diff/mean"] < 1e-4, line
-        assert line["logprob_diff/token_max"] < 1e-2, line
-        assert line["logprob_diff/router_flip_share"] < 0.01, line
-        assert line["logprob_diff/stale_share"] == 0, line
-        assert 0 < line["refit/canary_diff"] < 1e-4, line
-        assert line["loss/grad_norm"] > 0, line
-
-
-def test_train_eval_export_and_report(start: Start) -> None:
-    run = start(
-        "train",
-        "run.steps=3",
-        "train.mini_batches=2",
-        "train.optimizer.lr=1e-3",
-        "algorithm.kl.coef=0.01",
-        "eval.pass_k=2",
-        "eval.every_steps=2",
-        "checkpoint.every_steps=2",
-    )
-    assert run.finish() == 0, run.tail()
-    assert_engine_agrees(run, num_steps=3)
-    run.assert_nothing_left()
-    assert "kl/ref" in steps_of(run)[-1]
-    evaluations = [line for line in run.metrics() if "eval/greedy_accuracy" in line]
-    assert [line["step"] for line in evaluations] == [0, 2, 3]
-    assert all("eval/pass_at_2" in line for line in evaluations)
-    summary = json.loads((run.run_dir / "summary.json").read_text())
-    assert summary["grpo_steps"] == 3
-    assert summary["step0_logprob_diff_mean"] < 1e-4
-    assert run.tail().strip().splitlines()[-1].endswith(str(run.run_dir))
-
-    after = start("eval", f"model.path={run.run_dir / 'hf'}", "eval.every_steps=0")
-    assert after.finish() == 0, after.tail()
-    exported = [line for line in after.metrics("eval") if "eval/greedy_accuracy" in line][-1]
-    assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
-
-
-def load_hf(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-def changed_tensors(before: Path, after: Path) -> list[str]:
-    """Names of the tensors that differ between two HuggingFace directories."""
-    first, second = load_hf(before), load_hf(after)
-    return [name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])]
-
-
 OLD_PASS, ENGINE = "train.router_replay=old_pass", "train.router_replay=engine"
 FROZEN = ["train.freeze_router=true", "train.router_aux_loss_coef=0"]
 COLOCATED = ["cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0"]
-
 REINFORCE_PLUS_PLUS = [
     "algorithm.advantage=reinforce_plus_plus",
     "algorithm.kl.coef=0.01",
@@ -115,31 +48,138 @@ GSPO = [
     "algorithm.aggregation=sequence_mean",
     "algorithm.correction.weight=sequence",
 ]
-
-
 TWO_NODES = ["rollout.tp=2", "rollout.ep=2", "rollout.nodes_per_engine=2", "train.router_bias_rate=0.01"]
+LAYOUTS = {
+    "tp2-ep2-engine-tp2-on-two-nodes": (
+        "deepseek_v3",
+        ["parallel.tp=2", *TWO_NODES, *REINFORCE_PLUS_PLUS, OLD_PASS],
+    ),
+    "pp2-two-engines": (
+        "qwen3_moe",
+        ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2", *KL_COV, *DAPO, ENGINE],
+    ),
+    "cp2-ep2-colocated-with-critic": (
+        "qwen3_moe",
+        ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *SHARED_CRITIC, *GSPO, *FROZEN],
+    ),
+}
+EVALUATED = [
+    "run.steps=3",
+    "train.mini_batches=2",
+    "train.optimizer.lr=1e-3",
+    "algorithm.kl.coef=0.01",
+    "eval.pass_k=2",
+    "eval.every_steps=2",
+    "checkpoint.every_steps=2",
+]
+RESUMED = [
+    "run.steps=4",
+    "train.optimizer.lr=1e-3",
+    "eval.data=[]",
+    "checkpoint.every_steps=2",
+    "checkpoint.export_hf=false",
+    "critic.warmup_steps=1",
+    *PPO,
+]
+FIRST_RUNS = {
+    "evaluated": ("qwen3_moe", EVALUATED),
+    **{
+        case: (kind, ["run.steps=2", "train.optimizer.lr=1e-3", "eval.data=[]", *settings])
+        for case, (kind, settings) in LAYOUTS.items()
+    },
+    "resumed": ("qwen3_moe", RESUMED),
+}
+"""What each test runs first: family and settings."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("deepseek_v3", ["parallel.tp=2", *TWO_NODES, *REINFORCE_PLUS_PLUS, OLD_PASS]),
-        ("qwen3_moe", ["parallel.pp=2", "parallel.ep=1", "rollout.engines=2", *KL_COV, *DAPO, ENGINE]),
-        (
-            "qwen3_moe",
-            ["parallel.cp=2", "model.dtype=float32", *COLOCATED, *SHARED_CRITIC, *GSPO, *FROZEN],
-        ),
-    ],
-    ids=["tp2-ep2-engine-tp2-on-two-nodes", "pp2-two-engines", "cp2-ep2-colocated-with-critic"],
-)
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, arithmetic: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartedAhead[Run]]:
+    """Half of a run is its start, which keeps one core busy: the next one has the other."""
+
+    def start(case: str) -> Run:
+        (kind, settings), folder = FIRST_RUNS[case], tmp_path_factory.mktemp(case)
+        model = model_of(kind, arithmetic, folder)
+        return Run(["train", *tiny_settings(arithmetic), f"model.path={model}", *settings], folder / "run")
+
+    ahead = StartedAhead(chosen_cases(request), start, 1)
+    yield ahead
+    for run in ahead.started.values():
+        run.kill_all()
+
+
+def model_of(kind: str, arithmetic: Path, folder: Path) -> Path:
+    """The model of the arithmetic problems, or one of another family in `folder`, made if it is not there."""
+    if kind == "qwen3_moe":
+        return arithmetic / "model"
+    return folder / kind if (folder / kind).exists() else write_family(kind, arithmetic, folder / kind)
+
+
+def write_family(kind: str, arithmetic: Path, folder: Path) -> Path:
+    """Random weights, and the tokenizer of the arithmetic problems."""
+    vocab_size = json.loads((arithmetic / "model" / "config.json").read_text())["vocab_size"]
+    write_model(kind, folder, vocab_size=vocab_size)
+    for path in (arithmetic / "model").iterdir():
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+    return folder
+
+
+def steps_of(run: Run) -> list[dict[str, float]]:
+    return [line for line in run.metrics() if "rollout/samples" in line]
+
+
+def assert_engine_agrees(run: Run, num_steps: int) -> None:
+    """At every step the engine's log-probs are those of the trainer's current weights."""
+    steps = steps_of(run)
+    assert [line["step"] for line in steps] == list(range(1, num_steps + 1)), run.tail()
+    for line in steps:
+        assert line["logprob_diff/mean"] < 1e-4, line
+        assert line["logprob_diff/token_max"] < 1e-2, line
+        assert line["logprob_diff/router_flip_share"] < 0.01, line
+        assert line["logprob_diff/stale_share"] == 0, line
+        assert 0 < line["refit/canary_diff"] < 1e-4, line
+        assert line["loss/grad_norm"] > 0, line
+
+
+@pytest.mark.parametrize("case", ["evaluated"])
+def test_train_eval_export_and_report(start: Start, runs: StartedAhead[Run], case: str) -> None:
+    run = runs.take(case)
+    assert run.finish() == 0, run.tail()
+    assert_engine_agrees(run, num_steps=3)
+    run.assert_nothing_left()
+    assert "kl/ref" in steps_of(run)[-1]
+    evaluations = [line for line in run.metrics() if "eval/greedy_accuracy" in line]
+    assert [line["step"] for line in evaluations] == [0, 2, 3]
+    assert all("eval/pass_at_2" in line for line in evaluations)
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["grpo_steps"] == 3
+    assert summary["step0_logprob_diff_mean"] < 1e-4
+    assert run.tail().strip().splitlines()[-1].endswith(str(run.run_dir))
+
+    after = start("eval", f"model.path={run.run_dir / 'hf'}", "eval.every_steps=0")
+    assert after.finish() == 0, after.tail()
+    exported = [line for line in after.metrics("eval") if "eval/greedy_accuracy" in line][-1]
+    assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
+
+
+def load_hf(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def changed_tensors(before: Path, after: Path) -> list[str]:
+    """Names of the tensors that differ between two HuggingFace directories."""
+    first, second = load_hf(before), load_hf(after)
+    return [name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])]
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
 def test_weights_reach_the_engine_from_every_layout(
-    start: Start, arithmetic: Path, tmp_path: Path, kind: str, layout: list[str]
+    arithmetic: Path, runs: StartedAhead[Run], case: str
 ) -> None:
-    model = arithmetic / "model"
-    if kind != "qwen3_moe":
-        model = write_family(kind, arithmetic, tmp_path / kind)
-    common = (f"model.path={model}", "run.steps=2", "train.optimizer.lr=1e-3", "eval.data=[]")
-    run = start("train", *common, *layout)
+    run, (kind, layout) = runs.take(case), LAYOUTS[case]
+    model = model_of(kind, arithmetic, run.run_dir.parent)
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=2)
     run.assert_nothing_left()
@@ -174,23 +214,18 @@ def assert_critic_learns(run: Run) -> None:
     assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
 
 
-def test_resume_continues_exactly_also_in_another_layout(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["resumed"])
+def test_resume_continues_exactly_also_in_another_layout(
+    start: Start, runs: StartedAhead[Run], tmp_path: Path, case: str
+) -> None:
     """From the checkpoint of a run that went on beyond it, whose rows are dropped."""
-    common = (
-        "train.optimizer.lr=1e-3",
-        "eval.data=[]",
-        "checkpoint.every_steps=2",
-        "checkpoint.export_hf=false",
-        "critic.warmup_steps=1",
-        *PPO,
-    )
-    whole = start("train", "run.steps=4", *common)
+    whole = runs.take(case)
     assert whole.finish() == 0, whole.tail()
     expected, parted = steps_of(whole), tmp_path / "parted"
     shutil.copytree(whole.run_dir, parted)
     for checkpoint in (parted / "checkpoints").glob("*_000004"):
         shutil.rmtree(checkpoint)
-    second = start("train", "run.steps=4", *OTHER_LAYOUT, *common, run_dir=parted)
+    second = start("train", *RESUMED, *OTHER_LAYOUT, run_dir=parted)
     assert second.finish() == 0, second.tail()
     got = steps_of(second)
     assert [line["step"] for line in got] == [1, 2, 3, 4]

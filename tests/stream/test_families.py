@@ -3,7 +3,7 @@
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.data.batch import make_train_batch, split_by_lens
 from mcore_rl.rollout.engine import EngineProcess
 from tests import models_table
+from tests.ahead import StartedAhead, chosen_cases
 from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.stream.megatron_run import MegatronRun, make_config, start_engines
 from tests.stream.test_refit import checksums, checksums_after_loading, generate, logprob_error
@@ -119,31 +120,15 @@ class Started:
             engine.stop()
 
 
-class StartedAhead:
-    """What each case needs; an engine is long in starting, so the next ones start while a case runs."""
-
-    def __init__(self, cases: Sequence[str], folder: Path) -> None:
-        self._coming, self._folder, self._started = list(cases), folder, dict[str, Started]()
-
-    def take(self, case: str) -> Started:
-        now, self._coming = self._coming[: AHEAD + 1], [name for name in self._coming if name != case]
-        for name in dict.fromkeys((case, *now)):
-            if name not in self._started:
-                self._started[name] = Started(CASES[name], self._folder / name)
-        return self._started.pop(case)
-
-    def stop(self) -> None:
-        for started in self._started.values():
-            started.stop()
-
-
 @pytest.fixture(scope="module")
-def ahead(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartedAhead]:
-    chosen = [item for item in request.session.items if item.path == request.path]
-    names = [str(item.callspec.params["case"]) for item in chosen if isinstance(item, pytest.Function)]
-    ahead = StartedAhead(names, tmp_path_factory.mktemp("families"))
+def ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartedAhead[Started]]:
+    folder = tmp_path_factory.mktemp("families")
+    ahead = StartedAhead(chosen_cases(request), lambda case: Started(CASES[case], folder / case), AHEAD)
     yield ahead
-    ahead.stop()
+    for started in ahead.started.values():
+        started.stop()
 
 
 @pytest.fixture
@@ -238,7 +223,7 @@ def check_listing(ranks: MegatronRanks, started: Started, version: int) -> None:
     [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES],
 )
 def test_engines_sample_megatron_learns_and_engines_hold_what_it_holds(
-    ranks: MegatronRanks, ahead: StartedAhead, case: str
+    ranks: MegatronRanks, ahead: StartedAhead[Started], case: str
 ) -> None:
     started, layouts = ahead.take(case), CASES[case].layouts
     try:

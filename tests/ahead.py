@@ -1,0 +1,33 @@
+"""What tests need that is long in starting: that of the next ones starts while one of them runs."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+class StartedAhead(Generic[T]):
+    """What each of `cases` needs, in the order in which tests take it. `started`: all that was begun."""
+
+    def __init__(self, cases: list[str], start: Callable[[str], T], num_ahead: int) -> None:
+        """`start` returns at once; `num_ahead` cases start together with the one that is taken."""
+        self._coming, self._start, self._num_ahead = cases, start, num_ahead
+        self.started: dict[str, T] = {}
+
+    def take(self, case: str) -> T:
+        now, self._coming = self._coming[: self._num_ahead + 1], [c for c in self._coming if c != case]
+        for name in (case, *now):
+            if name not in self.started:
+                self.started[name] = self._start(name)
+        return self.started[case]
+
+
+def chosen_cases(request: pytest.FixtureRequest) -> list[str]:
+    """The parameter `case` of each test of this module that is to run, in their order."""
+    items = [item for item in request.session.items if item.path == request.path]
+    specs = [
+        item.callspec for item in items if isinstance(item, pytest.Function) and "case" in item.fixturenames
+    ]
+    return [str(spec.params["case"]) for spec in specs]
