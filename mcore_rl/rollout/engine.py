@@ -251,7 +251,7 @@ class EngineProcess:
 
         Raises TimeoutError naming the processes that do not go away.
         """
-        if self._process is None:
+        if self._process is None or self._temp_dir is None:  # once stopped, its pid may be another process's
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -263,8 +263,8 @@ class EngineProcess:
                 )
             time.sleep(0.02)
         self._waiting.join(_KILL_TIMEOUT_S)
-        if self._temp_dir is not None:
-            self._temp_dir.remove()
+        self._temp_dir.remove()
+        self._temp_dir = None
 
 
 def _group_members(group_id: int) -> Iterator[int]:

@@ -39,8 +39,8 @@ def test_nothing_is_left_however_two_sessions_end(start) -> None:
     first, second = start("spin"), start("sleep_long")
     of_first, of_second = processes_when_ready(first), processes_when_ready(second)
     used = cpu_seconds(of_second)
-    time.sleep(3)
-    assert cpu_seconds(of_second) - used < 0.3, "a session that waits keeps a core busy"
+    time.sleep(5)
+    assert cpu_seconds(of_second) - used < 0.5, "a session that waits keeps a core busy"
     go_on(first)
 
     folder_of_second = session_folder(of_second)

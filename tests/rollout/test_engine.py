@@ -116,12 +116,16 @@ def test_failed_start_shows_the_log_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.e2e
-def test_start_has_a_deadline(model_path, tmp_path):
+def test_start_has_a_deadline_and_a_second_stop_does_nothing(model_path, tmp_path, monkeypatch):
     engine = EngineProcess(EngineSpec(model_path=model_path, log_path=str(tmp_path / "log")))
     engine.start()
     with pytest.raises(TimeoutError, match=r"waited 1 s for engine http.* to become healthy; its last lines"):
         engine.wait_healthy(timeout_s=1.0)
     assert live_processes(engine.pid) == []
+    monkeypatch.setattr(
+        os, "killpg", lambda *_: pytest.fail("a process of that number is another one by now")
+    )
+    engine.stop()
 
 
 @pytest.mark.e2e
