@@ -40,7 +40,7 @@ def test_nothing_is_left_however_two_sessions_end(start) -> None:
     of_first, of_second = processes_when_ready(first), processes_when_ready(second)
     used = cpu_seconds(of_second)
     time.sleep(5)
-    assert cpu_seconds(of_second) - used < 0.5, "a session that waits keeps a core busy"
+    assert cpu_seconds(of_second) - used < 1.0, "a session that waits keeps a core busy"
     go_on(first)
 
     folder_of_second = session_folder(of_second)

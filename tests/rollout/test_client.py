@@ -228,13 +228,13 @@ def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
 
 def test_an_idle_engine_leaves_the_cpu_alone(engine):
     generate(client_of(engine), make_prompts(4), 1, Sampling(max_response_len=4))
-    assert idle_cpu_seconds(engine.pid, 5.0) < 0.25
+    assert idle_cpu_seconds(engine.pid, 5.0) < 0.5
 
 
 def test_a_paused_engine_leaves_the_cpu_alone(engine):
     post(f"{engine.url}/pause_generation", mode="in_place")
     try:
-        assert idle_cpu_seconds(engine.pid, 5.0) < 0.25
+        assert idle_cpu_seconds(engine.pid, 5.0) < 0.5
     finally:
         post(f"{engine.url}/continue_generation")
 
@@ -272,7 +272,7 @@ def test_two_ranks(model, others):
     engine = healthy(others["two_ranks"])
     samples = generate(client_of(engine), make_prompts(8), 2, Sampling(max_response_len=12, seed=0))
     assert logprob_error(model, samples) < 1e-4
-    assert idle_cpu_seconds(engine.pid, 5.0) < 0.5
+    assert idle_cpu_seconds(engine.pid, 5.0) < 1.0
 
 
 def test_bfloat16(others):
