@@ -38,7 +38,7 @@ lint: venv ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-test: lint ## everything CI runs: lint, then all tests but those that need a GPU or an hour
+test: lint ## everything CI runs: lint, then all tests but those that need a GPU or hours
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
 test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase

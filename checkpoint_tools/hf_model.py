@@ -10,7 +10,7 @@ from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.families.settings import unquantised
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf_config import parse_hf_config, read_hf_config
+from mcore_rl.slices.hf_config import named_dtype, parse_hf_config, read_hf_config
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """What a family's functions may raise on settings of a wrong type or size."""
@@ -53,7 +53,7 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
 
 def _unpacked(config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
     """The tensors of the model that is stored in quantised form."""
-    packed = find_packed(config, tensors, named_dtype(config) or "bfloat16", path)
+    packed = find_packed(config, tensors, _known_dtype(config) or "bfloat16", path)
     halves = stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
     return plain | {
@@ -61,9 +61,9 @@ def _unpacked(config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path)
     }
 
 
-def named_dtype(config: HfConfig) -> str | None:
+def _known_dtype(config: HfConfig) -> str | None:
     """The model's dtype by its config.json, if that gives one."""
-    named = config.get("dtype") or config.get("torch_dtype")
+    named = named_dtype(config)
     if named and named not in DTYPE_BYTES:
         raise ValueError(f"dtype={named!r} in config.json is not among {', '.join(DTYPE_BYTES)}")
     return named
@@ -71,7 +71,7 @@ def named_dtype(config: HfConfig) -> str | None:
 
 def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """The dtype that config.json gives, else the one that most tensors have."""
-    return named_dtype(config) or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
+    return _known_dtype(config) or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
 
 
 def _compare(

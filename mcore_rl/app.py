@@ -5,29 +5,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_rl.algo.build import Advantages, make_policy_loss, sft_loss
+from mcore_rl.algo.build import make_policy_loss, sft_loss
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
-from mcore_rl.data.source import ShuffledStream
 from mcore_rl.dpo import optimise_preferences
 from mcore_rl.evaluation import evaluate
 from mcore_rl.inputs import (
-    check_critic,
     check_no_trainer,
-    check_teacher,
     load_split,
     make_scorer,
     open_tokenizer,
+    read_train_inputs,
     without_replay,
 )
 from mcore_rl.loop import train
 from mcore_rl.pairs import sample_pairs, write_pairs
 from mcore_rl.parts import (
     connect,
-    finish_critic,
+    finish,
     finish_training,
     make_client,
     make_critic,
@@ -38,14 +36,12 @@ from mcore_rl.parts import (
     resume,
     sample_beside,
 )
-from mcore_rl.planning.checks import check_engines, check_sizes
+from mcore_rl.planning.checks import check_engines
 from mcore_rl.players import EngineGenerator, at_once
 from mcore_rl.report import make_report
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.sft import fine_tune
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.routing import check_routing
 from mcore_rl.startup import start_training
 from mcore_rl.types import WeightVersion
 
@@ -54,33 +50,13 @@ _log = logging.getLogger(__name__)
 
 def run_train(config: Config) -> None:
     """`mcore-rl train`: everything that can be refused is refused before a process is started."""
-    tokenizer = open_tokenizer(config, "data.train")
-    check_routing(config.train, read_hf_config(config.model.path))
-    prompts = ShuffledStream(
-        load_split(config, config.data.train, tokenizer), config.run.seed, config.data.shuffle
-    )
-    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
-    scorer = make_scorer(config)
-    loss = make_policy_loss(config.algorithm)
-    advantages = Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda)
-    if config.has_critic:
-        check_critic(config)
-    check_sizes(config)
-    if config.teacher.path:
-        check_teacher(config, tokenizer)
-    with (
-        _run(
-            config,
-            with_engines=True,
-            with_trainer=True,
-            with_critic=config.has_critic,
-            served=("judge", "reward_model", "teacher"),
-        ) as run,
-        scorer,
-    ):
-        folder, newest, processes = run
-        started = start_training(config, processes, loss)
-        trainer, critic, engines, gpus = started.trainer, started.critic, started.engines, started.gpus
+    inputs = read_train_inputs(config)
+    prompts, scorer, advantages = inputs.prompts, inputs.scorer, inputs.advantages
+    served = ("judge", "reward_model", "teacher")
+    run = _run(config, with_engines=True, with_trainer=True, with_critic=config.has_critic, served=served)
+    with run as (folder, newest, processes), scorer:
+        started = start_training(config, processes, inputs.loss)
+        trainer, critic, gpus = started.trainer, started.critic, started.gpus
         others = connect(scorer, processes)
         gpus.take(TRAINER, ALL)
         if config.algorithm.needs_reference:
@@ -89,7 +65,7 @@ def run_train(config: Config) -> None:
         if critic is not None and start_step:
             gpus.take(CRITIC, ALL)
             critic.load(str(folder.critic_checkpoint(start_step)))
-        client = make_client(config, engines, tokenizer)
+        client = make_client(config, started.engines, inputs.tokenizer)
         packed = pack(config, trainer, folder, config.rollout.temperature)
         watched = processes.watched
         weights = make_sync(config, started, packed, watched)
@@ -98,7 +74,7 @@ def run_train(config: Config) -> None:
         with make_log(config, folder, config.run.steps, start_step) as log, background as beside:
             roles = Roles(
                 prompts=prompts,
-                held_out=held_out,
+                held_out=inputs.held_out,
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
                 reward=SharingScorer(scorer, ("judge", "reward_model"), gpus),
                 advantages=advantages,
@@ -111,11 +87,7 @@ def run_train(config: Config) -> None:
                 both=in_turn if config.critic.colocated else at_once,
             )
             train(config, roles, start_step)
-        if critic is not None:
-            with gpus.beside_engines(CRITIC):
-                finish_critic(config, critic, folder)
-        with gpus.beside_engines(TRAINER):
-            finish_training(config, trainer, folder)
+        finish(config, started, folder)
     make_report(folder.path)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mcore_rl.config import Config
 from mcore_rl.imports import without_collector
-from mcore_rl.recipe import list_recipes, load_recipe
+from mcore_rl.recipe import leaves_of, list_recipes, load_recipe
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -143,12 +143,17 @@ def _load_settings(settings: Sequence[str]) -> Config:
     named = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
     if len(named) != 1:
         raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
-    config = load_recipe(named[0], [s for s in settings if not s.startswith("recipe=")])
+    overrides = [s for s in settings if not s.startswith("recipe=")]
+    config = load_recipe(named[0], overrides)
     if not config.rehearse:
         return config
-    from mcore_rl.rehearsal import rehearse
+    from mcore_rl.rehearsal import rehearse, replaced
 
-    return rehearse(config)
+    given = leaves_of(overrides)
+    rehearsal = rehearse(config, given)
+    for line in replaced(config, rehearsal, given):
+        print(f"rehearsed in its smallest size: {line}", file=sys.stderr)
+    return rehearsal
 
 
 def _plan(args: argparse.Namespace) -> None:

@@ -1,13 +1,16 @@
 """What a command reads before it starts a process; wrong input is refused here."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mcore_rl.algo.build import Advantages, TokenLoss, make_policy_loss
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.planning.checks import check_sizes
 from mcore_rl.recipe import require
 from mcore_rl.rewards.questions import JudgeQuestion, Question, RewardModelQuestion
 from mcore_rl.rewards.scorer import Scorer
@@ -18,6 +21,39 @@ from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import open_hf_dir
 from mcore_rl.slices.routing import check_routing
 from mcore_rl.types import Prompt
+
+
+@dataclass(frozen=True)
+class TrainInputs:
+    """What a training run is made of besides its processes."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: ShuffledStream[Prompt]
+    held_out: list[Prompt]
+    scorer: Scorer
+    loss: TokenLoss
+    advantages: Advantages
+
+
+def read_train_inputs(config: Config) -> TrainInputs:
+    """ValueError naming the option if a file cannot be used, or a size or a model does not fit the rest."""
+    tokenizer = open_tokenizer(config, "data.train")
+    check_routing(config.train, read_hf_config(config.model.path))
+    prompts = load_split(config, config.data.train, tokenizer)
+    inputs = TrainInputs(
+        tokenizer,
+        ShuffledStream(prompts, config.run.seed, config.data.shuffle),
+        load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
+        make_scorer(config),
+        make_policy_loss(config.algorithm),
+        Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
+    )
+    if config.has_critic:
+        check_critic(config)
+    check_sizes(config)
+    if config.teacher.path:
+        check_teacher(config, tokenizer)
+    return inputs
 
 
 def open_tokenizer(config: Config, *needed: str) -> PreTrainedTokenizerBase:

@@ -16,7 +16,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.colocation import SharedGpus, SharingCritic, SharingScorer
+from mcore_rl.colocation import CRITIC, TRAINER, SharedGpus, SharingCritic, SharingScorer
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.engine_sync import EngineSync
@@ -158,8 +158,12 @@ def finish_training(config: Config, trainer: TrainerGroup, folder: RunFolder) ->
         trainer.export_hf(str(folder.export))
 
 
-def finish_critic(config: Config, critic: CriticGroup, folder: RunFolder) -> None:
-    """Likewise of the critic."""
-    critic.finish_save()
-    if config.checkpoint.export_hf:
-        critic.export_hf(str(folder.critic_export))
+def finish(config: Config, started: Started, folder: RunFolder) -> None:
+    """Of the trainer and of the critic, each on GPUs that engines have left."""
+    if started.critic is not None:
+        with started.gpus.beside_engines(CRITIC):
+            started.critic.finish_save()
+            if config.checkpoint.export_hf:
+                started.critic.export_hf(str(folder.critic_export))
+    with started.gpus.beside_engines(TRAINER):
+        finish_training(config, started.trainer, folder)

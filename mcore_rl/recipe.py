@@ -1,6 +1,7 @@
 """Recipe name and key=value overrides in, checked Config out; Hydra composes the YAML files."""
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -65,6 +66,11 @@ def leaves(cls: type = Config, prefix: str = "") -> list[str]:
         name, kind = f"{prefix}{field.name}", hints[field.name]
         names += leaves(kind, f"{name}.") if isinstance(kind, type) and is_dataclass(kind) else [name]
     return names
+
+
+def leaves_of(overrides: Sequence[str]) -> list[str]:
+    """The options that `overrides` set one by one; a group ("algorithm=dapo") is none."""
+    return sorted({override.partition("=")[0].lstrip("+") for override in overrides} & set(leaves()))
 
 
 def _explain(error: BaseException) -> str:

@@ -6,8 +6,9 @@ modes of the rollout, the reward's function, who shares GPUs with whom.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ TINY: Mapping[str, Any] = {
 """What config.json's sizes become, where the model has them."""
 
 
-def rehearse(config: Config) -> Config:
-    """The rehearsal of a recipe; writes its model, tokenizer and prompts to <run.dir>_rehearsal/inputs."""
+def rehearse(config: Config, given: Collection[str] = ()) -> Config:
+    """The rehearsal of a recipe; writes its model, tokenizer and prompts to <run.dir>_rehearsal/inputs.
+
+    `given`: options ("run.steps") asked for beside rehearse=true. Of them, run.steps and run.resume are kept;
+    see `replaced` for the others.
+    """
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
     critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
@@ -59,7 +64,12 @@ def rehearse(config: Config) -> Config:
     return replace(
         config,
         rehearse=False,
-        run=replace(config.run, dir=str(folder), steps=1, resume=False),
+        run=replace(
+            config.run,
+            dir=str(folder),
+            steps=config.run.steps if "run.steps" in given else 1,
+            resume=config.run.resume and "run.resume" in given,
+        ),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
         train=replace(config.train, max_tokens_per_microbatch=MAX_TOKENS, mini_batches=mini_batches),
@@ -83,6 +93,16 @@ def rehearse(config: Config) -> Config:
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )
+
+
+def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[str]:
+    """Those of the options `given` that have another value in the rehearsal, each with both values."""
+    lines = []
+    for name in sorted(set(given) - {"rehearse", "run.dir"}):
+        before, after = (reduce(getattr, name.split("."), c) for c in (config, rehearsal))
+        if before != after:
+            lines.append(f"{name}={after}, not {before}")
+    return lines
 
 
 def _smallest(size: int) -> int:

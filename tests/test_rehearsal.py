@@ -79,6 +79,26 @@ def test_same_family_algorithm_and_kinds_of_parallelism(recipe: str, tmp_path: P
     assert main(["plan", f"recipe={recipe}", "rehearse=true", f"run.dir={tmp_path / 'again'}"]) == 0
 
 
+def test_options_beside_it_are_kept_or_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["recipe=qwen3_30b_a3b_grpo_32", "rehearse=true", f"run.dir={tmp_path / 'run'}"]
+    assert main(["plan", *settings]) == 0
+    assert "rehearsed" not in capsys.readouterr().err
+    changed = ["run.steps=3", "algorithm=grpo", "++rollout.engines=2", "sync.bucket_mib=64", "parallel.tp=4"]
+    assert main(["plan", *settings, *changed]) == 0
+    lines = [line.partition(": ") for line in capsys.readouterr().err.splitlines()]
+    told = [text for start, _, text in lines if start.startswith("rehearsed")]
+    assert told == ["parallel.tp=2, not 4", "sync.bucket_mib=1.0, not 64.0"]
+
+
+def test_steps_and_restarts_can_be_asked_for(tmp_path: Path) -> None:
+    large = load_recipe("qwen3_30b_a3b_grpo_8", [f"run.dir={tmp_path / 'run'}", "run.steps=3"])
+    assert large.run.resume
+    small = rehearse(large)
+    assert (small.run.steps, small.run.resume) == (1, False)
+    asked_for = rehearse(large, ["run.steps", "run.resume"])
+    assert (asked_for.run.steps, asked_for.run.resume) == (3, True)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_family_can_be_rehearsed(kind: str, tmp_path: Path) -> None:
     config = read_hf_config(write_model(kind, tmp_path))

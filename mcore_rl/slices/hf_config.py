@@ -32,6 +32,11 @@ def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     return config
 
 
+def named_dtype(config: HfConfig) -> str | None:
+    """The dtype of the model by its config.json, in the newer or the older spelling of the key."""
+    return config.get("dtype") or config.get("torch_dtype")
+
+
 def padded_vocab_size(config: HfConfig, tp: int) -> int:
     """Rows of the embedding in memory, the same for every usual `tp` so that checkpoints reshard."""
     multiple = lcm(VOCAB_MULTIPLE, tp)

@@ -16,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mcore_rl.device import empty_cache, host_memory, synchronize
+from mcore_rl.train.optimizer import parts_of
 from mcore_rl.train.shards import local_tensors
 
 WEIGHTS, TRAINING = "weights", "training"
@@ -93,7 +94,7 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
     """Main weights and moments."""
     tensors = []
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         inner = part.optimizer
         tensors += [parameter.data for group in inner.param_groups for parameter in group["params"]]
         tensors += [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]

@@ -58,12 +58,17 @@ def make_optimizer(
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(options, list(chunks))
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         part.init_state_fn(part.optimizer)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
         write_whole_parameters(part)
     return optimizer
+
+
+def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
+    """One for dense and one for expert parameters, where Megatron chains them."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

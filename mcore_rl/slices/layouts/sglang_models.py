@@ -10,6 +10,7 @@ from typing import Any, Literal
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import sparse_layers
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf_config import named_dtype
 
 ROWS, COLUMNS = 0, 1
 
@@ -197,7 +198,7 @@ def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None =
         value = value_of(hf_config)
         if hf_config.get(key, value) not in (None, value):
             refuse(f"{key} = {hf_config[key]!r}", f"computes with {value!r}")
-    saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    saved = named_dtype(hf_config)
     if architecture in DTYPE_OF_CONFIG and dtype and saved not in (None, dtype):
         refuse(f"dtype = {saved} in config.json and {dtype} for the engine", "would mix the two")
     for key in NEEDED.get(architecture, ()):
