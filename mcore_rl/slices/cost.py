@@ -5,7 +5,7 @@ ranks of one host do not count as network. Work grows with the model and the set
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -41,7 +41,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a sync moves. Each rank has one link; `lower_bound` is what no plan can take the busiest below."""
+    """What a sync moves. Each rank has one link; `lower_bound` is what no plan can take the busiest below.
+
+    No plan, that is, in which trainer ranks pass nothing on; engine ranks may, what they got.
+    """
 
     trainer: Load
     engines: Load
@@ -89,8 +92,7 @@ def predict(
     the next one of as many ranks, and so on; None: trainer ranks send to all.
     """
     trainer, engines = Load.zero(source.num_ranks), Load.zero(target.num_ranks)
-    per_host = Counter(topology.target_host(rank) for rank in range(target.num_ranks))
-    bounds = _Bounds(source.num_ranks, per_host)
+    bounds = _Bounds(source.num_ranks, target.num_ranks, topology)
     for pool in pools(target.all_names(), source, target, grain):
         served = [rank for rank in pool.wanters if engine_ranks is None or rank < engine_ranks]
         _count_sends(pool, Shares(pool.holders, served, topology), topology, trainer, engines)
@@ -99,22 +101,23 @@ def predict(
             near = topology.target_host(before) == topology.target_host(rank)
             (engines.local_out if near else engines.network_out)[before] += pool.num_bytes
             (engines.local_in if near else engines.network_in)[rank] += pool.num_bytes
-        bounds.add(pool, topology)
+        bounds.add(pool)
     return Traffic(trainer, engines, bounds.lowest)
 
 
 class _Bounds:
-    """What no plan can take the busiest link below."""
+    """What no plan can take the busiest link below in which trainer ranks send nothing but what they hold."""
 
-    def __init__(self, num_sources: int, target_ranks: Mapping[int, int]) -> None:
-        """`target_ranks`: host -> engine ranks on it."""
-        self._num_sources, self._target_ranks = num_sources, target_ranks
+    def __init__(self, num_sources: int, num_targets: int, topology: Topology) -> None:
+        self._num_sources, self._topology = num_sources, topology
+        self._target_ranks = Counter(map(topology.target_host, range(num_targets)))
+        """Host -> engine ranks on it."""
         self._host_unique: Counter[int] = Counter()
         self._only_here: Counter[Ranks] = Counter()
 
-    def add(self, pool: Pool, topology: Topology) -> None:
-        holders = {topology.source_host(rank) for rank in pool.holders}
-        far = {topology.target_host(rank) for rank in pool.wanters} - holders
+    def add(self, pool: Pool) -> None:
+        holders = {self._topology.source_host(rank) for rank in pool.holders}
+        far = {self._topology.target_host(rank) for rank in pool.wanters} - holders
         for host in far:
             self._host_unique[host] += pool.num_bytes
         if far:
@@ -123,8 +126,13 @@ class _Bounds:
     @property
     def lowest(self) -> int:
         bounds = [ceil(count / self._target_ranks[host]) for host, count in self._host_unique.items()]
-        bounds += [ceil(count / len(holders)) for holders, count in self._only_here.items()]
-        return max((*bounds, ceil(self._only_here.total() / self._num_sources)))
+        bounds += [ceil(count / self._links_out(holders)) for holders, count in self._only_here.items()]
+        return max((*bounds, ceil(self._only_here.total() / self._links_out(range(self._num_sources)))))
+
+    def _links_out(self, holders: Collection[int]) -> int:
+        """Of these trainer ranks and of the engine ranks beside them, which may pass on what they got."""
+        hosts = {self._topology.source_host(rank) for rank in holders}
+        return len(holders) + sum(self._target_ranks[host] for host in hosts)
 
 
 def _count_sends(pool: Pool, shares: Shares, topology: Topology, trainer: Load, engines: Load) -> None:

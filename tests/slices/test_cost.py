@@ -71,6 +71,15 @@ def test_even_layouts_reach_the_lower_bound() -> None:
     assert by_host([1, 2, 3, 4], lambda rank: rank // 2) == {0: 3, 1: 7}
 
 
+def test_engine_ranks_beside_the_trainer_pass_on_over_links_of_their_own() -> None:
+    """Engine rank 0 runs on the trainer's host and passes its half on to the next engine."""
+    source, target = layout([(0, 8)]), layout([(0, 4), (4, 8)] * 2)
+    traffic = predict(source, target, RegularHosts(1, 1, 0), Grain(min_bytes=1), engine_ranks=2)
+    assert traffic.trainer.local_out == traffic.trainer.network_out == [64]
+    assert traffic.engines.network_out == [64, 64, 0, 0]
+    assert traffic.busiest_link == traffic.lower_bound == 64
+
+
 def test_gather_and_broadcast_by_hand() -> None:
     """Two trainer hosts of a rank each, half of the tensor on each; two engine ranks on one more host."""
     source, target = layout([(0, 8), (8, 16)]), layout([(0, 8), (8, 16)])
