@@ -152,7 +152,7 @@ def _load_settings(settings: Sequence[str]) -> Config:
     given = leaves_of(overrides)
     rehearsal = rehearse(config, given)
     for line in replaced(config, rehearsal, given):
-        print(f"rehearsed in its smallest size: {line}", file=sys.stderr)
+        print(f"rehearsed with {line}", file=sys.stderr)
     return rehearsal
 
 

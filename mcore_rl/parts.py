@@ -159,7 +159,7 @@ def finish_training(config: Config, trainer: TrainerGroup, folder: RunFolder) ->
 
 
 def finish(config: Config, started: Started, folder: RunFolder) -> None:
-    """Of the trainer and of the critic, each on GPUs that engines have left."""
+    """The critic's saves and export, then the trainer's, whole on its GPUs beside the engines' weights."""
     if started.critic is not None:
         with started.gpus.beside_engines(CRITIC):
             started.critic.finish_save()
