@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -51,11 +52,13 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
 def require(config: Config, *keys: str) -> None:
     """ValueError naming the first of `keys` ("model.path") that the recipe leaves unset or empty."""
     for key in keys:
-        value: Any = config
-        for part in key.split("."):
-            value = getattr(value, part)
-        if value in ("", [], None):
+        if value_of(config, key) in ("", [], None):
             raise ValueError(f"{key} is not set: give it in the recipe or as {key}=<value>")
+
+
+def value_of(config: Config, key: str) -> Any:
+    """The value of the option `key` ("model.path")."""
+    return reduce(getattr, key.split("."), config)
 
 
 def leaves(cls: type = Config, prefix: str = "") -> list[str]:

@@ -8,12 +8,12 @@ modes of the rollout, the reward's function, who shares GPUs with whom.
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelConfig
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
+from mcore_rl.recipe import value_of
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf_config import read_hf_config
 
@@ -99,7 +99,7 @@ def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[
     """Those of the options `given` that have another value in the rehearsal, each with both values."""
     lines = []
     for name in sorted(set(given) - {"rehearse", "run.dir"}):
-        before, after = (reduce(getattr, name.split("."), c) for c in (config, rehearsal))
+        before, after = (value_of(c, name) for c in (config, rehearsal))
         if before != after:
             lines.append(f"{name}={after}, not {before}")
     return lines

@@ -1,13 +1,12 @@
 """What a rehearsal changes of a recipe, and what it keeps."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.recipe import leaves, load_recipe
+from mcore_rl.config import ParallelConfig
+from mcore_rl.recipe import leaves, load_recipe, value_of
 from mcore_rl.rehearsal import rehearse, tiny_config
 from mcore_rl.slices.families import family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.hf_config import moe_layers, read_hf_config
@@ -54,23 +53,16 @@ CHANGED = {
 }
 
 
-def value(config: Config, key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        node = getattr(node, part)
-    return node
-
-
 @pytest.mark.parametrize("recipe", LARGE)
 def test_same_family_algorithm_and_kinds_of_parallelism(recipe: str, tmp_path: Path) -> None:
     large = load_recipe(recipe, [f"run.dir={tmp_path / 'run'}"])
     small = rehearse(large)
     for key in KINDS:
-        assert value(small, key) == min(value(large, key), 2), key
+        assert value_of(small, key) == min(value_of(large, key), 2), key
     assert small.parallel.world_size <= 8
     for key in set(leaves()) - CHANGED - {"rehearse"}:
         if "parallel." not in key and key not in KINDS:
-            assert value(small, key) == value(large, key), key
+            assert value_of(small, key) == value_of(large, key), key
     before, after = (read_hf_config(config.model.path) for config in (large, small))
     assert family_of(after) is family_of(before)
     assert {_pattern(name) for name in hf_tensor_shapes(after)} == {

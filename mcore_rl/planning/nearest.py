@@ -9,6 +9,7 @@ from typing import Any
 from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import RankMemory, Side
+from mcore_rl.recipe import value_of
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
 
@@ -154,12 +155,5 @@ def _powers(largest: int) -> list[int]:
 
 def _changes(config: Config, settings: Mapping[str, Any]) -> Settings:
     """Those that differ from the recipe's."""
-
-    def value_of(key: str) -> Any:
-        node: Any = config
-        for part in key.split("."):
-            node = getattr(node, part)
-        return node
-
     sizes = {"parallel.dp": config.parallel.dp_size, "critic.parallel.dp": config.critic.parallel.dp_size}
-    return {k: value for k, value in settings.items() if sizes.get(k, value_of(k)) != value}
+    return {k: value for k, value in settings.items() if sizes.get(k, value_of(config, k)) != value}

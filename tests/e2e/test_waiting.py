@@ -10,7 +10,7 @@ from tests.e2e.runs import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SECONDS = 6.0
-MAX_SHARE = 0.2
+MAX_SHARE = 0.1
 
 
 def test_nothing_spins_while_it_waits_for_a_rank_or_an_engine(start: Callable[..., Run]) -> None:

@@ -66,12 +66,12 @@ def wait_until_gone(group_id: int, timeout_s: float) -> list[int]:
 
 def thread_cpu_seconds(group_id: int) -> dict[tuple[int, str], float]:
     """(Thread id, name) -> CPU time of each thread of the group."""
-    ticks_per_s, seconds = os.sysconf("SC_CLK_TCK"), {}
-    for stat in (p for pid in live_processes(group_id) for p in Path(f"/proc/{pid}/task").glob("*/stat")):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            user, system = rest.split()[11:13]  # the 14th and 15th field, proc_pid_stat(5)
-            seconds[int(stat.parent.name), name] = (int(user) + int(system)) / ticks_per_s
+    seconds = {}
+    for pid in live_processes(group_id):
+        for thread in psutil.Process(pid).threads():
+            with contextlib.suppress(FileNotFoundError):  # it ended meanwhile
+                name = Path(f"/proc/{pid}/task/{thread.id}/comm").read_text().strip()
+                seconds[thread.id, name] = thread.user_time + thread.system_time
     return seconds
 
 
