@@ -25,7 +25,7 @@ from typing import Any
 
 from checkpoint_tools.memory import proportional_bytes
 from checkpoint_tools.options import show_bytes
-from mcore_rl.rollout.ports import find_free_port
+from mcore_rl.process.ports import find_free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 4

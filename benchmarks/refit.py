@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.stream.engine_control import LOADER
 from mcore_rl.stream.refit import RefitReport, Refitter
 from refit_model import SHAPES, Case, num_bytes, write_config

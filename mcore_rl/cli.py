@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config import Config
-from mcore_rl.imports import without_collector
+from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.recipe import leaves_of, list_recipes, load_recipe
 
 RECIPE_COMMANDS = {

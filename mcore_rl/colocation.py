@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.stream.update import GRACE_S

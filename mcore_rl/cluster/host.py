@@ -18,8 +18,8 @@ from typing import Any
 import ray
 
 import mcore_rl
-from mcore_rl.imports import collect_from_here
-from mcore_rl.rollout.ports import find_free_port
+from mcore_rl.process.lazy_imports import collect_from_here
+from mcore_rl.process.ports import find_free_port
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))

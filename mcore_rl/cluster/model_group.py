@@ -11,7 +11,7 @@ from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import environment_of, leave_compiler_out
-from mcore_rl.imports import without_collector
+from mcore_rl.process.lazy_imports import without_collector
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.served import ServedModel
 

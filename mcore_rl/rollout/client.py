@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.rotation import Rotation

@@ -18,8 +18,8 @@ from types import TracebackType
 
 import psutil
 
-from mcore_rl.rollout.ports import find_free_port
-from mcore_rl.rollout.temp_dir import TempDir
+from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.temp_dir import TempDir
 
 _HEALTH_POLL_S = 0.1
 _KILL_TIMEOUT_S = 10.0

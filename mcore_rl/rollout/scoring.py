@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 from mcore_rl.rollout.client import EngineError
 
 

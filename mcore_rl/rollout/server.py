@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.imports import without_collector
+from mcore_rl.process.lazy_imports import without_collector
 
 STANDINS_DIR = Path(__file__).parent / "standins"
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 from mcore_rl.rollout.client import EngineError
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
 from mcore_rl.rollout.served import ServedModel

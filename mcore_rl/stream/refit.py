@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import aiohttp
 
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.engine_control import EngineControl, EngineError

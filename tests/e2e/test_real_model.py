@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint_tools.cli import main as ckpt
 from mcore_rl.config import ParallelConfig
-from mcore_rl.rollout.ports import find_free_port
+from mcore_rl.process.ports import find_free_port
 from tests.distributed import run_ranks
 from tests.e2e.runs import Run
 from tests.policy import ROOT

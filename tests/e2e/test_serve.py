@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.rollout.ports import find_free_port
+from mcore_rl.process.ports import find_free_port
 
 pytestmark = pytest.mark.e2e
 

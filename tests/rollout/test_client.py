@@ -15,9 +15,9 @@ from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.players import EventLoop
+from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.client import EngineError, RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec
-from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.request import Sampling, sample_seed
 from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.rollout.served import ServedModel

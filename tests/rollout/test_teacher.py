@@ -5,9 +5,9 @@ import pytest
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.players import EventLoop
+from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.client import EngineError
 from mcore_rl.rollout.engine import EngineAddress
-from mcore_rl.rollout.ports import find_free_port
 from mcore_rl.rollout.rotation import EngineLife, Rotation
 from mcore_rl.rollout.served import ServedModel
 from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary

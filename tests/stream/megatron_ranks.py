@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mcore_rl.algo.build import TokenLoss, make_policy_loss
 from mcore_rl.config import Config
-from mcore_rl.rollout.ports import find_free_port
+from mcore_rl.process.ports import find_free_port
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from mcore_rl.train.actor import Actor

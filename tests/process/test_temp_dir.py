@@ -5,12 +5,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from mcore_rl.rollout.temp_dir import TempDir, sweep
+from mcore_rl.process.temp_dir import TempDir, sweep
 
 OWN_A_FOLDER = """
 import os, signal, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from mcore_rl.rollout.temp_dir import TempDir
+from mcore_rl.process.temp_dir import TempDir
 folder = TempDir()
 print(folder.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,7 @@ import asyncio
 
 from aiohttp import web
 
-from mcore_rl.http import open_session
+from mcore_rl.process.http import open_session
 
 
 async def connections_of(pause_s: float) -> int:
