@@ -10,8 +10,8 @@ import time
 import tracemalloc
 from dataclasses import dataclass
 
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import Deployment, make_deployment
-from mcore_rl.recipe import load_recipe
 from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 
 CASES: dict[str, list[str]] = {

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.config import Config
+from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
 from mcore_rl.process.lazy_imports import without_collector
-from mcore_rl.recipe import leaves_of, list_recipes, load_recipe
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",

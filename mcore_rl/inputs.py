@@ -8,10 +8,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mcore_rl.algo.build import Advantages, TokenLoss, make_policy_loss
 from mcore_rl.config import Config, ModelConfig
+from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.planning.checks import check_sizes
-from mcore_rl.recipe import require
 from mcore_rl.rewards.questions import JudgeQuestion, Question, RewardModelQuestion
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelConfig
+from mcore_rl.config.recipe import value_of
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
-from mcore_rl.recipe import value_of
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf_config import read_hf_config
 

@@ -7,7 +7,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from mcore_rl.cli import main
-from mcore_rl.recipe import list_recipes
+from mcore_rl.config.recipe import list_recipes
 
 LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
 

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoint_tools.cli import make_parser as make_tools_parser
 from mcore_rl.cli import make_parser
-from mcore_rl.recipe import load_recipe
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.slices.families import CAUSAL, REFUSED
 from tests import models_table
 from tests.policy import ROOT, read, tracked

@@ -5,7 +5,14 @@ Every leaf has a reader in the package. Units are in the names: _s seconds, _len
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.agreement import (
+from mcore_rl.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CovarianceConfig,
+    KLConfig,
+    PreferenceConfig,
+)
+from mcore_rl.config.consistency import (
     check_colocated,
     check_critic_fits,
     check_guests,
@@ -13,13 +20,6 @@ from mcore_rl.config.agreement import (
     check_replay,
     check_steps,
     check_teacher,
-)
-from mcore_rl.config.algorithm import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    CovarianceConfig,
-    KLConfig,
-    PreferenceConfig,
 )
 from mcore_rl.config.rollout import (
     CanaryConfig,
@@ -38,7 +38,7 @@ from mcore_rl.config.run import (
     RewardConfig,
     RunConfig,
 )
-from mcore_rl.config.served import ServedModelConfig
+from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.training import (
     CriticConfig,
     DpoConfig,

@@ -7,13 +7,13 @@ from dataclasses import asdict
 from rich.console import Console
 
 from mcore_rl.config import Config
+from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import as_json as memory_as_json
 from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
 from mcore_rl.planning.tables import explain, memory_table, verdict
-from mcore_rl.recipe import require
 
 
 def print_plan(config: Config, as_json: bool = False) -> bool:

@@ -7,9 +7,9 @@ from math import ceil, log2
 from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.config.recipe import value_of
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import RankMemory, Side
-from mcore_rl.recipe import value_of
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import read_hf_config
 

@@ -11,7 +11,7 @@ from mcore_rl.algo.build import Advantages, make_policy_loss
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.losses import LOSSES
 from mcore_rl.algo.preferences import PAIR_LOSSES
-from mcore_rl.recipe import load_recipe
+from mcore_rl.config.recipe import load_recipe
 
 DOCUMENT = Path("docs/algorithms.md").read_text()
 ROWS = [row for row in re.findall(r"^\| (.+?) \| (.+) \|$", DOCUMENT, re.MULTILINE) if "=" in row[1]]

@@ -21,7 +21,7 @@ from mcore_rl.cluster.placement import (
 from mcore_rl.cluster.served import plan_served
 from mcore_rl.cluster.slots import RunSize
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.recipe import load_recipe
+from mcore_rl.config.recipe import load_recipe
 
 NO_GROUP: Any = None
 

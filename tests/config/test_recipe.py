@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.recipe import leaves, list_recipes, load_recipe, require
+from mcore_rl.config.recipe import leaves, list_recipes, load_recipe, require
 
 
 def test_every_shipped_recipe_composes_and_has_a_headline() -> None:

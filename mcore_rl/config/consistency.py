@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
-from mcore_rl.config.served import ServedModelConfig
+from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
 
 
