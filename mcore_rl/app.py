@@ -11,8 +11,6 @@ from mcore_rl.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrai
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
-from mcore_rl.dpo import optimise_preferences
-from mcore_rl.evaluation import evaluate
 from mcore_rl.inputs import (
     check_no_trainer,
     load_split,
@@ -21,8 +19,11 @@ from mcore_rl.inputs import (
     read_train_inputs,
     without_replay,
 )
-from mcore_rl.loop import train
-from mcore_rl.pairs import sample_pairs, write_pairs
+from mcore_rl.loops.dpo import optimise_preferences
+from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.pairs import sample_pairs, write_pairs
+from mcore_rl.loops.rl import train
+from mcore_rl.loops.sft import fine_tune
 from mcore_rl.parts import (
     connect,
     finish,
@@ -41,7 +42,6 @@ from mcore_rl.players import EngineGenerator, at_once
 from mcore_rl.report import make_report
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.sft import fine_tune
 from mcore_rl.startup import start_training
 from mcore_rl.types import WeightVersion
 

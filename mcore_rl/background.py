@@ -20,13 +20,13 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from mcore_rl.config import Config
+from mcore_rl.loops.sampling import telling
 from mcore_rl.players import Watched, make_sampling
 from mcore_rl.rewards.in_thread import in_thread
 from mcore_rl.roles import Reward
 from mcore_rl.rollout.client import EngineError, RolloutClient, RolloutSession
 from mcore_rl.rollout.groups import Group, GroupBuffer
 from mcore_rl.rollout.tally import Tally
-from mcore_rl.rollout_step import telling
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 
 _log = logging.getLogger(__name__)

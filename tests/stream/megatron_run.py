@@ -25,7 +25,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.engine_sync import EngineSync
-from mcore_rl.loop import train
+from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players import EngineGenerator, EventLoop, PackedTrainer, Packing
 from mcore_rl.roles import Roles

@@ -2,7 +2,7 @@
 
 from mcore_rl.config import Config
 from mcore_rl.data.summary import summarize_steps
-from mcore_rl.loop import is_due
+from mcore_rl.loops.rl import is_due
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
 

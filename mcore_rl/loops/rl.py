@@ -7,11 +7,11 @@ from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
 from mcore_rl.data.batch import make_train_batch, without_truncated
 from mcore_rl.data.summary import summarize_samples
-from mcore_rl.evaluation import evaluate
+from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.sampling import WAITING, sample_step, sync_weights
+from mcore_rl.loops.training import add_logprobs_and_values, train_policy_and_critic
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
-from mcore_rl.rollout_step import WAITING, sample_step, sync_weights
-from mcore_rl.train_step import add_logprobs_and_values, train_policy_and_critic
 from mcore_rl.types import WeightVersion
 
 

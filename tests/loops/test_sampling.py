@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 
 from mcore_rl.config import AlgorithmConfig, Config, RolloutConfig
+from mcore_rl.loops.sampling import sample_step
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
-from mcore_rl.rollout_step import sample_step
 from mcore_rl.types import Prompt, Sample, Scores
 
 GROUP = 3

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_rl.algo.preferences import Likelihoods, pairs_by_turns, preference_weights
 from mcore_rl.config import Config, PreferenceConfig
 from mcore_rl.data.summary import summarize_steps
-from mcore_rl.loop import is_due
+from mcore_rl.loops.rl import is_due
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
 from mcore_rl.types import TrainBatch
