@@ -7,7 +7,6 @@ from pathlib import Path
 
 from mcore_rl.algo.build import make_policy_loss, sft_loss
 from mcore_rl.cluster.run import RunProcesses, run_processes
-from mcore_rl.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
@@ -38,7 +37,9 @@ from mcore_rl.parts import (
     sample_beside,
 )
 from mcore_rl.planning.checks import check_engines
-from mcore_rl.players import EngineGenerator, at_once
+from mcore_rl.players.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
+from mcore_rl.players.generator import EngineGenerator
+from mcore_rl.process.threads import at_once
 from mcore_rl.report import make_report
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run_folder import RunFolder

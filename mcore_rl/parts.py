@@ -9,22 +9,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mcore_rl.background import BackgroundSampler
-from mcore_rl.canary import Canary
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.colocation import CRITIC, TRAINER, SharedGpus, SharingCritic, SharingScorer
 from mcore_rl.config import Config
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.engine_sync import EngineSync
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players import PackedCritic, PackedTrainer, Packing, Watched
+from mcore_rl.players.background import BackgroundSampler
+from mcore_rl.players.canary import Canary
+from mcore_rl.players.colocation import CRITIC, TRAINER, SharedGpus, SharingCritic, SharingScorer
+from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
+from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.roles import Critic
+from mcore_rl.roles import Critic, Watched
 from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.served import ServedModel

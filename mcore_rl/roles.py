@@ -1,6 +1,6 @@
 """The parts a training loop is played with, as Protocols; who plays them is decided in app.py."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +10,8 @@ from mcore_rl.types import Prompt, Sample, Scores, StepStats, TokenScores, Train
 
 T = TypeVar("T")
 S = TypeVar("S")
+Watched = Callable[[Awaitable[T]], T]
+"""Runs a coroutine to its end while ranks and engines are watched; raises as soon as one of them is lost."""
 Reward = Callable[[Sequence[Sample]], Scores]
 """One reward per sample, in order."""
 

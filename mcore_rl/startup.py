@@ -7,8 +7,8 @@ from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
 from mcore_rl.config import Config
+from mcore_rl.players.colocation import CRITIC, TRAINER, EngineMemory, SharedGpus
 
 
 @dataclass(frozen=True)

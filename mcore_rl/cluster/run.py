@@ -17,7 +17,7 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.slots import RunSize, reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
-from mcore_rl.players import EventLoop
+from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served import check_served_path, find_served

@@ -14,7 +14,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import RolloutConfig, ServedModelConfig
-from mcore_rl.players import EventLoop
+from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.client import EngineError, RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec

@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.data.arithmetic import make_tokenizer
-from mcore_rl.players import EventLoop
+from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.client import EngineError
 from mcore_rl.rollout.engine import EngineAddress

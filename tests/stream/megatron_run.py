@@ -9,9 +9,7 @@ from typing import Self
 import torch
 
 from mcore_rl.algo.build import Advantages
-from mcore_rl.canary import Canary
 from mcore_rl.cluster.run import engine_spec, experts_shape
-from mcore_rl.colocation import EngineMemory, SharedGpus
 from mcore_rl.config import (
     CheckpointConfig,
     Config,
@@ -24,10 +22,14 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.engine_sync import EngineSync
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players import EngineGenerator, EventLoop, PackedTrainer, Packing
+from mcore_rl.players.canary import Canary
+from mcore_rl.players.colocation import EngineMemory, SharedGpus
+from mcore_rl.players.generator import EngineGenerator
+from mcore_rl.players.trainer import PackedTrainer, Packing
+from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.colocation import EngineMemory
+from mcore_rl.players.colocation import EngineMemory
 from mcore_rl.stream.refit import RefitError
 from tests.stream.processes import Fault
 from tests.stream.stage import Stage, call, checksums, checksums_after_loading, open_stage, served_version

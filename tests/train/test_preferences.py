@@ -21,7 +21,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.data.preferences import make_pair_batch
 from mcore_rl.loops.dpo import with_pair_gradient
-from mcore_rl.players import PackedTrainer, Packing
+from mcore_rl.players.trainer import PackedTrainer, Packing
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import StepStats, TokenScores, TrainBatch

@@ -21,12 +21,12 @@ from typing import Any, Protocol, Self
 
 from mcore_rl.config import Config
 from mcore_rl.loops.sampling import telling
-from mcore_rl.players import Watched, make_sampling
+from mcore_rl.players.generator import make_sampling
+from mcore_rl.players.groups import Group, GroupBuffer
+from mcore_rl.players.sampling_stats import Tally
 from mcore_rl.rewards.in_thread import in_thread
-from mcore_rl.roles import Reward
+from mcore_rl.roles import Reward, Watched
 from mcore_rl.rollout.client import EngineError, RolloutClient, RolloutSession
-from mcore_rl.rollout.groups import Group, GroupBuffer
-from mcore_rl.rollout.tally import Tally
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 
 _log = logging.getLogger(__name__)

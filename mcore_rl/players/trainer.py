@@ -1,34 +1,23 @@
-"""The players of a run: the loop's batch-wise calls in, calls to ranks and engines out.
+"""The training ranks as the loop sees them: whole batches in, micro-batches per rank out.
 
-Batches are cut into micro-batches here, so the loop sees no parallel layout and the ranks see no whole batch.
+Batches are cut here, so the loop sees no parallel layout and the ranks see no whole batch.
 """
 
-import asyncio
-import logging
-import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from mcore_rl.config import CheckpointConfig, ParallelConfig, RolloutConfig
+from mcore_rl.config import CheckpointConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
-from mcore_rl.rollout.client import EngineError, RolloutClient
-from mcore_rl.rollout.request import Sampling
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import Prompt, Sample, StepStats, TokenScores, TrainBatch
+from mcore_rl.types import StepStats, TokenScores, TrainBatch
 
 T = TypeVar("T")
 S = TypeVar("S")
-CLOSE_S = 5.0
-_log = logging.getLogger(__name__)
-Watched = Callable[[Awaitable[T]], T]
-"""Runs a coroutine to its end while ranks and engines are watched; raises as soon as one of them is lost."""
 
 
 class RankCalls(Protocol):
@@ -166,23 +155,6 @@ def _for_critic(batch: TrainBatch) -> TrainBatch:
     )
 
 
-def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
-    """(first(), second()), the latter in a thread of its own; raises what either raises.
-
-    The thread is a daemon: where `first` raised, nobody waits for what `second` still does.
-    """
-    outcome: Future[S] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(second())
-        except BaseException as error:  # told to the one who waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="at_once", daemon=True).start()
-    return first(), outcome.result()
-
-
 def _flat(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:
     """Each micro-batch's indices with its answer."""
     return [pair for of_rank in zip(plan, answers, strict=True) for pair in zip(*of_rank, strict=True)]
@@ -199,95 +171,3 @@ def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor
 
 def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
     return [[select(batch, i) if i else make_filler(batch) for i in rank] for rank in plan]
-
-
-class EngineGenerator:
-    """Generates on the engines, at the recipe's sampling or greedily."""
-
-    def __init__(
-        self,
-        client: RolloutClient,
-        config: RolloutConfig,
-        watched: Watched[list[Sample]],
-        revive: Callable[[], Awaitable[bool]] | None = None,
-    ) -> None:
-        """`revive`: waits for an engine when none serves; False if none will."""
-        self._client, self._config, self._watched, self._revive = client, config, watched, revive
-        self._idle = time.monotonic(), client.idle_s
-        """When the engines' idle time was last looked at, and what it was."""
-
-    def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
-    ) -> list[Sample]:
-        sampling = make_sampling(self._config, greedy=greedy, seed=seed)
-        return self._watched(self._generate(prompts, num_samples, sampling))
-
-    def idle_share(self) -> float:
-        now_s, idle_s = time.monotonic(), self._client.idle_s
-        (before_s, idle_before_s), self._idle = self._idle, (now_s, idle_s)
-        return (idle_s - idle_before_s) / (now_s - before_s)
-
-    async def _generate(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[Sample]:
-        while True:
-            try:
-                return await self._client.generate(prompts, num_samples, sampling)
-            except EngineError as error:
-                if self._revive is None or not await self._revive():
-                    raise
-                _log.warning("%s; all %d prompts are sampled again", error, len(prompts))
-
-
-def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling:
-    """As the recipe samples, or greedily."""
-    return Sampling(
-        max_response_len=config.max_response_len,
-        temperature=0.0 if greedy else config.temperature,
-        top_p=1.0 if greedy else config.top_p,
-        top_k=-1 if greedy else config.top_k,
-        seed=seed,
-        routed_experts=not greedy,
-    )
-
-
-class EventLoop:
-    """One event loop for all calls of a run, in a thread of its own: connections outlive a call, and what was
-    begun goes on while the caller computes or waits for ranks.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="event loop", daemon=True)
-        self._thread.start()
-
-    def start(self, work: Awaitable[T]) -> "Future[T]":
-        """Begin `work`; cancelling the future cancels it."""
-
-        async def whole() -> T:
-            return await work
-
-        return asyncio.run_coroutine_threadsafe(whole(), self._loop)
-
-    def run(self, work: Awaitable[T]) -> T:
-        """Wait for `work`, which is cancelled if the wait is interrupted."""
-        future = self.start(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Cancel what is under way and end the thread; one that hangs is left behind after a few seconds."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-        self._thread.join(CLOSE_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._loop.stop()

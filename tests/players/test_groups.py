@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.groups import Group, GroupBuffer
+from mcore_rl.players.groups import Group, GroupBuffer
 from mcore_rl.rollout.staleness import staleness_metrics
 from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
 

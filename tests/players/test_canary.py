@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from mcore_rl.canary import Canary
 from mcore_rl.config import CanaryConfig
+from mcore_rl.players.canary import Canary
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.types import StepStats, TokenScores, TrainBatch, WeightVersion
 from tests.rollout.engines import VOCAB_SIZE, save_tiny_moe

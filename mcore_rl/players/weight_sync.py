@@ -6,9 +6,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from mcore_rl.canary import Canary, CanaryReport
-from mcore_rl.colocation import SharedGpus
-from mcore_rl.players import Watched
+from mcore_rl.players.canary import Canary, CanaryReport
+from mcore_rl.players.colocation import SharedGpus
+from mcore_rl.roles import Watched
 from mcore_rl.rollout.rotation import EngineLife, Rotation
 from mcore_rl.stream.refit import RefitError, Refitter
 from mcore_rl.stream.refit_report import RefitReport
