@@ -134,9 +134,9 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _run_recipe(args: argparse.Namespace) -> None:
     config = _load_settings(args.settings)
     with without_collector():
-        from mcore_rl import app  # imports Ray, which --help need not wait for
+        from mcore_rl.run import commands  # imports Ray, which --help need not wait for
 
-    getattr(app, f"run_{args.command}")(config)
+    getattr(commands, f"run_{args.command}")(config)
 
 
 def _load_settings(settings: Sequence[str]) -> Config:
@@ -147,7 +147,7 @@ def _load_settings(settings: Sequence[str]) -> Config:
     config = load_recipe(named[0], overrides)
     if not config.rehearse:
         return config
-    from mcore_rl.rehearsal import rehearse, replaced
+    from mcore_rl.run.rehearsal import rehearse, replaced
 
     given = leaves_of(overrides)
     rehearsal = rehearse(config, given)
@@ -168,7 +168,7 @@ def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
     from mcore_rl.rollout.engine import EngineSpec
-    from mcore_rl.serving import find_model, run_server
+    from mcore_rl.run.serving import find_model, run_server
 
     if args.once and not args.ask:
         raise ValueError("--once ends after the answer to a question: give --ask")

@@ -1,4 +1,4 @@
-"""The parts a training loop is played with, as Protocols; who plays them is decided in app.py."""
+"""The parts a training loop is played with, as Protocols; who plays them is decided in run/commands.py."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass

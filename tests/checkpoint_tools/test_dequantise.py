@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint_tools.cli import main
-from mcore_rl.serving import find_model
+from mcore_rl.run.serving import find_model
 from mcore_rl.slices.checksums import MANIFEST
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.hf_files import open_hf_dir

@@ -10,7 +10,18 @@ from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
-from mcore_rl.inputs import (
+from mcore_rl.loops.dpo import optimise_preferences
+from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.pairs import sample_pairs, write_pairs
+from mcore_rl.loops.rl import train
+from mcore_rl.loops.sft import fine_tune
+from mcore_rl.planning.checks import check_engines
+from mcore_rl.players.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
+from mcore_rl.players.generator import EngineGenerator
+from mcore_rl.process.threads import at_once
+from mcore_rl.report import make_report
+from mcore_rl.roles import Roles, in_turn
+from mcore_rl.run.inputs import (
     check_no_trainer,
     load_split,
     make_scorer,
@@ -18,12 +29,7 @@ from mcore_rl.inputs import (
     read_train_inputs,
     without_replay,
 )
-from mcore_rl.loops.dpo import optimise_preferences
-from mcore_rl.loops.evaluation import evaluate
-from mcore_rl.loops.pairs import sample_pairs, write_pairs
-from mcore_rl.loops.rl import train
-from mcore_rl.loops.sft import fine_tune
-from mcore_rl.parts import (
+from mcore_rl.run.parts import (
     connect,
     finish,
     finish_training,
@@ -36,14 +42,8 @@ from mcore_rl.parts import (
     resume,
     sample_beside,
 )
-from mcore_rl.planning.checks import check_engines
-from mcore_rl.players.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
-from mcore_rl.players.generator import EngineGenerator
-from mcore_rl.process.threads import at_once
-from mcore_rl.report import make_report
-from mcore_rl.roles import Roles, in_turn
+from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.startup import start_training
 from mcore_rl.types import WeightVersion
 
 _log = logging.getLogger(__name__)

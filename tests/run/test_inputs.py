@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, DataConfig, ModelConfig, RunConfig
-from mcore_rl.inputs import open_tokenizer
+from mcore_rl.run.inputs import open_tokenizer
 
 
 def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.served import ServedModel
 from mcore_rl.rollout.teacher import Teacher
+from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.startup import Started
 from mcore_rl.stream.refit import Refitter
 from mcore_rl.types import Prompt, WeightVersion
 
