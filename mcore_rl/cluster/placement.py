@@ -1,13 +1,13 @@
-"""Where the ranks run: a recipe's ranks and engines in, Ray bundles out; each bundle hosts one process."""
+"""Where ranks run: Ray bundles in, reserved slots out."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
-Bundle = Mapping[str, float]
+from mcore_rl.planning.bundles import Bundle, make_bundle
 
 
 @dataclass(frozen=True)
@@ -21,35 +21,6 @@ class Slot:
     node: str
 
 
-def plan_ranks(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:
-    """One bundle per rank of trainer or critic, with one GPU where there are any."""
-    return [_bundle(cpus_per_rank, min(1, gpus_per_node))] * num_ranks
-
-
-def plan_engine(
-    num_ranks: int, cpus_per_rank: float, gpus_per_node: int, num_nodes: int = 0, role: str = "rollout"
-) -> list[Bundle]:
-    """One bundle per node that the engine spans, `num_nodes` or, for 0, as many as its GPUs fill.
-
-    ValueError if its ranks fill no whole number of nodes, or more of each than there is; it names the options
-    of `role`.
-    """
-    if not num_nodes and gpus_per_node:
-        num_nodes = -(-num_ranks // gpus_per_node)
-        if num_nodes > 1 and num_ranks % gpus_per_node:
-            raise ValueError(
-                f"{role}.tp * {role}.pp = {num_ranks} fills no whole number of nodes of {gpus_per_node}"
-                " GPUs; take a multiple or less"
-            )
-    on_each = num_ranks // max(num_nodes, 1)
-    if 0 < gpus_per_node < on_each:
-        raise ValueError(
-            f"{role}.nodes_per_engine={num_nodes} puts {on_each} ranks on a node, which has {gpus_per_node}"
-            " GPUs; take more nodes, or 0"
-        )
-    return [_bundle(cpus_per_rank * on_each, on_each if gpus_per_node else 0)] * max(num_nodes, 1)
-
-
 def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:
     """The slots of one of so many processes that each bundle hosts: that which has the bundle's GPU."""
     return [replace(s, bundle={**s.bundle, "CPU": s.bundle["CPU"] / num_tenants}) for s in slots]
@@ -57,7 +28,7 @@ def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:
 
 def beside(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
     """Slots for ranks beside the first of `slots`, on their GPUs, which Ray does not assign twice."""
-    return [replace(slot, bundle=_bundle(slot.bundle["CPU"], 0)) for slot in slots[:num_ranks]]
+    return [replace(slot, bundle=make_bundle(slot.bundle["CPU"], 0)) for slot in slots[:num_ranks]]
 
 
 def engines_beside(
@@ -119,7 +90,3 @@ def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Sl
         slots.append([Slot(group, i, bundles[i], nodes[i]) for i in indices])
         first += len(plan)
     return slots
-
-
-def _bundle(cpus: float, gpus: float) -> Bundle:
-    return {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}

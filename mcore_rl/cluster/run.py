@@ -14,9 +14,10 @@ from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_group import ModelSpec
 from mcore_rl.cluster.served import ServedModels
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.slots import RunSize, reserve_slots
+from mcore_rl.cluster.slots import reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape

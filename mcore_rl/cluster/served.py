@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.placement import Bundle, Slot, plan_engine
+from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.served import TAKES_TEXT, ServedModel
@@ -76,17 +76,6 @@ def _start_engines(
     logs = [log_dir / f"{role}_{i}.log" for i in range(config.engines)]
     specs = [_engine_spec(role, config, log, gives_up_memory=is_guest) for log in logs]
     group.start_build(specs, config.startup_timeout_s, config.restarts, gpu_ids)
-
-
-def plan_served(
-    configs: Mapping[str, ServedModelConfig], cpus_per_rank: float, gpus_per_node: int
-) -> dict[str, list[list[Bundle]]]:
-    """By role, the bundles of each engine; nothing for a server that runs already."""
-
-    def of_role(role: str, config: ServedModelConfig) -> list[list[Bundle]]:
-        return [plan_engine(config.engine_ranks, cpus_per_rank, gpus_per_node, role=role)] * config.engines
-
-    return {role: of_role(role, config) for role, config in configs.items() if config.path}
 
 
 def _engine_spec(

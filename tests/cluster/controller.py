@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import plan_ranks, reserve
+from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
+from mcore_rl.planning.bundles import plan_ranks
 from tests.cluster.workers import Worker
 
 

@@ -14,9 +14,10 @@ import pytest
 from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.group import RankError, RankGroup, guard
-from mcore_rl.cluster.placement import plan_ranks, reserve
+from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
+from mcore_rl.planning.bundles import plan_ranks
 from tests.cluster.workers import Worker
 
 pytestmark = pytest.mark.e2e

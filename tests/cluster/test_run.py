@@ -22,8 +22,8 @@ from mcore_rl.algo.build import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_group import ModelSpec
-from mcore_rl.cluster.placement import plan_engine, plan_ranks, reserve
-from mcore_rl.cluster.served import ServedModels, plan_served
+from mcore_rl.cluster.placement import reserve
+from mcore_rl.cluster.served import ServedModels
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
@@ -37,6 +37,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
 from mcore_rl.rewards.questions import JudgeQuestion, RewardModelQuestion
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.asking import ServedClient

@@ -1,0 +1,32 @@
+"""How many processes a command has, and who shares GPUs with whom."""
+
+import pytest
+
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.run_size import RunSize
+
+
+def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
+    config = load_recipe("tiny_moe_ppo", ["critic.parallel.tp=2"])
+    trained = RunSize.of(config, {}, with_engines=True, with_trainer=True, with_critic=True)
+    tuned = RunSize.of(config, {}, with_engines=False, with_trainer=True, with_critic=False)
+    assert (trained.critic, tuned.critic) == (2, 0)
+    assert trained.num_cpus(config) - tuned.num_cpus(config) == 3 * config.cluster.cpus_per_rank
+
+
+def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
+    settings = ["judge.path=/a", "reward_model.path=/b", "reward_model.restarts=0"]
+    guest = load_recipe("tiny_moe_grpo", [*settings, "reward_model.colocated=true", "cluster.offload=true"])
+    needs = {"with_engines": True, "with_trainer": True, "with_critic": False}
+    size = RunSize.of(guest, guest.served_models, **needs)
+    assert (list(size.served_guests), size.tenants) == (["reward_model"], 2)
+    assert size.num_cpus(guest) == (2 * 2 + 1 + 1) * guest.cluster.cpus_per_rank
+    without_trainer = RunSize.of(guest, guest.served_models, **needs | {"with_trainer": False})
+    assert not without_trainer.served_guests
+    for changed, message in (
+        ("reward_model.restarts=1", "reward_model.colocated=true with reward_model.url='' and"),
+        ("reward_model.tp=4", r"reward_model.engines \* reward_model.tp \* reward_model.pp = 4: there are"),
+        ("rollout.mode=one_step_off", "reward_model.colocated=true with rollout.mode=one_step_off"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_recipe("tiny_moe_grpo", [*settings, "reward_model.colocated=true", changed])
