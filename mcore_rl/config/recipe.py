@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config import Config
-
-RECIPES_DIR = Path(__file__).resolve().parent.parent / "recipes"
+from mcore_rl.config.shipped import RECIPES_DIR
 
 
 def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:

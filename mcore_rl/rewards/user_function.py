@@ -13,10 +13,10 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.shipped import HOME
+
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 ALL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-HOME = Path(__file__).resolve().parents[2]
-"""The folder that holds recipes/."""
 Fields = tuple[Any, ...]
 """What the function gets of one sample, in the order of ONE."""
 
