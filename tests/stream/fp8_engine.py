@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mcore_rl.rollout.server import use_cpu
+from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.receiver import WeightReceiver, _in_this_thread, _loaded_parameters
 from mcore_rl.stream.wire import Command, Link
