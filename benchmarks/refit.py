@@ -20,8 +20,8 @@ from typing import Any
 
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.stream.engine_control import LOADER
-from mcore_rl.stream.refit import RefitReport, Refitter
+from mcore_rl.stream.controller.engine_control import LOADER
+from mcore_rl.stream.controller.sync import SyncController, SyncReport
 from refit_model import SHAPES, Case, num_bytes, write_config
 from refit_raw import checksum_cost, raw_seconds
 from refit_trainer import BenchRanks
@@ -84,11 +84,11 @@ def measure(
     args: argparse.Namespace,
 ) -> dict[str, float]:
     url = engine.url
-    refitter = Refitter(ranks, timeout_s=300)
+    refitter = SyncController(ranks, timeout_s=300)
     began_s = time.perf_counter()
     asyncio.run(refitter.connect([url]))
     connect_s = time.perf_counter() - began_s
-    reports: list[RefitReport] = []
+    reports: list[SyncReport] = []
 
     def ours() -> float:
         reports.append(asyncio.run(refitter.sync(len(reports))))
@@ -144,7 +144,7 @@ def take_turns(methods: dict[str, Callable[[], float]], url: str, repeats: int) 
 
 
 def report(
-    case: Case, seconds: dict[str, float], reports: list[RefitReport], raw: dict[str, float], connect_s: float
+    case: Case, seconds: dict[str, float], reports: list[SyncReport], raw: dict[str, float], connect_s: float
 ) -> dict[str, float]:
     """Prints the case's table; returns its figures."""
     mib = sum(engine.num_bytes for engine in reports[0].engines) / 2**20

@@ -23,8 +23,8 @@ from pathlib import Path
 import psutil
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.stream.engine_control import LOADER
-from mcore_rl.stream.refit import RefitError, Refitter
+from mcore_rl.stream.controller.engine_control import LOADER
+from mcore_rl.stream.controller.sync import SyncController, SyncError
 from refit import post
 from refit_model import Case, write_config
 from refit_trainer import BenchRanks
@@ -33,7 +33,7 @@ VICTIMS = ("sender", "relay", "receiver", "engine")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 TIMEOUT_S = 8.0
 DEADLINE_S = 2 * (TIMEOUT_S + 10) + 5
-"""The Refitter's own deadline for a sync with engines left behind, with the least time for a swap."""
+"""The SyncController's own deadline for a sync with engines left behind, with the least time for a swap."""
 SLACK_S = 5.0
 MAX_SYNCS = 3
 
@@ -55,7 +55,7 @@ class Stage:
         for _ in range(2 + self.version % 2):
             self.ranks.call("flip_sign")
         self.ranks.timeout_s = TIMEOUT_S + 12
-        self.refitter = Refitter(self.ranks, timeout_s=TIMEOUT_S)
+        self.refitter = SyncController(self.ranks, timeout_s=TIMEOUT_S)
         asyncio.run(self.refitter.connect([engine.url for engine in self.engines]))
 
     def _start(self, log: Path) -> EngineProcess:
@@ -77,7 +77,7 @@ class Stage:
         self.version += 1
         began_s = time.monotonic()
         lost = [engine.url for engine in self.engines if engine.url not in self.refitter.linked]
-        with contextlib.suppress(RefitError):  # then it is tried again before the next sync
+        with contextlib.suppress(SyncError):  # then it is tried again before the next sync
             asyncio.run(self.refitter.connect(lost))
         asyncio.run(self.refitter.sync(self.version))
         return time.monotonic() - began_s
@@ -164,7 +164,7 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
     stage.version += 1
     try:
         asyncio.run(sync())
-    except RefitError:
+    except SyncError:
         outcome = "no engine took it"
     took_s = time.monotonic() - began_s
     assert took_s < DEADLINE_S + SLACK_S, f"{kind} of {victim}: the sync hung for {took_s:.1f} s"

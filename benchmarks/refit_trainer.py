@@ -32,7 +32,7 @@ TIMEOUT = timedelta(seconds=600)
 
 
 class BenchRanks:
-    """The TrainerRanks that a Refitter calls, and the baselines beside it."""
+    """The TrainerRanks that a SyncController calls, and the baselines beside it."""
 
     def __init__(self, config: dict[str, Any], world_size: int, timeout_s: float = 600.0) -> None:
         self.timeout_s = timeout_s

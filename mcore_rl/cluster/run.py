@@ -25,7 +25,7 @@ from mcore_rl.rollout.served import check_served_path, find_served
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.slices.hf_config import moe_layers, read_hf_config
-from mcore_rl.stream.engine_control import LOADER
+from mcore_rl.stream.controller.engine_control import LOADER
 
 
 class RunProcesses:

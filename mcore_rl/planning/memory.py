@@ -21,7 +21,7 @@ from mcore_rl.slices.families.value_head import has_value_head, with_value_head
 from mcore_rl.slices.hf_config import read_hf_config
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.stream.passage import NUM_SLOTS
+from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 ADAM_BYTES = 8
 """Two float32 moments of a parameter; models in bfloat16 have a float32 main weight besides."""

@@ -16,7 +16,7 @@ from mcore_rl.slices.cost import (
     predict_gather_broadcast,
 )
 from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
-from mcore_rl.stream.passage import NUM_SLOTS
+from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 GIB = 2**30
 

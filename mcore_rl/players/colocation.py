@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mcore_rl.process.http import open_session
 from mcore_rl.roles import Critic, Trainer
-from mcore_rl.stream.engine_control import KV_CACHE, WEIGHTS, EngineControl
-from mcore_rl.stream.update import GRACE_S
+from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
+from mcore_rl.stream.controller.update import GRACE_S
 from mcore_rl.types import Sample, StepStats, TokenScores, TrainBatch
 
 S = TypeVar("S")

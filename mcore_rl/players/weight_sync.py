@@ -10,8 +10,8 @@ from mcore_rl.players.canary import Canary, CanaryReport
 from mcore_rl.players.colocation import SharedGpus
 from mcore_rl.roles import Watched
 from mcore_rl.rollout.rotation import EngineLife, Rotation
-from mcore_rl.stream.refit import RefitError, Refitter
-from mcore_rl.stream.refit_report import RefitReport
+from mcore_rl.stream.controller.sync import SyncController, SyncError
+from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import TrainBatch, WeightVersion
 
 RESTART_POLL_S = 0.5
@@ -29,7 +29,7 @@ class EngineSync:
 
     def __init__(
         self,
-        refitter: Refitter,
+        refitter: SyncController,
         canary: Canary,
         rotation: Rotation,
         look: Callable[[], Awaitable[None]],
@@ -44,7 +44,7 @@ class EngineSync:
         self._version = WeightVersion(0)
 
     def sync(self, version: WeightVersion, probe: TrainBatch | None = None) -> Mapping[str, float]:
-        """RefitError if no engine has the weights, or none of those that say so computes with them."""
+        """SyncError if no engine has the weights, or none of those that say so computes with them."""
         while True:
             report, reasons = self._watched(self._bring(version))
             urls = self._holding()
@@ -56,7 +56,7 @@ class EngineSync:
                 num_failed = float(len(self._rotation.lives) - len(serving))
                 return {**report.metrics(), **checked.metrics(), "refit/engines_failed": num_failed}
             if not self._watched(self._is_any_coming()):
-                raise RefitError("; ".join(checked.failed.values()))
+                raise SyncError("; ".join(checked.failed.values()))
 
     async def revive(self) -> bool:
         """If no engine serves but one starts again, wait for it and bring it to the current version."""
@@ -67,7 +67,7 @@ class EngineSync:
         self._rotation.set_serving(self._holding(), reasons)
         return bool(self._rotation.serving)
 
-    async def _bring(self, version: WeightVersion) -> tuple[RefitReport, dict[str, str]]:
+    async def _bring(self, version: WeightVersion) -> tuple[SyncReport, dict[str, str]]:
         """What came of the sync, and by url why engines were left out or failed."""
         self._version = version
         await self._memory.for_sync()
@@ -75,7 +75,7 @@ class EngineSync:
             reasons = await self._link()
             try:
                 report = await self._refitter.sync(version, self._in_link())
-            except RefitError as error:
+            except SyncError as error:
                 if not await self._is_any_coming():
                     raise
                 _log.warning("%s; waiting for an engine that is starting again", error)
@@ -94,14 +94,14 @@ class EngineSync:
             if self._in_link():
                 return reasons
             if not await self._is_any_coming():
-                raise RefitError("; ".join(reasons.values()))
+                raise SyncError("; ".join(reasons.values()))
             await asyncio.sleep(RESTART_POLL_S)
 
     async def _link_one(self, life: EngineLife) -> dict[str, str]:
         self._linked[life.url] = life.restarts
         try:
             await self._refitter.connect([life.url])
-        except RefitError as error:
+        except SyncError as error:
             return {life.url: str(error)}
         return {}
 

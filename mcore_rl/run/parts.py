@@ -31,7 +31,7 @@ from mcore_rl.rollout.served import ServedModel
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.stream.refit import Refitter
+from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def make_teacher(
 def make_sync(config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]) -> EngineSync:
     """What brings the trainer's weights to the engines and sees that they compute alike."""
     timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
-    refitter = Refitter(
+    refitter = SyncController(
         started.trainer,
         host=node_address(),
         bucket_mib=config.sync.bucket_mib,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mcore_rl.stream.agreement import MakeShards, Meeting
+from mcore_rl.stream.bucket_transfer import Arrivals, BucketTransfer
 from mcore_rl.stream.buckets import holdings
-from mcore_rl.stream.passage import Arrivals, Passage
-from mcore_rl.stream.routes import MakeTransport
-from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.plan_handshake import MakeShards, PlanHandshake
+from mcore_rl.stream.routes.choice import MakeTransport
 from mcore_rl.stream.wire import Link, Report
 
 SENDER_GRACE_S = 2.0
@@ -31,14 +31,14 @@ class Connection:
         make_transport: MakeTransport,
         device: torch.device,
     ) -> None:
-        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of Meeting.
+        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of PlanHandshake.
 
         `device`: where this rank's tensors are.
         """
         self._device = device
         self._link, self._rank, self._make_transport = link, rank, make_transport
         deadline_s = time.monotonic() + link.timeout_s
-        agreed = Meeting(store, link, rank, deadline_s).agree(make_shards)
+        agreed = PlanHandshake(store, link, rank, deadline_s).agree(make_shards)
         self.digest, self._buckets = agreed.digest, agreed.buckets
         self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
         self._held = [holdings(bucket, agreed.shards) for bucket in self._buckets]
@@ -46,7 +46,7 @@ class Connection:
             peers = [link.num_senders + bucket.target_rank for bucket in self._buckets]
         else:
             peers = [bucket.source_rank for bucket in self._buckets]
-        self._passage = Passage(
+        self._passage = BucketTransfer(
             store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s, device
         )
 
@@ -65,7 +65,7 @@ class Connection:
         version: int,
         tensors: Mapping[str, Tensor],
         timeout_s: float,
-        upstream: Passage | None = None,
+        upstream: BucketTransfer | None = None,
         arrivals: Arrivals | None = None,
     ) -> Report:
         """Receive this engine rank's slices from the trainer ranks, or from an engine `upstream`."""
@@ -73,7 +73,7 @@ class Connection:
         (upstream or self._passage).receive(version, tensors, began_s + timeout_s, arrivals)
         return self._report(began_s)
 
-    def open_passage(self, link: Link) -> Passage:
+    def open_passage(self, link: Link) -> BucketTransfer:
         """To or from the same rank of another engine with equal layouts; TransferError if it does not come.
 
         What travels there is what this rank gets over its own link.
@@ -85,7 +85,7 @@ class Connection:
         peers = [peer] * len(self._buckets)
         store = LinkStore.open(link)
         make_transport, device = self._make_transport, self._device
-        return Passage(
+        return BucketTransfer(
             store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s, device
         )
 

@@ -10,11 +10,11 @@ from threading import Thread
 import torch
 from torch import Tensor
 
+from mcore_rl.stream.bucket_transfer import Arrivals, BucketTransfer
 from mcore_rl.stream.connection import Connection
-from mcore_rl.stream.passage import Arrivals, Passage
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.staging import Staging
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import Action, Link, Order, Report
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class _Follower:
     ) -> None:
         self._store, self._connection, self._link = store, connection, link
         self._rank, self._staging = rank, staging
-        self._upstream: Passage | None = None
-        self._downstream: Passage | None = None
+        self._upstream: BucketTransfer | None = None
+        self._downstream: BucketTransfer | None = None
         """Not in use; the thread that passes slices on takes it and puts it back if all went well."""
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class _Follower:
         else:
             self._downstream = passage
 
-    def _open_upstream(self, link: Link) -> Passage:
+    def _open_upstream(self, link: Link) -> BucketTransfer:
         if self._upstream is None or self._upstream.link != link:
             self._drop_upstream()
             self._upstream = self._connection.open_passage(link)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.engine_trace import trace_load_weights
-from mcore_rl.stream.agreement import HfTensors
 from mcore_rl.stream.connection import Connection
+from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.orders import attempt, follow_orders, publish
-from mcore_rl.stream.routes import MakeTransport, make_routes
+from mcore_rl.stream.plan_handshake import HfTensors
+from mcore_rl.stream.routes.choice import MakeTransport, make_routes
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.staging import Staging
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError
 from mcore_rl.stream.wire import COMMAND_NAME, Command, Link, Report, decode_command
 
 logger = logging.getLogger(__name__)

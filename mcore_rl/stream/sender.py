@@ -9,9 +9,9 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
-from mcore_rl.stream.routes import MakeTransport, make_routes
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.choice import MakeTransport, make_routes
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, Report
 
 

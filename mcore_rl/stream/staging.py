@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import synchronize
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.routes.transport import TransferError
 
 
 class Staging:

@@ -43,7 +43,7 @@ from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.engine import EngineAddress, EngineSpec
 from mcore_rl.rollout.served import find_served
-from mcore_rl.stream.refit import Refitter
+from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from tests.tiny_models import write_reward_model
 
@@ -149,7 +149,7 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
 
 def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
     async def refit() -> None:
-        refitter = Refitter(run.trainer, timeout_s=60)
+        refitter = SyncController(run.trainer, timeout_s=60)
         await refitter.connect([run.address.url])
         report = await refitter.sync(3)
         assert report.failed == {}

@@ -1,4 +1,4 @@
-"""Real Megatron ranks as a loop's trainer and a Refitter's; their weights gathered by Megatron alone, by HF
+"""Real Megatron ranks as a loop's trainer and a SyncController's; their weights gathered by Megatron alone, by HF
 name.
 """
 
@@ -29,7 +29,7 @@ from tests.stream.ranks import ProcessRanks
 
 
 class MegatronRanks(ProcessRanks):
-    """The RankCalls of a PackedTrainer and the TrainerRanks of a Refitter, in processes of their own."""
+    """The RankCalls of a PackedTrainer and the TrainerRanks of a SyncController, in processes of their own."""
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")

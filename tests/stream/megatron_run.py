@@ -37,7 +37,7 @@ from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf_config import moe_layers, read_hf_config
-from mcore_rl.stream.refit import Refitter
+from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 from tests.stream.megatron_ranks import MegatronRanks
 from tests.tiny_models import VOCAB
@@ -127,7 +127,7 @@ class MegatronRun:
         self.config, self._ranks, self._engines = config, ranks, engines
         self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
         self.rotation = Rotation([engine.url for engine in engines])
-        self.refitter = Refitter(
+        self.refitter = SyncController(
             ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S, record=partial(record_layouts, config)
         )
         self.trainer = PackedTrainer(

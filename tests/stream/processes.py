@@ -16,11 +16,11 @@ from torch import Tensor
 from mcore_rl.device import device, set_local_device
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.box import Shard
+from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes import MakeTransport, make_gloo, make_gpu_pairs, make_routes
+from mcore_rl.stream.routes.choice import MakeTransport, make_gloo, make_gpu_pairs, make_routes
+from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import Transport
 from mcore_rl.stream.wire import Action, Command, Link, Order, Report
 from tests.stream.layouts import FusedEngine, make_tensors
 

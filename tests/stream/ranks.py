@@ -1,4 +1,4 @@
-"""Trainer ranks as plain processes with a checkpoint cut as Megatron cuts it, called by the real Refitter."""
+"""Trainer ranks as plain processes with a checkpoint cut as Megatron cuts it, called by the real SyncController."""
 
 import asyncio
 import json
@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.training import training_shards
-from mcore_rl.stream.routes import make_routes
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.choice import make_routes
+from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import Transport
 from mcore_rl.stream.wire import Link, Report
 from tests.slices.megatron_layout import TrainLayout, train_ranks
 from tests.stream.processes import Fault, FaultyTransport
 
 
 class ProcessRanks:
-    """The TrainerRanks that a Refitter calls; `load` stands for a training step."""
+    """The TrainerRanks that a SyncController calls; `load` stands for a training step."""
 
     def __init__(self, layout: TrainLayout) -> None:
         context = mp.get_context("forkserver")

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.stream.engine_control import LOADER
-from mcore_rl.stream.refit import Refitter
+from mcore_rl.stream.controller.engine_control import LOADER
+from mcore_rl.stream.controller.sync import SyncController
 from tests.rollout.engines import save_tiny_moe
 from tests.slices.megatron_layout import TrainLayout
 from tests.stream.ranks import ProcessRanks
@@ -28,7 +28,7 @@ class Stage:
     checkpoints: Sequence[Path]
     engines: Sequence[EngineProcess]
     ranks: ProcessRanks
-    refitter: Refitter
+    refitter: SyncController
 
     @property
     def urls(self) -> list[str]:
@@ -78,7 +78,7 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
         ranks.load(checkpoints[0])
         for engine in engines:
             engine.wait_healthy()
-        refitter = Refitter(ranks, bucket_mib=0.0625, timeout_s=timeout_s)
+        refitter = SyncController(ranks, bucket_mib=0.0625, timeout_s=timeout_s)
         asyncio.run(refitter.connect([engine.url for engine in engines]))
         yield Stage(checkpoints, engines, ranks, refitter)
     finally:

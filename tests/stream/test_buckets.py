@@ -15,7 +15,7 @@ from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Slice
 from mcore_rl.slices.shares import RegularHosts
 from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings, plan_buckets, split_box
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS
 from tests.stream.layouts import column_cut, make_tensors, row_cut
 

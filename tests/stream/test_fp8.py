@@ -29,7 +29,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
 from tests.slices.fp8_oracle import dequantise, per_block_cast_to_fp8
 from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.staging import Staging
-from mcore_rl.stream.transport import TransferError
 
 
 def make_parameters() -> dict[str, nn.Parameter]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mcore_rl.device import has_cuda
-from mcore_rl.stream.gpu_pairs import GpuPairTransport
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.gpu_pairs import GpuPairTransport
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import distributed
 
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import (
     Action,
     Link,

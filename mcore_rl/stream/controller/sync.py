@@ -18,24 +18,24 @@ import aiohttp
 from mcore_rl.process.http import open_session
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.engine_control import EngineControl, EngineError
-from mcore_rl.stream.linked_engine import LinkedEngine
-from mcore_rl.stream.refit_report import RefitReport, agreement
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.update import GRACE_S, InPlaceUpdate, StagedUpdate, TrainerRanks, Updated
+from mcore_rl.stream.controller.engine_control import EngineControl, EngineError
+from mcore_rl.stream.controller.linked_engine import LinkedEngine
+from mcore_rl.stream.controller.sync_report import SyncReport, agreement
+from mcore_rl.stream.controller.update import GRACE_S, InPlaceUpdate, StagedUpdate, TrainerRanks, Updated
+from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
 
 _log = logging.getLogger(__name__)
 
 
-class RefitError(RuntimeError):
+class SyncError(RuntimeError):
     """No engine could be brought to the new version, or an engine could not be connected."""
 
 
 Record = Callable[[SGLangSizes], RecordedLayouts]
 
 
-class Refitter:
+class SyncController:
     """Keeps the engines on the trainer's weights. All calls must come from one event loop at a time."""
 
     def __init__(
@@ -91,39 +91,39 @@ class Refitter:
     async def connect(self, urls: Sequence[str]) -> None:
         """Link engines to the trainer ranks: all at the start, later those that failed or come late.
 
-        RefitError names the rank that could not join and why; links to other engines are not touched.
+        SyncError names the rank that could not join and why; links to other engines are not touched.
         """
         async with self._http() as http:
             for url in urls:
                 self._engines.pop(url, None)
                 self._engines[url] = await self._connect(EngineControl(http, url))
 
-    async def sync(self, version: int, urls: Sequence[str] | None = None) -> RefitReport:
+    async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
         """Bring the linked engines (or those given) to the trainer's current weights, named `version`.
 
-        Engines that fail are unlinked and are in `report.failed`. RefitError if all failed, as they do when
+        Engines that fail are unlinked and are in `report.failed`. SyncError if all failed, as they do when
         the trainer ranks cannot be reached.
         """
         began_s = time.monotonic()
         chosen = self.linked if urls is None else tuple(urls)
         if not chosen or not set(chosen) <= set(self._engines):
-            raise RefitError(f"cannot sync {list(chosen)}: linked engines are {list(self.linked)}")
+            raise SyncError(f"cannot sync {list(chosen)}: linked engines are {list(self.linked)}")
         async with self._http() as http:
             updated = [Updated(self._engines[url], EngineControl(http, url)) for url in chosen]
             refits = await self._update.run(version, updated)
         for refit in refits:
             if refit.error is not None:
                 del self._engines[refit.url]
-        report = RefitReport(version, time.monotonic() - began_s, tuple(refits))
+        report = SyncReport(version, time.monotonic() - began_s, tuple(refits))
         if len(report.failed) == len(chosen):
-            raise RefitError(f"no engine took version {version}: {'; '.join(report.failed.values())}")
+            raise SyncError(f"no engine took version {version}: {'; '.join(report.failed.values())}")
         return report
 
     async def _connect(self, control: EngineControl) -> LinkedEngine:
         try:
             sizes = await control.parallel_sizes()
             if sizes.pp > 1 and not self._staged:
-                raise RefitError(f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync")
+                raise SyncError(f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync")
             deadline_s = time.monotonic() + self._timeout_s
             store = LinkStore.serve(self._host, self._timeout_s)
             link = Link(
@@ -150,14 +150,14 @@ class Refitter:
             if control.url not in self._mixed:
                 await control.resume()
         except EngineError as error:
-            raise RefitError(f"engine {control.url} cannot be linked: {error}") from error
+            raise SyncError(f"engine {control.url} cannot be linked: {error}") from error
         if isinstance(sent, BaseException):
-            raise RefitError(
+            raise SyncError(
                 f"engine {control.url} cannot be linked: the trainer ranks failed: {sent}"
             ) from sent
         error = agreement([*sent, *reports], loaded)
         if error is not None:
-            raise RefitError(f"engine {control.url} cannot be linked: {error}")
+            raise SyncError(f"engine {control.url} cannot be linked: {error}")
         engine.digest = sent[0].digest
         _log.info("engine %s is linked, layouts %s", control.url, engine.digest)
         return engine

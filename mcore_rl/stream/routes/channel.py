@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import export_memory, open_memory
-from mcore_rl.stream.transport import ASK_S, TransferError
+from mcore_rl.stream.routes.transport import ASK_S, TransferError
 from mcore_rl.stream.verify import WORD_BYTES
 
 _COUNTERS_BYTES = mmap.PAGESIZE
@@ -42,7 +42,7 @@ def machine_id() -> str:
 
 
 @dataclass(frozen=True)
-class Room:
+class SegmentSpec:
     """What a pair of ranks shares: int64 words, in the sender's memory on `device`."""
 
     num_words: int
@@ -97,7 +97,7 @@ class Channel:
         self._peer.close()
 
 
-class Doorstep:
+class SegmentServer:
     """Where the receivers of one machine come to fetch their segments from a sender."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Doorstep:
         self._listener.listen()
 
     def serve(
-        self, rooms: Mapping[int, Room], names: tuple[str, ...], waiting: str, deadline_s: float
+        self, rooms: Mapping[int, SegmentSpec], names: tuple[str, ...], waiting: str, deadline_s: float
     ) -> dict[int, Channel]:
         """A channel to each receiver, by rank, in whatever order they come."""
         channels: dict[int, Channel] = {}
@@ -126,7 +126,7 @@ class Doorstep:
         return channels
 
 
-def fetch(name: str, rank: int, room: Room, sender: str, deadline_s: float) -> Channel:
+def fetch(name: str, rank: int, room: SegmentSpec, sender: str, deadline_s: float) -> Channel:
     """The receiver's end of its channel to the sender whose doorstep has this name."""
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(max(0.001, deadline_s - time.monotonic()))
@@ -156,7 +156,7 @@ def _check_owner(peer: socket.socket) -> int:
     return struct.unpack("q", peer.recv(8, socket.MSG_WAITALL))[0]
 
 
-def _hand_out(peer: socket.socket, room: Room) -> Channel:
+def _hand_out(peer: socket.socket, room: SegmentSpec) -> Channel:
     descriptor = os.memfd_create("mcore_rl_weights")
     os.ftruncate(descriptor, room.host_bytes)
     gpu_words_W, handle = None, b""
@@ -172,7 +172,7 @@ def _hand_out(peer: socket.socket, room: Room) -> Channel:
     return Channel(peer, _map(descriptor, room), gpu_words_W, is_sender=True)
 
 
-def _map(descriptor: int, room: Room) -> mmap.mmap:
+def _map(descriptor: int, room: SegmentSpec) -> mmap.mmap:
     """Closes the descriptor: the mapping keeps the memory. Pages are taken now, not in the first sync."""
     try:
         return mmap.mmap(descriptor, room.host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

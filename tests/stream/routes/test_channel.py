@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from mcore_rl.stream.channel import Channel, Doorstep, Room, fetch
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.routes.channel import Channel, SegmentServer, SegmentSpec, fetch
+from mcore_rl.stream.routes.transport import TransferError
 
 NAMES = ("trainer rank 0", "rank 0 of engine engine-0")
-ROOM = Room(10, torch.device("cpu"))
+ROOM = SegmentSpec(10, torch.device("cpu"))
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
     """The sender's, the receiver's."""
     until_s = time.monotonic() + 10
-    doorstep = Doorstep()
+    doorstep = SegmentServer()
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(fetch, doorstep.name, 1, ROOM, NAMES[0], until_s)
         ours = doorstep.serve({1: ROOM}, NAMES, NAMES[0], until_s)[1]
@@ -51,11 +51,11 @@ def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(ends: tupl
 
 def test_those_who_do_not_come_are_named() -> None:
     with pytest.raises(TransferError, match=r"trainer rank 0 waited in vain for rank 0 of engine engine-0"):
-        Doorstep().serve({1: ROOM}, NAMES, NAMES[0], time.monotonic() + 0.05)
+        SegmentServer().serve({1: ROOM}, NAMES, NAMES[0], time.monotonic() + 0.05)
     with pytest.raises(TransferError, match="no shared memory from trainer rank 0"):
         fetch("mcore_rl-nobody", 1, ROOM, NAMES[0], time.monotonic() + 0.05)
 
 
 def test_only_host_words_take_host_memory() -> None:
-    on_gpu = Room(1 << 20, torch.device("cuda", 0))
-    assert on_gpu.host_bytes < Room(1 << 20, torch.device("cpu")).host_bytes / 1000
+    on_gpu = SegmentSpec(1 << 20, torch.device("cuda", 0))
+    assert on_gpu.host_bytes < SegmentSpec(1 << 20, torch.device("cpu")).host_bytes / 1000

@@ -11,9 +11,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
-from mcore_rl.stream.engine_control import EngineControl, EngineError
-from mcore_rl.stream.linked_engine import LinkedEngine, Relay
-from mcore_rl.stream.refit_report import EngineRefit, agreement, summary
+from mcore_rl.stream.controller.engine_control import EngineControl, EngineError
+from mcore_rl.stream.controller.linked_engine import LinkedEngine, Relay
+from mcore_rl.stream.controller.sync_report import EngineSyncResult, agreement, summary
 from mcore_rl.stream.wire import Link, Order, Report
 
 _log = logging.getLogger(__name__)
@@ -64,14 +64,16 @@ class Update(ABC):
         self._trainers, self._timeout_s, self._mixed = trainers, timeout_s, mixed
 
     @abstractmethod
-    async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineRefit]:
+    async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineSyncResult]:
         """In the order of the engines."""
 
     async def _open(self, control: EngineControl) -> None:
         await control.pause()
         await control.begin_update()
 
-    async def _close(self, updated: Updated, version: int, refit: EngineRefit, began_s: float) -> EngineRefit:
+    async def _close(
+        self, updated: Updated, version: int, refit: EngineSyncResult, began_s: float
+    ) -> EngineSyncResult:
         """End the update; commit and resume if all went well, else leave the engine paused."""
         control, error = updated.control, refit.error
         try:
@@ -92,7 +94,7 @@ class Update(ABC):
 
     def _judge(
         self, url: str, received: Sequence[Report], sent: Sent, answer: BaseException | None = None
-    ) -> EngineRefit:
+    ) -> EngineSyncResult:
         """The verdict on what trainer ranks, engine ranks and the engine itself said."""
         of_trainers = [] if isinstance(sent, BaseException) else [ranks[url] for ranks in sent]
         error = agreement([*of_trainers, *received], answer)
@@ -105,12 +107,12 @@ class Update(ABC):
 class InPlaceUpdate(Update):
     """Slices land in the parameters of paused engines."""
 
-    async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineRefit]:
+    async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineSyncResult]:
         began_s = time.monotonic()
         opened = await asyncio.gather(*(self._open(e.control) for e in engines), return_exceptions=True)
         errors = {e.url: _engine_error(answer) for e, answer in zip(engines, opened, strict=True)}
         ready = [e for e in engines if errors[e.url] is None]
-        moved: dict[str, EngineRefit] = {}
+        moved: dict[str, EngineSyncResult] = {}
         if ready:
             sending = self._start_send(version, [e.url for e in ready])
             self._mixed |= {e.url for e in ready}
@@ -121,7 +123,7 @@ class InPlaceUpdate(Update):
             for e, reports, answer in zip(ready, received, loaded, strict=True):
                 moved[e.url] = self._judge(e.url, reports, sent, answer)
         closing = (
-            self._close(e, version, moved.get(e.url) or EngineRefit(e.url, error=errors[e.url]), began_s)
+            self._close(e, version, moved.get(e.url) or EngineSyncResult(e.url, error=errors[e.url]), began_s)
             for e in engines
         )
         return await asyncio.gather(*closing)
@@ -144,7 +146,7 @@ class StagedUpdate(Update):
         super().__init__(trainers, timeout_s, mixed)
         self._relay_host = relay_host
 
-    async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineRefit]:
+    async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineSyncResult]:
         refits = await self._move(version, self._chains(engines))
         behind = [e for e in engines if _was_left_behind(refits[e.url])]
         if behind:
@@ -161,7 +163,7 @@ class StagedUpdate(Update):
             alike[e.engine.digest].append(e)
         return list(alike.values())
 
-    async def _move(self, version: int, chains: Sequence[Sequence[Updated]]) -> dict[str, EngineRefit]:
+    async def _move(self, version: int, chains: Sequence[Sequence[Updated]]) -> dict[str, EngineSyncResult]:
         """Each engine's verdict; those that got the version have swapped it in."""
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
         sending = self._start_send(version, [chain[0].url for chain in chains])
@@ -202,8 +204,8 @@ class StagedUpdate(Update):
         return await asyncio.gather(*map(follow, range(len(chain))))
 
     async def _swap(
-        self, updated: Updated, version: int, refit: EngineRefit, deadline_s: float
-    ) -> EngineRefit:
+        self, updated: Updated, version: int, refit: EngineSyncResult, deadline_s: float
+    ) -> EngineSyncResult:
         """Put the staged weights to use, between two decode steps."""
         if refit.error is not None:
             return refit
@@ -241,7 +243,7 @@ def _is_broken(relay: Relay) -> bool:
     return relay.store.failure() is not None
 
 
-def _was_left_behind(refit: EngineRefit) -> bool:
+def _was_left_behind(refit: EngineSyncResult) -> bool:
     """It lives, but did not get what another engine was to pass on."""
     return refit.error is not None and refit.upstream is not None and not refit.silent
 

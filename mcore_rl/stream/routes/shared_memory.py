@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.stream.channel import Channel
-from mcore_rl.stream.transport import TransferError, wait_until
+from mcore_rl.stream.routes.channel import Channel
+from mcore_rl.stream.routes.transport import TransferError, wait_until
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mcore_rl.stream.transport import ASK_S, TransferError
+from mcore_rl.stream.routes.transport import ASK_S, TransferError
 
 ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # stubs lack options and point-to-point verbs
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]

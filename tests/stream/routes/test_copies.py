@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_rl.stream.copies import Copies
+from mcore_rl.stream.routes.copies import Copies
 
 
 def test_pairs_of_all_kinds_are_copied_both_ways() -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, distributed
 
 from mcore_rl.device.gpu_pair import make_pair_group
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError, wait_until
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.transport import TransferError, wait_until
 from mcore_rl.stream.wire import Link
 
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.players.colocation import EngineMemory
-from mcore_rl.stream.refit import RefitError
+from mcore_rl.stream.controller.sync import SyncError
 from tests.stream.processes import Fault
 from tests.stream.stage import Stage, call, checksums, checksums_after_loading, open_stage, served_version
 
@@ -142,7 +142,7 @@ def test_an_engine_that_dies_leaves_the_others_in_rotation(stage: Stage) -> None
 def test_a_trainer_rank_that_dies_is_named_and_the_engine_stays_out(stage: Stage) -> None:
     url = stage.urls[0]
     stage.ranks.processes[1].kill()
-    with pytest.raises(RefitError, match="trainer rank 1"):
+    with pytest.raises(SyncError, match="trainer rank 1"):
         asyncio.run(stage.refitter.sync(9))
     assert stage.refitter.in_rotation == ()
     assert served_version(url) == "8"

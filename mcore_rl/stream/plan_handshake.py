@@ -23,9 +23,9 @@ from mcore_rl.slices.local_plan import plan_recvs, plan_sends
 from mcore_rl.slices.pool import Slice
 from mcore_rl.slices.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
-from mcore_rl.stream.channel import machine_id
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.channel import machine_id
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, decode_shards, encode_shards
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ MakeShards = Callable[[HfTensors], Sequence[Shard]]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class PlannedExchange:
     """What one rank needs to know.
 
     digest    "recorded" or "listed", and a sha256 of layouts and hosts: equal on all ranks, and on the ranks
@@ -61,7 +61,7 @@ class _Found:
     digest: str
 
 
-class Meeting:
+class PlanHandshake:
     """One rank among all ranks of a link that come to agree."""
 
     def __init__(self, store: LinkStore, link: Link, rank: int, deadline_s: float) -> None:
@@ -69,7 +69,7 @@ class Meeting:
         self._is_sender = rank < link.num_senders
         self._side_rank = rank if self._is_sender else rank - link.num_senders
 
-    def agree(self, make_shards: MakeShards) -> Agreement:
+    def agree(self, make_shards: MakeShards) -> PlannedExchange:
         """TransferError names the ranks that did not come, failed or disagree."""
         found = self._find_recorded(make_shards) or self._find_listed(make_shards)
         own: dict[str, list[Shard]] = defaultdict(list)
@@ -79,7 +79,7 @@ class Meeting:
         flows = self._plan(found.source, found.target, hosts)
         buckets = plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes)
         layouts = hashlib.sha256(f"{found.digest} {hosts.sources} {_shared(hosts)}".encode())
-        return Agreement(f"{found.kind} {layouts.hexdigest()}", buckets, own)
+        return PlannedExchange(f"{found.kind} {layouts.hexdigest()}", buckets, own)
 
     def _find_recorded(self, make_shards: MakeShards) -> _Found | None:
         """None if the recorded layouts are wrong for any rank, or cannot be made of its model and sizes."""

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream, gpu_id, readable_gpus
-from mcore_rl.stream.channel import Channel, Doorstep, Room, fetch, machine_id
-from mcore_rl.stream.gloo import GlooTransport, route_to
-from mcore_rl.stream.gpu_pairs import GpuPairTransport
-from mcore_rl.stream.shared_memory import SharedMemoryTransport
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import Transport
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.channel import Channel, SegmentServer, SegmentSpec, fetch, machine_id
+from mcore_rl.stream.routes.gloo import GlooTransport, route_to
+from mcore_rl.stream.routes.gpu_pairs import GpuPairTransport
+from mcore_rl.stream.routes.shared_memory import SharedMemoryTransport
+from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.wire import Link
 
 MakeTransport = Callable[[LinkStore, int, Link, Mapping[int, int], float, DeviceStream], Transport]
@@ -33,7 +33,7 @@ Way = Literal["shared memory", "shared GPU memory", "NCCL", "gloo"]
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """What a rank tells the others of its link about itself."""
 
     machine: str
@@ -44,7 +44,7 @@ class Place:
     """Where receivers of its machine fetch what they share with it."""
 
 
-def choose_way(sender: Place, receiver: Place) -> Way:
+def choose_way(sender: RankLocation, receiver: RankLocation) -> Way:
     is_near = sender.machine == receiver.machine
     if sender.gpu and receiver.gpu:
         return "shared GPU memory" if is_near and sender.gpu in receiver.readable_gpus else "NCCL"
@@ -94,10 +94,12 @@ def make_routes(
     stream: DeviceStream,
 ) -> Routes:
     """All ranks of the link call this; TransferError names those that did not by `deadline_s`."""
-    doorstep = Doorstep() if rank < link.num_senders else None
+    doorstep = SegmentServer() if rank < link.num_senders else None
     with store.errors_published("host", rank):
         device = stream.device
-        own = Place(machine_id(), gpu_id(device), readable_gpus(device), doorstep.name if doorstep else "")
+        own = RankLocation(
+            machine_id(), gpu_id(device), readable_gpus(device), doorstep.name if doorstep else ""
+        )
         store.publish("host", rank, json.dumps(astuple(own)).encode())
     everyone = range(len(link.names))
     answers = store.collect("host", everyone, link.names, link.names[rank], deadline_s)
@@ -107,7 +109,7 @@ def make_routes(
     else:
         ways = {peer: choose_way(places[peer], places[rank]) for peer in sizes}
     rooms = {
-        peer: Room(words, device if ways[peer] == "shared GPU memory" else torch.device("cpu"))
+        peer: SegmentSpec(words, device if ways[peer] == "shared GPU memory" else torch.device("cpu"))
         for peer, words in sizes.items()
         if ways[peer] in ("shared memory", "shared GPU memory")
     }
@@ -152,13 +154,13 @@ def make_gpu_pairs(
     return GpuPairTransport(store, rank, link, sizes, stream.device, deadline_s)
 
 
-def _decode_place(data: bytes) -> Place:
+def _decode_place(data: bytes) -> RankLocation:
     machine, gpu, readable, door = json.loads(data)
-    return Place(machine, gpu, tuple(readable), door)
+    return RankLocation(machine, gpu, tuple(readable), door)
 
 
 def _fetch_all(
-    rooms: Mapping[int, Room], places: Sequence[Place], rank: int, link: Link, deadline_s: float
+    rooms: Mapping[int, SegmentSpec], places: Sequence[RankLocation], rank: int, link: Link, deadline_s: float
 ) -> dict[int, Channel]:
     return {
         peer: fetch(places[peer].door, rank, room, link.names[peer], deadline_s)
@@ -166,9 +168,9 @@ def _fetch_all(
     }
 
 
-def needs_gloo(senders: Sequence[Place], receivers: Sequence[Place]) -> bool:
+def needs_gloo(senders: Sequence[RankLocation], receivers: Sequence[RankLocation]) -> bool:
     """Whether any pair goes by gloo, whose group all ranks of a link make together."""
-    kinds = [{Place(p.machine, p.gpu and "any") for p in places} for places in (senders, receivers)]
+    kinds = [{RankLocation(p.machine, p.gpu and "any") for p in places} for places in (senders, receivers)]
     return any(choose_way(sender, receiver) == "gloo" for sender in kinds[0] for receiver in kinds[1])
 
 

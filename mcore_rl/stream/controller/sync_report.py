@@ -7,7 +7,7 @@ from mcore_rl.stream.wire import Report
 
 
 @dataclass(frozen=True)
-class EngineRefit:
+class EngineSyncResult:
     """What one engine's sync took; `error` is None if it serves the new version.
 
     pause_seconds   from before the engine was told to stop generating to after it was told to go on
@@ -26,12 +26,12 @@ class EngineRefit:
 
 
 @dataclass(frozen=True)
-class RefitReport:
+class SyncReport:
     """`seconds`: of the whole sync; the transfer is the part in which bytes move."""
 
     version: int
     seconds: float
-    engines: tuple[EngineRefit, ...]
+    engines: tuple[EngineSyncResult, ...]
 
     @property
     def failed(self) -> dict[str, str]:
@@ -65,9 +65,9 @@ def agreement(reports: Sequence[Report], answer: BaseException | None = None) ->
     return None if len(digests) == 1 else f"ranks followed different plans: {sorted(digests)}"
 
 
-def summary(url: str, received: Sequence[Report], error: str | None) -> EngineRefit:
+def summary(url: str, received: Sequence[Report], error: str | None) -> EngineSyncResult:
     """Of what the ranks of one engine received."""
-    return EngineRefit(
+    return EngineSyncResult(
         url,
         sum(report.num_bytes for report in received),
         sum(report.num_buckets for report in received),

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.stream.buckets import Bucket, Holding, PlacedBucket
-from mcore_rl.stream.routes import MakeTransport
-from mcore_rl.stream.store import LinkStore
-from mcore_rl.stream.transport import TransferError
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.choice import MakeTransport
+from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link
 
 NUM_SLOTS = 4
@@ -58,7 +58,7 @@ class Arrivals:
         raise TransferError(f"bucket {index} cannot be passed on: {reason}", peer_lost=True)
 
 
-class Passage:
+class BucketTransfer:
     """The buckets of one rank, the memory they lie in, and the transport of their bytes.
 
     Memory: NUM_SLOTS buckets per pair of ranks that share memory, and as many per rank for all others. A

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from mcore_rl.stream.engine_control import EngineControl
-from mcore_rl.stream.store import LinkStore
+from mcore_rl.stream.controller.engine_control import EngineControl
+from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Action, Command, Link, Order, Report, encode_command
 
 _LAST_WORDS_S = 3.0
