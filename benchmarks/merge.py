@@ -136,7 +136,7 @@ def save_rank(rank: int, port: int, hf_dir: Path, checkpoint: Path) -> None:
     import torch
 
     from mcore_rl.config import ParallelConfig, TrainConfig
-    from mcore_rl.slices.hf_config import read_hf_config
+    from mcore_rl.slices.hf.config import read_hf_config
     from mcore_rl.train.checkpoint import start_save
     from mcore_rl.train.hf_config import make_transformer_config
     from mcore_rl.train.model import make_chunks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.training import LocalPart
+from mcore_rl.slices.layouts.training import LocalPart
 
 DTYPE = torch.float32
 LAYER = "decoder.layers."

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.softmax_moe import QWEN3_MOE
-from mcore_rl.slices.training import training_shards
+from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from refit_model import local_tensors

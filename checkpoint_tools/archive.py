@@ -20,9 +20,9 @@ from typing import Any
 from zlib_ng import zlib_ng
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
-from mcore_rl.slices.checksums import Span
-from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 STORAGES = {
     "DoubleStorage": "float64",

@@ -13,8 +13,8 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.archive import LOCAL_HEADER, STORAGES
 from checkpoint_tools.stored import DTYPE_BYTES
-from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 
 @dataclass(frozen=True)

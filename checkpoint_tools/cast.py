@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.fp8 import num_blocks
-from mcore_rl.slices.quantise import quantise_into
+from mcore_rl.slices.hf.fp8 import num_blocks
+from mcore_rl.slices.hf.quantize import quantise_into
 
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
@@ -15,7 +15,7 @@ def cast(data: memoryview, dtype: str, to: str) -> memoryview:
 
 
 def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
-    """(8-bit values, float32 scales) of whole rows of blocks; see mcore_rl/slices/quantise.py."""
+    """(8-bit values, float32 scales) of whole rows of blocks; see mcore_rl/slices/hf/quantize.py."""
     weights_NK = _view(data, dtype).view(-1, num_columns)
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
     scales_nk = torch.empty(num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32)

@@ -15,8 +15,8 @@ from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.produce import Report
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families.settings import unquantised
-from mcore_rl.slices.hf_config import parse_hf_config
-from mcore_rl.slices.hf_folder import write_small_files
+from mcore_rl.slices.hf.config import parse_hf_config
+from mcore_rl.slices.hf.folder import write_small_files
 
 HALVES = ("bfloat16", "float16")
 """Dtypes whose tensors are cast if they have no scales; float32 is the choice of those who published it."""

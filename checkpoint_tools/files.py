@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from checkpoint_tools.stored import Checkpoint
-from mcore_rl.slices.checksums import (
+from mcore_rl.slices.hf.checksums import (
     MANIFEST,
     FileSums,
     read_manifest,

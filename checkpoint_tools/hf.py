@@ -11,8 +11,8 @@ from checkpoint_tools.files import check_manifest
 from checkpoint_tools.hf_model import check_against_config
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.stored import Checkpoint, StoredTensor
-from mcore_rl.slices.checksums import MANIFEST
-from mcore_rl.slices.hf_folder import INDEX
+from mcore_rl.slices.hf.checksums import MANIFEST
+from mcore_rl.slices.hf.folder import INDEX
 
 
 def open_hf(folder: Path, use_sums: bool = True) -> Checkpoint:

@@ -10,7 +10,7 @@ from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.families.settings import unquantised
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf_config import named_dtype, parse_hf_config, read_hf_config
+from mcore_rl.slices.hf.config import named_dtype, parse_hf_config, read_hf_config
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """What a family's functions may raise on settings of a wrong type or size."""

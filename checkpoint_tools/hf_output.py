@@ -11,8 +11,8 @@ from checkpoint_tools.produce import Report, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
 from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
-from mcore_rl.slices.hf_folder import deal_out
+from mcore_rl.slices.hf.folder import deal_out
+from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
 
 Describe = Callable[..., None]
 """(folder, weight_map=tensor -> file, total_bytes=...): writes the small files of a folder."""

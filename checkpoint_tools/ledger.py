@@ -11,7 +11,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.reader import Record
 from checkpoint_tools.stored import Checkpoint, Chunk
-from mcore_rl.slices.checksums import MANIFEST, FileSums, Span
+from mcore_rl.slices.hf.checksums import MANIFEST, FileSums, Span
 
 
 class Ledger:

@@ -9,12 +9,12 @@ from itertools import product
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, checked, make_pieces, ordered, row_of
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig, Rule, Shape
 from mcore_rl.slices.families.value_head import with_value_head
-from mcore_rl.slices.hf_config import moe_layers, padded_vocab_size
-from mcore_rl.slices.training import LocalPart, training_padding, training_shards
+from mcore_rl.slices.hf.config import moe_layers, padded_vocab_size
+from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 OUTPUT_LAYER = "output_layer.weight"
 

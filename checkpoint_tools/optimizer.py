@@ -19,7 +19,7 @@ from checkpoint_tools.produce import Report
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
 from checkpoint_tools.torch_dist import COMMON, OPTIMIZER, read_common
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf_folder import write_index
+from mcore_rl.slices.hf.folder import write_index
 
 PREFIX = OPTIMIZER + "state."
 STATES = ("param", "exp_avg", "exp_avg_sq")

@@ -17,8 +17,8 @@ from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, Record, bands
 from checkpoint_tools.stored import DTYPE_BYTES
-from mcore_rl.slices.checksums import Span
-from mcore_rl.slices.fp8 import BLOCK
+from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.hf.fp8 import BLOCK
 
 Made = Assembly | Packed
 
@@ -153,7 +153,7 @@ class Writer:
     def _write_quantised(
         self, descriptor: int, assembly: Assembly, start: int, scales_start: int
     ) -> list[Span]:
-        """Bands of whole rows of blocks; see mcore_rl/slices/fp8.py."""
+        """Bands of whole rows of blocks; see mcore_rl/slices/hf/fp8.py."""
         size, columns = DTYPE_BYTES[assembly.dtype], assembly.shape[1]
         values_crc32, scales_crc32, scales_at = 0, 0, scales_start
         from checkpoint_tools.cast import quantise  # imports torch

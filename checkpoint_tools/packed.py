@@ -15,7 +15,7 @@ from typing import Any, Literal
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
 from mcore_rl.slices.families.settings import DEQUANTISED
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.fp8 import FP8, scaled_name
+from mcore_rl.slices.hf.fp8 import FP8, scaled_name
 
 FP8_SCALE_DTYPES = ("float32", "bfloat16", "float16")
 MXFP4_GROUP = 32

@@ -14,8 +14,8 @@ from checkpoint_tools.options import Effort, show_bytes, work_through
 from checkpoint_tools.output import Done, OutputFile, Task, Unit, Writer, buffer_bytes, check_held, make_units
 from checkpoint_tools.staging import JOURNAL, Staging
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
-from mcore_rl.slices.checksums import sum_small_files, write_manifest
 from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.hf.checksums import sum_small_files, write_manifest
 
 SMALLEST_UNIT, LARGEST_UNIT = 1 << 20, 64 << 20
 """Bytes that a worker does at a time: what a kill costs, and how evenly the workers end."""

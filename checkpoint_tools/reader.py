@@ -15,7 +15,7 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
-from mcore_rl.slices.checksums import Span
+from mcore_rl.slices.hf.checksums import Span
 
 
 @dataclass

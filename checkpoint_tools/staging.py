@@ -18,7 +18,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.output import Done, OutputFile, Unit
 from checkpoint_tools.reader import Record
-from mcore_rl.slices.checksums import FileSums, Span, sum_ranges
+from mcore_rl.slices.hf.checksums import FileSums, Span, sum_ranges
 
 PARTIAL = ".partial"
 JOURNAL = ".journal"

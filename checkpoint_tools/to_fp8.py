@@ -11,8 +11,8 @@ from checkpoint_tools.options import Effort
 from checkpoint_tools.produce import Report
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG, is_converted
-from mcore_rl.slices.hf_folder import write_small_files
+from mcore_rl.slices.hf.folder import write_small_files
+from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 
 KEPT = ("eh_proj",)
 """Modules of multi-token prediction that are not quantised by DeepSeek's convention, whatever their name."""
@@ -20,7 +20,7 @@ SOURCE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> Report:
-    """Quantise the model of `source_hf` as DeepSeek publishes it (see mcore_rl/slices/fp8.py) into `out`.
+    """Quantise the model of `source_hf` as DeepSeek publishes it (see mcore_rl/slices/hf/fp8.py) into `out`.
 
     ValueError names the file or tensor that is wrong; a model that is quantised already is refused.
     """

@@ -16,7 +16,7 @@ from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_folder import write_small_files
+from mcore_rl.slices.hf.folder import write_small_files
 
 
 def to_hf(

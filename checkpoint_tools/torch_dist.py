@@ -16,8 +16,8 @@ from checkpoint_tools.files import check_manifest
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, Item, StoredTensor
 from checkpoint_tools.tiling import check_boxes
 from checkpoint_tools.unpickle import Record, read_metadata
-from mcore_rl.slices.checksums import FileSums
 from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.hf.checksums import FileSums
 
 METADATA, COMMON = ".metadata", "common.pt"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

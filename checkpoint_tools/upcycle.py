@@ -24,7 +24,7 @@ from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
 from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
 from mcore_rl.slices.families.table import Family, HfConfig
-from mcore_rl.slices.hf_folder import TEMPORARY, write_small_files
+from mcore_rl.slices.hf.folder import TEMPORARY, write_small_files
 
 EXPERTS_OF = {"LlamaForCausalLM": "MixtralForCausalLM", "Qwen3ForCausalLM": "Qwen3MoeForCausalLM"}
 """Dense architecture -> the one with experts that differs from it in the MLP alone."""

@@ -23,8 +23,8 @@ from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served import check_served_path, find_served
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.fp8 import QUANTIZATION_CONFIG
-from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.stream.controller.engine_control import LOADER
 
 

@@ -4,7 +4,7 @@ from mcore_rl.config import Config
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 

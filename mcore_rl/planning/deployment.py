@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from mcore_rl.config import Config
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.slices.plan.shares import RegularHosts
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from mcore_rl.config.recipe import value_of
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import RankMemory, Side
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 
 Settings = Mapping[str, Any]
 """Options by dotted name."""

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import Deployment, engine_links
-from mcore_rl.slices.cost import (
+from mcore_rl.slices.plan.cost import (
     GATHER_BUCKET_BYTES,
     GatherBroadcast,
     Traffic,
@@ -15,7 +15,7 @@ from mcore_rl.slices.cost import (
     predict,
     predict_gather_broadcast,
 )
-from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
+from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 GIB = 2**30

@@ -15,11 +15,11 @@ from mcore_rl.planning.checks import check_sizes
 from mcore_rl.rewards.questions import JudgeQuestion, Question, RewardModelQuestion
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
-from mcore_rl.slices.carried import carried_tensors
+from mcore_rl.slices.families.routing import check_routing
 from mcore_rl.slices.families.value_head import has_value_head
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import open_hf_dir
-from mcore_rl.slices.routing import check_routing
+from mcore_rl.slices.hf.carried import carried_tensors
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.types import Prompt
 
 

@@ -15,7 +15,7 @@ from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelCo
 from mcore_rl.config.recipe import value_of
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
 from mcore_rl.slices.families import refuse_unsupported
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 
 SMALLEST = 2
 """Ranks of every kind of parallelism that a recipe uses."""

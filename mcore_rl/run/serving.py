@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.families.settings import unquantised
-from mcore_rl.slices.hf_config import parse_hf_config
+from mcore_rl.slices.hf.config import parse_hf_config
 
 Merge = Callable[[Path, Path, Path], object]
 """(Megatron checkpoint, HuggingFace directory that the run began from, directory to write)."""

@@ -15,7 +15,7 @@ from math import prod
 from operator import lt
 from typing import TYPE_CHECKING
 
-from mcore_rl.slices.dtypes import ITEMSIZE
+from mcore_rl.slices.hf.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
-from mcore_rl.slices.fp8 import BLOCK, FP8, scale_box
-from mcore_rl.slices.pool import Slice
-from mcore_rl.slices.quantise import quantise_into
+from mcore_rl.slices.hf.fp8 import BLOCK, FP8, scale_box
+from mcore_rl.slices.hf.quantize import quantise_into
+from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES, Checksums

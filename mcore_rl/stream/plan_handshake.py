@@ -19,9 +19,9 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.layout import Layout, check_rank
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
-from mcore_rl.slices.local_plan import plan_recvs, plan_sends
-from mcore_rl.slices.pool import Slice
-from mcore_rl.slices.shares import ListedHosts
+from mcore_rl.slices.plan.local import plan_recvs, plan_sends
+from mcore_rl.slices.plan.shared_region import Slice
+from mcore_rl.slices.plan.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.routes.channel import machine_id

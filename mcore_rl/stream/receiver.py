@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.engine_trace import trace_load_weights
+from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.orders import attempt, follow_orders, publish

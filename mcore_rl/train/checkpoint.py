@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import device, synchronize
-from mcore_rl.slices.checksums import FileSums, read_manifest, sum_file, sum_small_files, write_manifest
+from mcore_rl.slices.hf.checksums import FileSums, read_manifest, sum_file, sum_small_files, write_manifest
 from mcore_rl.train.rng import rng_state, set_rng_state
 
 INCOMPLETE = ".incomplete"

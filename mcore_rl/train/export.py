@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.carried import write_carried
-from mcore_rl.slices.checksums import FileSums
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_files import (
+from mcore_rl.slices.hf.carried import write_carried
+from mcore_rl.slices.hf.checksums import FileSums
+from mcore_rl.slices.hf.files import (
     ExportFile,
     commit_export,
     empty_tensors,
@@ -25,7 +25,7 @@ from mcore_rl.slices.hf_files import (
     plan_export,
     write_export_file,
 )
-from mcore_rl.slices.plan import SlicePlan, Transfer, make_plan
+from mcore_rl.slices.plan.whole import SlicePlan, Transfer, make_plan
 
 
 def export_hf(

@@ -14,7 +14,7 @@ from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.device import megatron_options
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import moe_layers
+from mcore_rl.slices.hf.config import moe_layers
 from mcore_rl.slices.layouts.check import check_layout
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head
-from mcore_rl.slices.hf_config import padded_vocab_size
+from mcore_rl.slices.hf.config import padded_vocab_size
 from mcore_rl.train.alternating import with_halves
 from mcore_rl.train.hf_config import rotary_options
 from mcore_rl.train.projection_norm import ProjectionNorm

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.training import LocalPart, training_padding, training_shards
+from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainC
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.hf_config import make_transformer_config

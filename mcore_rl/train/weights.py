@@ -12,13 +12,13 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.coverage import check_coverage
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import SCORE, has_value_head
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import load_into
-from mcore_rl.slices.training import training_padding, training_shards
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.files import load_into
+from mcore_rl.slices.layouts.training import training_padding, training_shards
+from mcore_rl.slices.plan.coverage import check_coverage
 from mcore_rl.train.shards import local_parts, local_tensors, zero_padding
 
 

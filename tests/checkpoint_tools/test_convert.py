@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.cli import main
-from mcore_rl.slices.checksums import MANIFEST, read_manifest
-from mcore_rl.slices.hf_files import open_hf_dir
-from mcore_rl.slices.hf_folder import INDEX
-from mcore_rl.slices.quantise import quantise_into
+from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
+from mcore_rl.slices.hf.files import open_hf_dir
+from mcore_rl.slices.hf.folder import INDEX
+from mcore_rl.slices.hf.quantize import quantise_into
 from tests.checkpoint_tools.conftest import LAYOUTS, MTP, write_source
 from tests.policy import read
 from tests.test_policy_docs import commands

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.slices.checksums import MANIFEST, read_manifest
+from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
 from tests.checkpoint_tools.conftest import run
 from tests.checkpoint_tools.corruption import SHOWN_BY_STRUCTURE, Damage, flip
 from tests.tiny_models import write_model

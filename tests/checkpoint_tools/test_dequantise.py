@@ -15,9 +15,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint_tools.cli import main
 from mcore_rl.run.serving import find_model
-from mcore_rl.slices.checksums import MANIFEST
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import open_hf_dir
+from mcore_rl.slices.hf.checksums import MANIFEST
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
 from tests.tiny_models import write_model
 

@@ -12,8 +12,8 @@ from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import Reader, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, StoredTensor
 from checkpoint_tools.tiling import check_boxes
-from mcore_rl.slices.checksums import sum_file
-from mcore_rl.slices.coverage import contiguous_strides
+from mcore_rl.slices.hf.checksums import sum_file
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 
 def split(size: int, rng: random.Random) -> list[int]:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from checkpoint_tools.cli import main
 from checkpoint_tools.opening import open_checkpoint
 from mcore_rl.slices.families import hf_tensor_shapes
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 from tests.tiny_models import VOCAB, write_model
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 from tests.e2e.test_train import Start, assert_engine_agrees, changed_tensors, steps_of, write_family
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

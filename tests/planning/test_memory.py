@@ -12,7 +12,7 @@ from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
 from mcore_rl.planning.rank_memory import RankMemory
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 from tests.policy import read
 from tests.recipes import LARGE, plan_of
 

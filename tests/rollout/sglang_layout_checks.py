@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
-from mcore_rl.slices.engine_trace import trace_load_weights
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.slices.layouts.layout import check_rank
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes

@@ -9,7 +9,7 @@ from mcore_rl.config import ParallelConfig
 from mcore_rl.config.recipe import leaves, load_recipe, value_of
 from mcore_rl.run.rehearsal import rehearse, tiny_config
 from mcore_rl.slices.families import family_of, hf_tensor_shapes, refuse_unsupported
-from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
 from tests.recipes import LARGE

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
-from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.pool import Grain
-from mcore_rl.slices.shares import Topology
+from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
+from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shares import Topology
 
 Weights = Mapping[str, NDArray[np.int64]]
 MISSING = -1

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.coverage import contiguous_strides
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 HIDDEN, HEADS, EXPERTS, VOCAB = 12, 6, 4, 33
 

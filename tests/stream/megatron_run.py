@@ -36,7 +36,7 @@ from mcore_rl.rollout.engine import EngineAddress, EngineProcess
 from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 from tests.stream.megatron_ranks import MegatronRanks

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.training import training_shards
+from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.routes.choice import make_routes
 from mcore_rl.stream.routes.transport import Transport

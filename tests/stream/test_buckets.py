@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.local_plan import plan_recvs, plan_sends
-from mcore_rl.slices.pool import Slice
-from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.slices.plan.local import plan_recvs, plan_sends
+from mcore_rl.slices.plan.shared_region import Slice
+from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings, plan_buckets, split_box
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS

@@ -5,7 +5,7 @@ import torch
 
 from mcore_rl.device import device, has_cuda
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.pool import Slice
+from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
 from tests.stream.layouts import column_cut, expert_cut, row_cut
 from tests.stream.processes import Fault, Scene, expected_parameters, run_scene

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.slices.carried import carried_tensors
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import Rule
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import open_hf_dir
-from mcore_rl.slices.training import LocalPart, training_shards
+from mcore_rl.slices.hf.carried import carried_tensors
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.files import open_hf_dir
+from mcore_rl.slices.layouts.training import LocalPart, training_shards
 from mcore_rl.train.shards import local_parts
 from mcore_rl.types import StepStats
 from tests import models_table

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mcore_rl.config import ParallelConfig, TrainConfig
-from mcore_rl.slices.hf_config import padded_vocab_size, read_hf_config
+from mcore_rl.slices.hf.config import padded_vocab_size, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.train.hf_config import (
     make_transformer_config,

@@ -10,7 +10,7 @@ import torch
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.planning.memory import stage_parameters
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.layouts.layout import check_rank
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.train.hf_config import make_transformer_config

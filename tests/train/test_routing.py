@@ -16,7 +16,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from mcore_rl.slices.hf_config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.types import TrainBatch
 from tests.distributed import run_each, run_ranks
 from tests.tiny_models import write_model

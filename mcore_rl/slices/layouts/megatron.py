@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
-from mcore_rl.slices.hf_config import padded_vocab_size
+from mcore_rl.slices.hf.config import padded_vocab_size
 from mcore_rl.slices.layouts.layout import Piece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.staged import StagedLayout

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 from mcore_rl.slices.box import Box
-from mcore_rl.slices.fp8 import (
+from mcore_rl.slices.hf.fp8 import (
     BLOCK,
     FP8,
     SCALE_DTYPE,

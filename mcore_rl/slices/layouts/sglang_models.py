@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import sparse_layers
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import named_dtype
+from mcore_rl.slices.hf.config import named_dtype
 
 ROWS, COLUMNS = 0, 1
 

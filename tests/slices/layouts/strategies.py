@@ -8,8 +8,8 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.pool import Grain
-from mcore_rl.slices.shares import ListedHosts, RegularHosts, Topology
+from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts, Topology
 from tests.slices.megatron_layout import model_config
 
 DTYPE = "float32"

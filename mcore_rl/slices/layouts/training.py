@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.coverage import Span, contiguous_strides
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule, Shape
+from mcore_rl.slices.plan.coverage import Span, contiguous_strides
 
 
 @dataclass(frozen=True)

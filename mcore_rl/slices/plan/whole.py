@@ -7,8 +7,8 @@ from functools import cached_property
 
 from mcore_rl.slices.box import Box, Shard, subtract
 from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.local_plan import plan_recvs
-from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.slices.plan.local import plan_recvs
+from mcore_rl.slices.plan.shares import RegularHosts
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_files import (
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.files import (
     commit_export,
     empty_tensors,
     export_targets,
@@ -19,10 +19,10 @@ from mcore_rl.slices.hf_files import (
     plan_export,
     write_export_file,
 )
-from mcore_rl.slices.hf_folder import INDEX
-from mcore_rl.slices.plan import make_plan
-from mcore_rl.slices.reshard import reshard
-from mcore_rl.slices.training import training_shards
+from mcore_rl.slices.hf.folder import INDEX
+from mcore_rl.slices.layouts.training import training_shards
+from mcore_rl.slices.plan.reshard import reshard
+from mcore_rl.slices.plan.whole import make_plan
 from tests.slices.megatron_layout import TrainLayout, model_config, train_ranks
 
 LAYOUT = TrainLayout(tp=2, pp=2, dp=2, ep=2, etp=2)

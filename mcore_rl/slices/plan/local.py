@@ -22,8 +22,8 @@ from mcore_rl.slices.layouts.quantised import (
     travels_with_matrix,
 )
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.pool import Cell, Grain, Pool, Slice
-from mcore_rl.slices.shares import Move, Shares, Topology
+from mcore_rl.slices.plan.shared_region import Cell, Grain, Pool, Slice
+from mcore_rl.slices.plan.shares import Move, Shares, Topology
 
 GRAIN = Grain()
 

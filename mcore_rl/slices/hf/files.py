@@ -15,14 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
-from mcore_rl.slices.checksums import MANIFEST, FileSums, sum_safetensors, sum_small_files, write_manifest
-from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import DEQUANTISE
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.fp8 import scaled_name
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.hf_folder import INDEX, TEMPORARY, checkpoint_files, deal_out, write_small_files
+from mcore_rl.slices.hf.checksums import MANIFEST, FileSums, sum_safetensors, sum_small_files, write_manifest
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.folder import INDEX, TEMPORARY, checkpoint_files, deal_out, write_small_files
+from mcore_rl.slices.hf.fp8 import scaled_name
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """safetensors' names of the dtypes that a model is loaded from."""

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.cost import Load, by_host, predict, predict_gather_broadcast
-from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.local_plan import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.pool import Grain
-from mcore_rl.slices.shares import RegularHosts, Topology
+from mcore_rl.slices.plan.cost import Load, by_host, predict, predict_gather_broadcast
+from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
+from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shares import RegularHosts, Topology
 from tests.slices.layouts.strategies import (
     GRAINS,
     megatron_layout,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.coverage import Span, check_coverage, contiguous_strides, runs
+from mcore_rl.slices.plan.coverage import Span, check_coverage, contiguous_strides, runs
 
 
 def rows(start: int, stop: int, name: str = "w", num_columns: int = 4) -> Shard:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import lcm, prod
 
 from mcore_rl.slices.box import Box, itemsize
-from mcore_rl.slices.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
+from mcore_rl.slices.hf.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
 from mcore_rl.slices.layouts.ranks import Ranks
 
 Cell = tuple[str, tuple[int, ...], tuple[int, ...]]

@@ -14,7 +14,7 @@ from mcore_rl.slices.families import (
     hf_tensor_shapes,
     refuse_unsupported,
 )
-from mcore_rl.slices.hf_config import read_hf_config
+from mcore_rl.slices.hf.config import read_hf_config
 from tests.slices.megatron_layout import model_config
 from tests.tiny_models import MODELS, write_model
 

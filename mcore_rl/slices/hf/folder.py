@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.slices.checksums import MANIFEST
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf.checksums import MANIFEST
 
 INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mcore_rl.slices.checksums import (
+from mcore_rl.slices.hf.checksums import (
     MANIFEST,
     FileSums,
     Span,

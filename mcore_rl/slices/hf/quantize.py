@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mcore_rl.slices.fp8 import BLOCK
+from mcore_rl.slices.hf.fp8 import BLOCK
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _MIN_AMAX = 1e-4

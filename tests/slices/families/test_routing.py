@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import TrainConfig
-from mcore_rl.slices.hf_config import read_hf_config
-from mcore_rl.slices.routing import check_routing
+from mcore_rl.slices.families.routing import check_routing
+from mcore_rl.slices.hf.config import read_hf_config
 from tests.tiny_models import write_model
 
 

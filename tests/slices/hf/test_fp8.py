@@ -15,14 +15,14 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.cost import predict
-from mcore_rl.slices.coverage import contiguous_strides
-from mcore_rl.slices.fp8 import is_converted
+from mcore_rl.slices.hf.fp8 import is_converted
+from mcore_rl.slices.hf.quantize import quantise_into
 from mcore_rl.slices.layouts.listed import ListedLayout
-from mcore_rl.slices.local_plan import plan_recvs, plan_sends
-from mcore_rl.slices.pool import Grain
-from mcore_rl.slices.quantise import quantise_into
-from mcore_rl.slices.shares import RegularHosts
+from mcore_rl.slices.plan.cost import predict
+from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.plan.local import plan_recvs, plan_sends
+from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
 from tests.slices.fp8_oracle import dequantise, per_block_cast_to_fp8
 

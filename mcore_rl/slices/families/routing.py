@@ -3,7 +3,7 @@
 from mcore_rl.config import TrainConfig
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_config import moe_layers
+from mcore_rl.slices.hf.config import moe_layers
 
 
 def check_routing(train: TrainConfig, config: HfConfig) -> None:

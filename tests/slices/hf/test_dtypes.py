@@ -2,7 +2,7 @@
 
 import torch
 
-from mcore_rl.slices.dtypes import ITEMSIZE
+from mcore_rl.slices.hf.dtypes import ITEMSIZE
 
 
 def test_sizes_are_those_of_torch() -> None:

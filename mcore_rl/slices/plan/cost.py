@@ -12,9 +12,9 @@ from math import ceil, prod
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.layouts.layout import Layout, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.local_plan import GRAIN, pools
-from mcore_rl.slices.pool import Grain, Pool
-from mcore_rl.slices.shares import Shares, Topology
+from mcore_rl.slices.plan.local import GRAIN, pools
+from mcore_rl.slices.plan.shared_region import Grain, Pool
+from mcore_rl.slices.plan.shares import Shares, Topology
 
 GATHER_BUCKET_BYTES = 512 << 20
 """slime's default for the bucket that a trainer rank fills with gathered tensors before it broadcasts it."""

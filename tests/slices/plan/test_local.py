@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.coverage import contiguous_strides
 from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.slices.layouts.layout import Placement
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.local_plan import plan_recvs, plan_sends
-from mcore_rl.slices.pool import Grain
-from mcore_rl.slices.shares import ListedHosts, RegularHosts
+from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.plan.local import plan_recvs, plan_sends
+from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts
 from tests.slices.layouts.strategies import (
     GRAINS,
     megatron_layout,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf_files import CarriedFile
-from mcore_rl.slices.hf_folder import TEMPORARY, checkpoint_files
+from mcore_rl.slices.hf.files import CarriedFile
+from mcore_rl.slices.hf.folder import TEMPORARY, checkpoint_files
 
 
 def carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:

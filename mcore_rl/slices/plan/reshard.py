@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.plan import SlicePlan, Transfer
+from mcore_rl.slices.plan.whole import SlicePlan, Transfer
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mcore_rl.slices.box import Shard
-from mcore_rl.slices.coverage import Span, check_coverage, runs
-from mcore_rl.slices.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
-from mcore_rl.slices.strided import shards_of_view
+from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.slices.layouts.strided import shards_of_view
+from mcore_rl.slices.plan.coverage import Span, check_coverage, runs
 
 aten = torch.ops.aten
 JOIN = {aten.cat.default}
@@ -40,7 +40,7 @@ def trace_load_weights(
     """Which box of which HF tensor `load_weights` puts where in `local_tensors`, in the order it does.
 
     hf_tensors      HF name -> shape and dtype of every tensor of the checkpoint. A matrix that goes into a
-                    float8_e4m3fn parameter also has block scales (`slices/fp8.py`), which come last
+                    float8_e4m3fn parameter also has block scales (`slices/hf/fp8.py`), which come last
     local_tensors   name -> contiguous parameter of this rank; elements that the loader sets to a constant
                     (`fill_`, `zero_`) are padding: set so once, when all else is well, and never sent
 

@@ -7,7 +7,7 @@ from itertools import product
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.coverage import contiguous_strides
+from mcore_rl.slices.plan.coverage import contiguous_strides
 
 
 @dataclass(frozen=True)

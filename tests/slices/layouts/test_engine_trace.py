@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.slices.engine_trace import trace_load_weights
 from mcore_rl.slices.families import hf_tensor_shapes
+from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from tests.slices.engine_layout import EngineRank
 from tests.slices.megatron_layout import hf_weights, model_config
 
