@@ -35,11 +35,11 @@ class Background(Protocol):
         """Samples for weights `version` to train on, group by group; metrics of how they came about."""
         ...
 
-    def settle(self) -> None:
+    def pause_for_sync(self) -> None:
         """Before weights change: return once what is half done is as they may change."""
         ...
 
-    def go_on(self, version: WeightVersion) -> Mapping[str, float]:
+    def resume(self, version: WeightVersion) -> Mapping[str, float]:
         """Once engines serve `version`; metrics of what was half done."""
         ...
 

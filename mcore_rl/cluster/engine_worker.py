@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mcore_rl.cluster.host import ProcessLost, node_address
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec
-from mcore_rl.rollout.rotation import EngineLife
+from mcore_rl.rollout.engine_health import EngineState
 
 TAIL_LINES = 5
 
@@ -38,7 +38,7 @@ class EngineWorker:
         """Of the server, on its machine."""
         return self._engine.pid
 
-    def check(self, restarts_of_engines: Sequence[int]) -> EngineLife:
+    def check(self, restarts_of_engines: Sequence[int]) -> EngineState:
         """How the server fares. A dead one is started again at the same address, without waiting for it.
 
         So is one that lives, but belongs to an engine whose other servers were started again more often.
@@ -51,7 +51,7 @@ class EngineWorker:
             self._restart("is of no use without the engine's other server, which died")
         elif self._healthy_until is not None:
             self._see_whether_it_is_up(self._healthy_until)
-        return EngineLife(self._engine.url, self._num_restarts, self._healthy_until is None)
+        return EngineState(self._engine.url, self._num_restarts, self._healthy_until is None)
 
     def _restart(self, why: str) -> None:
         lost = f"{self._engine.name} {why}; its last lines:\n{self._engine.tail(TAIL_LINES)}"

@@ -15,7 +15,7 @@ from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.device import environment_of
 from mcore_rl.rollout.engine import EngineAddress, EngineSpec
-from mcore_rl.rollout.rotation import EngineLife, Rotation
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class EngineGroup:
     when a worker raises, dies, or does not answer in time, or its server died for good.
     """
 
-    rotation: Rotation
+    rotation: EngineHealth
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class EngineGroup:
         self._addresses = addresses = self._firsts(
             self._group.call_all("address", deadline_s=self._call_timeout_s)
         )
-        self.rotation = Rotation([address.url for address in addresses], self._weights_stay)
+        self.rotation = EngineHealth([address.url for address in addresses], self._weights_stay)
         return addresses
 
     @property
@@ -106,7 +106,7 @@ class EngineGroup:
         """Return never; raise RankError once a server died for good, or its worker."""
         await self._group.watch("check", self._restarts, note=self._note)
 
-    def _note(self, lives: Sequence[EngineLife]) -> None:
+    def _note(self, lives: Sequence[EngineState]) -> None:
         """An engine is as healthy as the server on its first machine, which waits for the others."""
         per_server = iter(lives)
         whole = []

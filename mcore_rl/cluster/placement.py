@@ -26,12 +26,12 @@ def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:
     return [replace(s, bundle={**s.bundle, "CPU": s.bundle["CPU"] / num_tenants}) for s in slots]
 
 
-def beside(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
+def colocate_ranks(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
     """Slots for ranks beside the first of `slots`, on their GPUs, which Ray does not assign twice."""
     return [replace(slot, bundle=make_bundle(slot.bundle["CPU"], 0)) for slot in slots[:num_ranks]]
 
 
-def engines_beside(
+def colocate_engines(
     slots: Sequence[Slot],
     num_engines: int,
     ranks_per_engine: int,
@@ -58,7 +58,7 @@ def engines_beside(
                 f" {role}.pp = {ranks_per_engine} ranks does not lie evenly; take a divisor of the GPUs of a"
                 " node, or a multiple"
             )
-        of_engines.append(beside([part[0] for part in parts], len(parts)))
+        of_engines.append(colocate_ranks([part[0] for part in parts], len(parts)))
     return of_engines
 
 

@@ -12,7 +12,7 @@ from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_group import ModelSpec
-from mcore_rl.cluster.served import ServedModels
+from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.slots import reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
@@ -21,7 +21,7 @@ from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.rollout.served import check_served_path, find_served
+from mcore_rl.rollout.served_endpoint import check_served_path, find_served
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG
@@ -39,7 +39,7 @@ class RunProcesses:
         trainer: TrainerGroup | None,
         critic: CriticGroup | None,
         engines: EngineGroup | None,
-        served: ServedModels,
+        served: ServedEngines,
     ) -> None:
         self._config, self._log_dir, self._event_loop = config, log_dir, event_loop
         self._trainer, self._critic, self._engines, self.served = trainer, critic, engines, served
@@ -101,10 +101,12 @@ class RunProcesses:
         self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts, gpu_ids)
         return self._engines
 
-    def start_served_guest(self, role: str) -> list[str]:
+    def start_colocated_served(self, role: str) -> list[str]:
         """Urls of the engines of a served model on the trainer ranks' GPUs, once they are healthy."""
         assert self._trainer is not None
-        return self.served.start_guest(role, [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank])
+        return self.served.start_colocated(
+            role, [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
+        )
 
     def watched(self, work: Awaitable[Any]) -> Any:
         """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
@@ -146,7 +148,7 @@ def run_processes(
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
-        others = ServedModels(models, slots.served, log_dir, timeout_s, running, size.served_guests)
+        others = ServedEngines(models, slots.served, log_dir, timeout_s, running, size.colocated_served)
         event_loop = EventLoop()
         try:
             yield RunProcesses(config, log_dir, event_loop, trainer, critic, engines, others)

@@ -14,8 +14,8 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.consistency import (
     check_colocated,
+    check_colocated_models,
     check_critic_fits,
-    check_guests,
     check_quantization,
     check_replay,
     check_steps,
@@ -120,15 +120,15 @@ class Config:
         check_quantization(rollout, self.model)
         check_replay(train, self.algorithm, self.drift)
         check_teacher(self.algorithm, self.teacher, rollout)
-        check_guests(self.served_models, self.parallel, rollout)
+        check_colocated_models(self.served_models, self.parallel, rollout)
         check_steps(self.algorithm, rollout, train, self.critic)
         if self.cluster.colocated:
             check_colocated(self.parallel, rollout)
         if has_critic and self.critic.colocated:
             check_critic_fits(self.critic.parallel, self.parallel)
-        has_guests = self.cluster.colocated or (has_critic and self.critic.colocated)
-        has_guests = has_guests or any(model.is_guest for model in self.served_models.values())
-        if self.cluster.offload and not has_guests:
+        shares_gpus = self.cluster.colocated or (has_critic and self.critic.colocated)
+        shares_gpus = shares_gpus or any(model.is_colocated for model in self.served_models.values())
+        if self.cluster.offload and not shares_gpus:
             raise ValueError(
                 "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
                 " critic.colocated=true or cluster.offload=false"

@@ -66,18 +66,18 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
         )
 
 
-def check_guests(
+def check_colocated_models(
     served: Mapping[str, ServedModelConfig], parallel: ParallelConfig, rollout: RolloutConfig
 ) -> None:
     """Of models that are served on the trainer ranks' GPUs."""
     for role, model in served.items():
         needed = model.engines * model.engine_ranks
-        if model.is_guest and needed > parallel.world_size:
+        if model.is_colocated and needed > parallel.world_size:
             raise ValueError(
                 f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}: there are"
                 f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
             )
-        if model.is_guest and rollout.mode != "sync":
+        if model.is_colocated and rollout.mode != "sync":
             raise ValueError(
                 f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while the"
                 f" trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"

@@ -41,7 +41,7 @@ class ServedModelConfig:
         return bool(self.path or self.url)
 
     @property
-    def is_guest(self) -> bool:
+    def is_colocated(self) -> bool:
         """Whether its engines share the trainer ranks' GPUs, where there is a trainer."""
         return bool(self.path) and self.colocated
 

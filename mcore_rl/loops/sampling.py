@@ -45,10 +45,10 @@ def sync_weights(
     background = roles.background
     if background is not None:
         with timer("settle"):
-            background.settle()
+            background.pause_for_sync()
     with timer("refit"):
         refit = roles.weights.sync(version, probe)
-    return {**refit, **(background.go_on(version) if background else {})}
+    return {**refit, **(background.resume(version) if background else {})}
 
 
 def sample_now(
@@ -78,7 +78,7 @@ def sample_now(
             return samples, scores, {}
         num_rounds, sampled = num_rounds + 1, sampled + len(samples)
         all_rewards += sum(scores.rewards_N)
-        differing = telling(scores.rewards_N, options.samples_per_prompt)
+        differing = groups_with_signal(scores.rewards_N, options.samples_per_prompt)
         chosen = differing[: missing * options.samples_per_prompt]
         kept, kept_scores = [*kept, *(samples[i] for i in chosen)], kept_scores.joined(scores.select(chosen))
         missing = options.prompts_per_step - len(kept) // options.samples_per_prompt
@@ -106,7 +106,7 @@ def _with_greedy(
     return replace(scores, greedy_N=[reward for reward in rewards for _ in range(group_size)])
 
 
-def telling(rewards_N: Sequence[float], group_size: int) -> list[int]:
+def groups_with_signal(rewards_N: Sequence[float], group_size: int) -> list[int]:
     """Indices of the samples in groups, of `group_size` neighbours each, whose rewards differ."""
     groups = [range(i, i + group_size) for i in range(0, len(rewards_N), group_size)]
     return [i for group in groups if len({rewards_N[i] for i in group}) > 1 for i in group]

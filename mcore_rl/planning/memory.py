@@ -70,7 +70,9 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
     trainer = _trained(config, hf_config, parallel, sends=True)
     critic = _critic(config, hf_config) if config.has_critic and config.critic.colocated else []
     engines = _engines(config, hf_config) if config.cluster.colocated else []
-    served = {role: _served_bytes(model) for role, model in config.served_models.items() if model.is_guest}
+    served = {
+        role: _served_bytes(model) for role, model in config.served_models.items() if model.is_colocated
+    }
     if critic or engines or served:
         return shared_gpus(config, trainer, critic, engines, served)
     return _own_gpus("trainer", trainer, parallel)

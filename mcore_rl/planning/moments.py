@@ -9,20 +9,20 @@ STATE = ("weights", "gradients", "optimizer")
 
 
 def shared_gpus(
-    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses], guests: Uses
+    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses], colocated: Uses
 ) -> Iterable[RankMemory]:
     """Each stage's GPUs at the fullest of their moments; a GPU may also have a critic's and an engine's rank.
 
     Which of these ranks meet on a GPU is left open: the fullest critic and engine stage are taken.
     """
     offload = config.cluster.offload
-    guest_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
-    guest_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
-    num_processes = 1 + bool(critic) + bool(engines) + len(guests)
+    colocated_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
+    colocated_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
+    num_processes = 1 + bool(critic) + bool(engines) + len(colocated)
     for stage, uses in enumerate(trainer):
         own = {f"trainer's {what}": size for what, size in uses.items()}
-        other = {f"critic's {what}": size for what, size in guest_critic.items()}
-        served = {f"engine's {what}": size for what, size in guest_engine.items()}
+        other = {f"critic's {what}": size for what, size in colocated_critic.items()}
+        served = {f"engine's {what}": size for what, size in colocated_engine.items()}
         own_idle = {} if offload else _only(own, "trainer's", STATE)
         other_idle = {} if offload else _only(other, "critic's", STATE)
         idle = {**own_idle, **other_idle}
@@ -38,7 +38,7 @@ def shared_gpus(
             "scoring": {
                 **idle,
                 **_only(served, "engine's", ("weights",)),
-                **{f"{role}'s weights": size for role, size in guests.items()},
+                **{f"{role}'s weights": size for role, size in colocated.items()},
             },
         }
         moment = max(moments, key=lambda name: sum(moments[name].values()))

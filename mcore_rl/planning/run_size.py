@@ -8,14 +8,14 @@ from mcore_rl.config import Config, ServedModelConfig
 
 @dataclass(frozen=True)
 class RunSize:
-    """How many ranks and engines a command has, and which of them are guests on the trainer ranks' GPUs."""
+    """How many ranks and engines a command has, and which of them are colocated on the trainer ranks' GPUs."""
 
     trainer: int
     critic: int
     engines: int
     served: Mapping[str, ServedModelConfig]
-    engines_are_guests: bool
-    critic_is_guest: bool
+    engines_colocated: bool
+    critic_colocated: bool
 
     @staticmethod
     def of(
@@ -31,24 +31,26 @@ class RunSize:
             critic=config.critic.parallel.world_size if with_critic else 0,
             engines=config.rollout.engines if with_engines else 0,
             served=models,
-            engines_are_guests=config.cluster.colocated and with_engines and with_trainer,
-            critic_is_guest=config.critic.colocated and with_critic,
+            engines_colocated=config.cluster.colocated and with_engines and with_trainer,
+            critic_colocated=config.critic.colocated and with_critic,
         )
 
     @property
     def tenants(self) -> int:
         """Processes on a trainer rank's bundle."""
-        return 1 + self.engines_are_guests + self.critic_is_guest + len(self.served_guests)
+        return 1 + self.engines_colocated + self.critic_colocated + len(self.colocated_served)
 
     @property
-    def served_guests(self) -> dict[str, ServedModelConfig]:
-        return {role: model for role, model in self.served.items() if model.is_guest and self.trainer}
+    def colocated_served(self) -> dict[str, ServedModelConfig]:
+        return {role: model for role, model in self.served.items() if model.is_colocated and self.trainer}
 
     def num_cpus(self, config: Config) -> float:
         """All that is reserved."""
-        engine_ranks = 0 if self.engines_are_guests else self.engines * config.rollout.engine_ranks
-        critic_ranks = 0 if self.critic_is_guest else self.critic
-        own = [model for role, model in self.served.items() if role not in self.served_guests and model.path]
+        engine_ranks = 0 if self.engines_colocated else self.engines * config.rollout.engine_ranks
+        critic_ranks = 0 if self.critic_colocated else self.critic
+        own = [
+            model for role, model in self.served.items() if role not in self.colocated_served and model.path
+        ]
         served = sum(model.engine_ranks * model.engines for model in own)
         ranks = self.trainer * self.tenants + critic_ranks + engine_ranks + served
         return config.cluster.cpus_per_rank * ranks

@@ -5,7 +5,7 @@
        ^                     |                                                |
        +--- begun again -----+---- engines lost, or too stale (stale=drop) ---+
 
-All of this runs on the run's event loop; the loop's thread calls `take`, and `settle` and `go_on` around each
+All of this runs on the run's event loop; the loop's thread calls `take`, and `pause_for_sync` and `resume` around each
 change of weights. While ranks train nothing here may touch them: an engine that was lost comes back with the
 next sync, or while a step waits for samples.
 """
@@ -20,13 +20,13 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from mcore_rl.config import Config
-from mcore_rl.loops.sampling import telling
+from mcore_rl.loops.sampling import groups_with_signal
 from mcore_rl.players.generator import make_sampling
 from mcore_rl.players.groups import Group, GroupBuffer
-from mcore_rl.players.sampling_stats import Tally
+from mcore_rl.players.sampling_stats import SamplingStats
 from mcore_rl.rewards.in_thread import in_thread
 from mcore_rl.roles import Reward, Watched
-from mcore_rl.rollout.client import EngineError, RolloutClient, RolloutSession
+from mcore_rl.rollout.client import RolloutClient, RolloutError, RolloutSession
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -79,12 +79,12 @@ class BackgroundSampler:
         self._tasks: dict[Group, asyncio.Task[None]] = {}
         self._again: list[tuple[int, Prompt]] = []
         """Prompts whose samples were lost."""
-        self._lost: EngineError | None = None
+        self._lost: RolloutError | None = None
         """Why; while it is there, nothing begins."""
         self._num_sampling = 0
         self._num_losses = 0
         """In a row, without a group that was sampled in between."""
-        self._tally = Tally()
+        self._tally = SamplingStats()
         self._may_begin, self._may_take = asyncio.Event(), asyncio.Event()
         """Set when something changed; each has one that waits for it and clears it."""
 
@@ -105,14 +105,14 @@ class BackgroundSampler:
             scores = scores.joined(group.scores)
         return [sample for group in groups for sample in group.samples], scores, metrics
 
-    def settle(self) -> None:
+    def pause_for_sync(self) -> None:
         """Treat responses that are half done as the recipe says; they may be left to the new weights."""
         if self._rollout.mode == "one_step_off":
             self._watched(self._finish_sampling())
         elif self._rollout.partial != "continue":
             self._watched(self._session.hold(cut_off=self._rollout.partial == "restart"))
 
-    def go_on(self, version: WeightVersion) -> dict[str, float]:
+    def resume(self, version: WeightVersion) -> dict[str, float]:
         """The engines serve `version` from here on."""
         self._watched(self._go_on(version))
         return {"staleness/restarted": float(self._session.num_cut_off)}
@@ -152,7 +152,7 @@ class BackgroundSampler:
         try:
             samples, greedy = await self._sample(group)
             scores = await in_thread(lambda: self._score(samples, greedy))
-        except EngineError as error:
+        except RolloutError as error:
             self._num_losses += self._lost is None
             self._lost = error
             self._begin_again(group)
@@ -187,7 +187,7 @@ class BackgroundSampler:
     def _is_replaced(self, scores: Scores) -> bool:
         """Whether another group takes the place of this one; at most as many do as in max_rounds rounds."""
         options = self._rollout
-        if telling(scores.rewards_N, options.samples_per_prompt):
+        if groups_with_signal(scores.rewards_N, options.samples_per_prompt):
             return False
         self._tally.num_silent += 1
         return self._tally.num_silent <= (options.max_rounds - 1) * options.prompts_per_step
@@ -215,7 +215,7 @@ class BackgroundSampler:
             "buffer/finished": float(buffer.num_finished),
             "buffer/unfinished": float(buffer.num_unfinished),
         }
-        self._tally = Tally()
+        self._tally = SamplingStats()
         return groups, metrics
 
     def _drop_late(self) -> None:
@@ -226,7 +226,7 @@ class BackgroundSampler:
             self._tally.num_dropped += self._rollout.samples_per_prompt
             self._tell()
 
-    async def _recover(self, error: EngineError) -> None:
+    async def _recover(self, error: RolloutError) -> None:
         """Try again; the second time only if an engine that starts again was brought the present weights."""
         if self._num_losses > 1 and not await self._revive():
             raise error
@@ -247,7 +247,7 @@ class BackgroundSampler:
 
     async def _go_on(self, version: WeightVersion) -> None:
         self._buffer.version, self._lost = version, None
-        self._session.go_on()
+        self._session.resume()
         self._tell()
 
     def _tell(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.roles import Trainer
-from mcore_rl.rollout.client import EngineError
+from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.types import TrainBatch, WeightVersion
 
@@ -60,7 +60,7 @@ class Canary:
         answers = self._watched(self._score(urls, sequences))
         report = CanaryReport()
         for url, answer in zip(urls, answers, strict=True):
-            if isinstance(answer, EngineError):
+            if isinstance(answer, RolloutError):
                 report.failed[url] = str(answer)
                 continue
             report.differences[url] = difference = _mean_difference(expected, answer)
@@ -77,7 +77,7 @@ class Canary:
         calls = (score_sequences(url, sequences, self._timeout_s) for url in urls)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, EngineError):
+            if isinstance(result, BaseException) and not isinstance(result, RolloutError):
                 raise result
         return results
 

@@ -37,11 +37,11 @@ class EngineMemory:
         self._released: set[str] = set()
 
     async def for_training(self) -> None:
-        """All of it is free once this returns. EngineError names the engine that does not give it up."""
+        """All of it is free once this returns. EngineUpdateError names the engine that does not give it up."""
         await self._give_up({WEIGHTS, KV_CACHE} - self._released)
 
     @property
-    def are_guests(self) -> bool:
+    def are_colocated(self) -> bool:
         return bool(self._urls)
 
     async def for_saving(self) -> None:
@@ -94,7 +94,7 @@ class SharedGpus:
     def __init__(self, engines: EngineMemory, watched: Callable[[Awaitable[None]], None]) -> None:
         self._engines, self._watched = engines, watched
         self._models: dict[str, Model] = {}
-        self._guests: dict[str, EngineMemory] = {}
+        self._colocated: dict[str, EngineMemory] = {}
         self._held: dict[str, Collection[str]] = {}
 
     def add(self, role: str, model: Model) -> None:
@@ -102,23 +102,23 @@ class SharedGpus:
         self._models[role], self._held[role] = model, ALL
         self._watched(self._hold_only("", ()))
 
-    def add_guest(self, role: str, memory: EngineMemory) -> None:
+    def add_colocated(self, role: str, memory: EngineMemory) -> None:
         """A judge, reward model or teacher, just started: from now on it has no memory but in its turns."""
-        self._guests[role] = memory
+        self._colocated[role] = memory
         self._watched(memory.for_training())
 
     @contextmanager
     def lent_to(self, roles: Collection[str]) -> Iterator[None]:
-        """Room for those of `roles` that are guests here; afterwards the engines can generate."""
-        guests = [self._guests[role] for role in roles if role in self._guests]
-        if not guests:
+        """Room for those of `roles` that are colocated here; afterwards the engines can generate."""
+        colocated = [self._colocated[role] for role in roles if role in self._colocated]
+        if not colocated:
             yield
             return
-        self._watched(self._lend(guests))
+        self._watched(self._lend(colocated))
         try:
             yield
         finally:
-            self._watched(self._take_from(guests))
+            self._watched(self._take_from(colocated))
         self.hand_to_engines()
 
     def take(self, role: str, parts: Collection[str]) -> None:
@@ -141,7 +141,7 @@ class SharedGpus:
 
     @property
     def _are_shared(self) -> bool:
-        return self._engines.are_guests or bool(self._models)
+        return self._engines.are_colocated or bool(self._models)
 
     async def for_sync(self) -> None:
         """The trainer's weights and room for the engines'."""
@@ -150,19 +150,19 @@ class SharedGpus:
 
     async def for_rollout(self) -> None:
         """The engines, which have their weights, can generate."""
-        if self._engines.are_guests:
+        if self._engines.are_colocated:
             await self._hold_only("", ())
         await self._engines.for_rollout()
 
-    async def _lend(self, guests: Sequence[EngineMemory]) -> None:
+    async def _lend(self, colocated: Sequence[EngineMemory]) -> None:
         await self._engines.for_saving()
         await self._hold_only("", ())
-        for guest in guests:
-            await guest.take_back()
+        for engine_memory in colocated:
+            await engine_memory.take_back()
 
-    async def _take_from(self, guests: Sequence[EngineMemory]) -> None:
-        for guest in guests:
-            await guest.for_training()
+    async def _take_from(self, colocated: Sequence[EngineMemory]) -> None:
+        for engine_memory in colocated:
+            await engine_memory.for_training()
 
     async def _take(self, role: str, parts: Collection[str]) -> None:
         await self._engines.for_training()

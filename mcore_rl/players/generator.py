@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.roles import Watched
-from mcore_rl.rollout.client import EngineError, RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutError
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, Sample
 
@@ -45,7 +45,7 @@ class EngineGenerator:
         while True:
             try:
                 return await self._client.generate(prompts, num_samples, sampling)
-            except EngineError as error:
+            except RolloutError as error:
                 if self._revive is None or not await self._revive():
                     raise
                 _log.warning("%s; all %d prompts are sampled again", error, len(prompts))

@@ -7,7 +7,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.types import Sample, Scores
 
 
-class Tally:
+class SamplingStats:
     """What was sampled since the last step took its groups."""
 
     def __init__(self) -> None:

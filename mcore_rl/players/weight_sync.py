@@ -9,7 +9,7 @@ from typing import Any
 from mcore_rl.players.canary import Canary, CanaryReport
 from mcore_rl.players.colocation import SharedGpus
 from mcore_rl.roles import Watched
-from mcore_rl.rollout.rotation import EngineLife, Rotation
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.stream.controller.sync import SyncController, SyncError
 from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import TrainBatch, WeightVersion
@@ -31,7 +31,7 @@ class EngineSync:
         self,
         refitter: SyncController,
         canary: Canary,
-        rotation: Rotation,
+        rotation: EngineHealth,
         look: Callable[[], Awaitable[None]],
         watched: Watched[Any],
         memory: SharedGpus,
@@ -97,7 +97,7 @@ class EngineSync:
                 raise SyncError("; ".join(reasons.values()))
             await asyncio.sleep(RESTART_POLL_S)
 
-    async def _link_one(self, life: EngineLife) -> dict[str, str]:
+    async def _link_one(self, life: EngineState) -> dict[str, str]:
         self._linked[life.url] = life.restarts
         try:
             await self._refitter.connect([life.url])
@@ -114,7 +114,7 @@ class EngineSync:
         """Urls of the engines whose present process holds the newest version."""
         return [url for url in self._in_link() if url in self._refitter.in_rotation]
 
-    def _is_new(self, life: EngineLife) -> bool:
+    def _is_new(self, life: EngineState) -> bool:
         return self._linked.get(life.url) != life.restarts
 
     def _coming(self) -> bool:

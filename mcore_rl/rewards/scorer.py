@@ -19,7 +19,7 @@ from typing import Any, Self
 from pebble import ProcessExpired, ProcessPool
 
 from mcore_rl.config import RewardConfig
-from mcore_rl.rewards.questions import Post, Question, ask
+from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.user_function import Fields, UserFunction, load_function, numbers_of, run_in_worker
 from mcore_rl.types import Sample, Scores
 
@@ -33,7 +33,7 @@ class Scorer:
     """Scores samples by a recipe. `with Scorer(...) as scorer:` ends its processes."""
 
     def __init__(
-        self, config: RewardConfig, max_response_len: int, questions: Mapping[str, Question] | None = None
+        self, config: RewardConfig, max_response_len: int, questions: Mapping[str, ModelScorer] | None = None
     ) -> None:
         """`questions`: by role, what served models are asked; `connect` says where they are.
 

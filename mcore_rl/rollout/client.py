@@ -16,8 +16,8 @@ import aiohttp
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.http import open_session
 from mcore_rl.rollout.engine import EngineAddress
+from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
-from mcore_rl.rollout.rotation import Rotation
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample
 
@@ -28,7 +28,7 @@ _HOLD_POLL_S = 0.02
 _ABORT_S = 10.0
 
 
-class EngineError(RuntimeError):
+class RolloutError(RuntimeError):
     """An engine failed a request for good; the message names the engine, its log file and the prompt."""
 
 
@@ -77,14 +77,14 @@ class RolloutClient:
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         experts_shape: RoutedExpertsShape | None = None,
-        rotation: Rotation | None = None,
+        rotation: EngineHealth | None = None,
     ) -> None:
         """`experts_shape`: of what engines tell of the experts that they chose, if they do.
         `rotation`: which engines serve, asked before each request; None: all of them, always.
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
-        self._rotation = rotation or Rotation([address.url for address in engines])
+        self._rotation = rotation or EngineHealth([address.url for address in engines])
         self._engines = [_Engine(address) for address in engines]
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
@@ -141,7 +141,7 @@ class RolloutClient:
                     failed.append(engine)
                     reason = f"{type(failure).__name__}: {failure}"
             if len(failed) > self._config.retries:
-                raise EngineError(
+                raise RolloutError(
                     f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
                 )
             _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
@@ -163,7 +163,7 @@ class RolloutClient:
             reasons = "; ".join(
                 f"{e.address}: {self._rotation.why_out(e.address.url)}" for e in self._engines
             )
-            raise EngineError(f"no engine in rotation for {request}: {reasons}")
+            raise RolloutError(f"no engine in rotation for {request}: {reasons}")
         candidates = [engine for engine in in_rotation if engine not in failed] or in_rotation
         least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
         home = request.group.home
@@ -183,7 +183,9 @@ class RolloutClient:
         if response.status >= 500:
             raise _Transient(f"HTTP {response.status}: {text[:500]}")
         if response.status != 200:
-            raise EngineError(f"{engine.address} refused a request with HTTP {response.status}: {text[:500]}")
+            raise RolloutError(
+                f"{engine.address} refused a request with HTTP {response.status}: {text[:500]}"
+            )
         answer = json.loads(text)
         reason = answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
@@ -219,7 +221,7 @@ class RolloutSession:
         """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
 
         Connection losses, timeouts and aborted requests are tried again, on another engine if there is one.
-        Raises EngineError for a request that fails config.retries + 1 times, and then cancels the others.
+        Raises RolloutError for a request that fails config.retries + 1 times, and then cancels the others.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -266,5 +268,5 @@ class RolloutSession:
                 await self._client.abort_all(self.http)
             await asyncio.sleep(_HOLD_POLL_S)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self._may_go.set()

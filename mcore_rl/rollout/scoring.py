@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import aiohttp
 
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.client import EngineError
+from mcore_rl.rollout.client import RolloutError
 
 
-class UnreachableError(EngineError):
+class UnreachableError(RolloutError):
     """The engine did not answer, or not for a reason that lies in the request: another try may help."""
 
 
@@ -18,7 +18,7 @@ async def score_sequences(
 ) -> list[list[float]]:
     """log p(token t | tokens before it) for all tokens but the first of each sequence, at temperature 1.
 
-    EngineError names the engine and what it answered, if not that.
+    RolloutError names the engine and what it answered, if not that.
     """
     async with open_session(timeout_s) as http:
         return list(await asyncio.gather(*(score_tokens(http, url, tokens, 0) for tokens in sequences)))
@@ -27,7 +27,7 @@ async def score_sequences(
 async def score_tokens(
     http: aiohttp.ClientSession, url: str, tokens: Sequence[int], start: int
 ) -> list[float]:
-    """log p of tokens[start + 1:], at temperature 1; EngineError as above."""
+    """log p of tokens[start + 1:], at temperature 1; RolloutError as above."""
     body = {
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -38,7 +38,7 @@ async def score_tokens(
         async with http.post(f"{url}/generate", json=body) as response:
             if response.status != 200:
                 text = await response.text()
-                kind = UnreachableError if response.status >= 500 else EngineError
+                kind = UnreachableError if response.status >= 500 else RolloutError
                 raise kind(f"engine {url} scored nothing: HTTP {response.status}: {text[:500]}")
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -46,7 +46,7 @@ async def score_tokens(
     # The token ids beside the log-probs prove nothing: SGLang gives the vocabulary's last one as 0.
     entries = answer["meta_info"]["input_token_logprobs"]
     if len(entries) != len(tokens) - start:
-        raise EngineError(
+        raise RolloutError(
             f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)} from token {start} on"
         )
     return [entry[0] for entry in entries[1:]]

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import aiohttp
 
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.client import EngineError
+from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
-from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.types import Sample
 
 _log = logging.getLogger(__name__)
@@ -21,10 +21,10 @@ _PAUSE_S = 0.5
 class Teacher:
     """Spreads samples over the teacher's engines; what one does not answer is asked again, of another if any.
 
-    Raises EngineError for a sample that nobody scored within the teacher's request_timeout_s.
+    Raises RolloutError for a sample that nobody scored within the teacher's request_timeout_s.
     """
 
-    def __init__(self, served: ServedModel, watched: Callable[[Awaitable[Any]], Any]) -> None:
+    def __init__(self, served: ServedEndpoint, watched: Callable[[Awaitable[Any]], Any]) -> None:
         """`watched` runs a coroutine to its end while ranks and engines are watched."""
         self._served, self._watched = served, watched
 
@@ -55,7 +55,7 @@ class Teacher:
                 async with asyncio.timeout(seconds):
                     return await self._try(http, index, sample, failures)
             except TimeoutError:
-                raise EngineError(
+                raise RolloutError(
                     f"the {self._served.role} did not score sample {sample.sample_index} of prompt"
                     f" {sample.prompt.index} in {seconds:g} s ({self._served.role}.request_timeout_s); last:"
                     f" {failures[-1]}"

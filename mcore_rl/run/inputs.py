@@ -12,7 +12,7 @@ from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.planning.checks import check_sizes
-from mcore_rl.rewards.questions import JudgeQuestion, Question, RewardModelQuestion
+from mcore_rl.rewards.model_scorers import JudgeScorer, ModelScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
 from mcore_rl.slices.families.routing import check_routing
@@ -103,11 +103,11 @@ def load_split(config: Config, files: Sequence[str], tokenizer: PreTrainedTokeni
 
 
 def make_scorer(config: Config) -> Scorer:
-    questions: dict[str, Question] = {}
+    questions: dict[str, ModelScorer] = {}
     if config.judge.is_used:
-        questions["judge"] = JudgeQuestion(config.reward.judge)
+        questions["judge"] = JudgeScorer(config.reward.judge)
     if config.reward_model.is_used:
-        questions["reward_model"] = RewardModelQuestion(
+        questions["reward_model"] = RewardModelScorer(
             config.reward.model_tokenizer or config.reward_model.path
         )
     return Scorer(config.reward, config.rollout.max_response_len, questions)

@@ -25,9 +25,9 @@ from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Critic, Watched
-from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.served_client import ServedClient
+from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
@@ -37,7 +37,7 @@ from mcore_rl.types import Prompt, WeightVersion
 _log = logging.getLogger(__name__)
 
 
-def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedModel]:
+def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
     """The models beside the policy, once they are up; those that give rewards are the scorer's."""
     served = processes.served.wait()
     for role, model in served.items():
@@ -78,7 +78,7 @@ def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: Sha
 
 
 def make_teacher(
-    served: Mapping[str, ServedModel], watched: Watched[Any], gpus: SharedGpus
+    served: Mapping[str, ServedEndpoint], watched: Watched[Any], gpus: SharedGpus
 ) -> SharingScorer[list[tuple[float, ...]]] | None:
     """Where the recipe has one."""
     if "teacher" not in served:

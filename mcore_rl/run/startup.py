@@ -29,13 +29,13 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     timeout_s, watched = config.run.call_timeout_s, processes.watched
 
     engines = processes.start_engines()
-    guests = EngineMemory((), timeout_s)
+    colocated = EngineMemory((), timeout_s)
     if config.cluster.colocated:
-        guests = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s)
-        watched(guests.for_training())
-    gpus = SharedGpus(guests, watched)
-    for role in processes.served.guests:
-        gpus.add_guest(role, EngineMemory(processes.start_served_guest(role), timeout_s))
+        colocated = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s)
+        watched(colocated.for_training())
+    gpus = SharedGpus(colocated, watched)
+    for role in processes.served.colocated:
+        gpus.add_colocated(role, EngineMemory(processes.start_colocated_served(role), timeout_s))
 
     trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
     critic = None

@@ -23,7 +23,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_group import ModelSpec
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.served import ServedModels
+from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
@@ -38,11 +38,11 @@ from mcore_rl.config import (
 )
 from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
-from mcore_rl.rewards.questions import JudgeQuestion, RewardModelQuestion
+from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.rollout.asking import ServedClient
 from mcore_rl.rollout.engine import EngineAddress, EngineSpec
-from mcore_rl.rollout.served import find_served
+from mcore_rl.rollout.served_client import ServedClient
+from mcore_rl.rollout.served_endpoint import find_served
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from tests.tiny_models import write_reward_model
@@ -58,7 +58,7 @@ class Run:
     engines: EngineGroup
     address: EngineAddress
     log_dir: Path
-    served: ServedModels
+    served: ServedEngines
 
 
 BESIDE = ServedModelConfig(dtype="float32", kv_cache_len=4096, request_timeout_s=60, restarts=1)
@@ -94,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         )
         engines.start_build([spec], timeout_s=240)
         slots = {role: [of_role] for role, of_role in zip(beside, others, strict=True)}
-        served = ServedModels(beside, slots, folder / "logs", 120, running={})
+        served = ServedEngines(beside, slots, folder / "logs", 120, running={})
         [address] = engines.wait_built()
         yield Run(trainer, engines, address, folder / "logs", served)
 
@@ -163,14 +163,14 @@ def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) 
     """The judge's words are random, so any word is a verdict; the reward model's score is transformers'."""
     models = run.served.wait()
     folder = models["reward_model"].model
-    question = RewardModelQuestion(folder)
+    question = RewardModelScorer(folder)
     template = tmp_path / "template.jinja"
     template.write_text("{{ response }}")
     asked = JudgeConfig(template=str(template), verdict=r"^()", words={"": 0.5}, max_tokens=4)
     config = RewardConfig(parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked, error_value=-9.0)
     texts = ("12 + 5 = 17", "17", "17 " * 600)
     samples = [make_sample(text) for text in texts]
-    with Scorer(config, 100, {"judge": JudgeQuestion(asked), "reward_model": question}) as scorer:
+    with Scorer(config, 100, {"judge": JudgeScorer(asked), "reward_model": question}) as scorer:
         posts = {role: ServedClient(model).post_all for role, model in models.items()}
         scorer.connect(posts, lambda work: asyncio.run(guard(work, *run.served.watches())))
         scores = scorer(samples)
@@ -180,7 +180,7 @@ def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) 
     assert abs(expected[0] - expected[1]) > 1e-2
     assert scores.rewards_N[:2] == pytest.approx([1.0 + score for score in expected], abs=1e-4)
     assert scores.rewards_N[2] == -9.0
-    assert re.search(r"AskError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2])
+    assert re.search(r"ServedRequestError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2])
 
 
 def make_sample(text: str) -> Sample:

@@ -16,13 +16,15 @@ def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
 
 def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     settings = ["judge.path=/a", "reward_model.path=/b", "reward_model.restarts=0"]
-    guest = load_recipe("tiny_moe_grpo", [*settings, "reward_model.colocated=true", "cluster.offload=true"])
+    colocated = load_recipe(
+        "tiny_moe_grpo", [*settings, "reward_model.colocated=true", "cluster.offload=true"]
+    )
     needs = {"with_engines": True, "with_trainer": True, "with_critic": False}
-    size = RunSize.of(guest, guest.served_models, **needs)
-    assert (list(size.served_guests), size.tenants) == (["reward_model"], 2)
-    assert size.num_cpus(guest) == (2 * 2 + 1 + 1) * guest.cluster.cpus_per_rank
-    without_trainer = RunSize.of(guest, guest.served_models, **needs | {"with_trainer": False})
-    assert not without_trainer.served_guests
+    size = RunSize.of(colocated, colocated.served_models, **needs)
+    assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
+    assert size.num_cpus(colocated) == (2 * 2 + 1 + 1) * colocated.cluster.cpus_per_rank
+    without_trainer = RunSize.of(colocated, colocated.served_models, **needs | {"with_trainer": False})
+    assert not without_trainer.colocated_served
     for changed, message in (
         ("reward_model.restarts=1", "reward_model.colocated=true with reward_model.url='' and"),
         ("reward_model.tp=4", r"reward_model.engines \* reward_model.tp \* reward_model.pp = 4: there are"),

@@ -16,11 +16,11 @@ from transformers import Qwen3MoeForCausalLM
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.rollout.client import EngineError, RolloutClient, RolloutSession
+from mcore_rl.rollout.client import RolloutClient, RolloutError, RolloutSession
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec
+from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling, sample_seed
-from mcore_rl.rollout.rotation import Rotation
-from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.rollout.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
@@ -134,8 +134,8 @@ def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_
     ]
     lost = EngineAddress(f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "lost.log")
     engines, config = (lost, address(engine)), ServedModelConfig(request_timeout_s=60.0)
-    rotation = Rotation([each.url for each in engines])
-    teacher = Teacher(ServedModel("teacher", config, engines, rotation, "unused"), EventLoop().run)
+    rotation = EngineHealth([each.url for each in engines])
+    teacher = Teacher(ServedEndpoint("teacher", config, engines, rotation, "unused"), EventLoop().run)
     for _ in range(2):  # the second time with prompts in the engine's cache
         scored = [replace(s, logprobs=row) for s, row in zip(others, teacher(others), strict=True)]
         assert logprob_error(model, scored) < 1e-4
@@ -184,7 +184,7 @@ def test_sample_seeds_differ():
 
 def test_a_refused_request_names_the_engine(engine):
     too_long = [replace(make_prompts(1)[0], token_ids=(5,) * 2000)]
-    with pytest.raises(EngineError, match=rf"{engine.url} \(log .*\) refused a request with HTTP 400"):
+    with pytest.raises(RolloutError, match=rf"{engine.url} \(log .*\) refused a request with HTTP 400"):
         generate(client_of(engine), too_long, 1, Sampling(max_response_len=4))
 
 
@@ -204,7 +204,7 @@ def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
             assert session.num_open == 0
             return samples
 
-    async def go_on(session: RolloutSession) -> None:
+    async def resume(session: RolloutSession) -> None:
         await asyncio.to_thread(post, f"{engine.url}/pause_generation", mode="retract")
         await asyncio.to_thread(relabel, engine, "8")
         await asyncio.to_thread(post, f"{engine.url}/continue_generation")
@@ -213,9 +213,9 @@ def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
         await session.hold(cut_off=True)
         assert session.num_cut_off > 0
         await asyncio.to_thread(relabel, engine, "7")
-        session.go_on()
+        session.resume()
 
-    samples = asyncio.run(sample(go_on))
+    samples = asyncio.run(sample(resume))
     assert logprob_error(model, samples) < 1e-4
     spans = [[span.version for span in s.versions] for s in samples]
     assert [7, 8] in spans and all(versions in ([7], [7, 8]) for versions in spans), spans
@@ -250,19 +250,19 @@ def test_lost_engines(engine, others):
     assert not second.is_alive()
 
     start = time.monotonic()
-    with pytest.raises(EngineError, match=rf"{second.url} \(log .*second.log\).* failed 3 times"):
+    with pytest.raises(RolloutError, match=rf"{second.url} \(log .*second.log\).* failed 3 times"):
         generate(client_of(second), prompts[:2], 1, sampling)
     assert time.monotonic() - start < 10.0
 
 
 def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
     nowhere = EngineAddress("http://127.0.0.1:9", str(tmp_path / "log"))
-    rotation = Rotation([nowhere.url, engine.url])
+    rotation = EngineHealth([nowhere.url, engine.url])
     client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str, rotation=rotation)
     rotation.set_serving([engine.url], {nowhere.url: "weights are mixed"})
     assert len(generate(client, make_prompts(4), 1, Sampling(max_response_len=4))) == 4
     rotation.set_serving([], {engine.url: "weights are old"})
-    with pytest.raises(EngineError, match=r"no engine in rotation .*weights are mixed.*weights are old"):
+    with pytest.raises(RolloutError, match=r"no engine in rotation .*weights are mixed.*weights are old"):
         generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
     rotation.set_serving([engine.url], {})
     assert len(generate(client, make_prompts(1), 1, Sampling(max_response_len=4))) == 1

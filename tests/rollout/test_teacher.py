@@ -6,10 +6,10 @@ from mcore_rl.config import ServedModelConfig
 from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.rollout.client import EngineError
+from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.engine import EngineAddress
-from mcore_rl.rollout.rotation import EngineLife, Rotation
-from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
@@ -19,28 +19,28 @@ SAMPLE = Sample(
 EMPTY = Sample(Prompt(3, (1, 2), (), "unit", ""), 0, (), (), "stop", (), "")
 
 
-def make_teacher(rotation: Rotation, timeout_s: float) -> Teacher:
+def make_teacher(rotation: EngineHealth, timeout_s: float) -> Teacher:
     config = ServedModelConfig(path="unused", request_timeout_s=timeout_s)
     engines = tuple(EngineAddress(life.url, "a.log") for life in rotation.lives)
-    return Teacher(ServedModel("teacher", config, engines, rotation, "unused"), EventLoop().run)
+    return Teacher(ServedEndpoint("teacher", config, engines, rotation, "unused"), EventLoop().run)
 
 
 def test_nobody_answers_in_time() -> None:
     url = f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
     message = rf"the teacher did not score sample 1 of prompt 3 in 0.7 s \(teacher.request_timeout_s\).*{url}"
-    with pytest.raises(EngineError, match=message):
-        make_teacher(Rotation([url]), 0.7)([EMPTY, SAMPLE])
+    with pytest.raises(RolloutError, match=message):
+        make_teacher(EngineHealth([url]), 0.7)([EMPTY, SAMPLE])
 
 
 def test_an_engine_that_starts_again_is_waited_for() -> None:
-    rotation = Rotation(["http://a"], weights_stay=True)
-    rotation.note([EngineLife("http://a", restarts=1, healthy=False)])
-    with pytest.raises(EngineError, match=r"in 0.6 s .* last: none of its engines serves"):
+    rotation = EngineHealth(["http://a"], weights_stay=True)
+    rotation.note([EngineState("http://a", restarts=1, healthy=False)])
+    with pytest.raises(RolloutError, match=r"in 0.6 s .* last: none of its engines serves"):
         make_teacher(rotation, 0.6)([SAMPLE])
 
 
 def test_without_a_token_there_is_nothing_to_ask() -> None:
-    assert make_teacher(Rotation(["http://a"]), 1.0)([EMPTY]) == [()]
+    assert make_teacher(EngineHealth(["http://a"]), 1.0)([EMPTY]) == [()]
 
 
 def test_another_vocabulary_is_refused() -> None:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import Topology
 
 Weights = Mapping[str, NDArray[np.int64]]
@@ -52,7 +52,7 @@ def execute(
     target: Layout,
     weights: Weights,
     topology: Topology,
-    grain: Grain,
+    granularity: SplitGranularity,
     held: Layout | None = None,
 ) -> list[Memory]:
     """What each target rank has in the end. AssertionError where two ends of a flow differ, or a rank sends
@@ -60,8 +60,8 @@ def execute(
     """
     trainers = [_filled(held or source, rank, weights) for rank in range(source.num_ranks)]
     engines = [Memory(weights) for _ in range(target.num_ranks)]
-    sends = [plan_sends(rank, source, target, topology, grain) for rank in range(source.num_ranks)]
-    recvs = [plan_recvs(rank, source, target, topology, grain) for rank in range(target.num_ranks)]
+    sends = [plan_sends(rank, source, target, topology, granularity) for rank in range(source.num_ranks)]
+    recvs = [plan_recvs(rank, source, target, topology, granularity) for rank in range(target.num_ranks)]
     _move(trainers, engines, sends, recvs)
     return engines
 

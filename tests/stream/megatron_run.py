@@ -33,7 +33,7 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess
-from mcore_rl.rollout.rotation import Rotation
+from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
@@ -126,7 +126,7 @@ class MegatronRun:
     ) -> None:
         self.config, self._ranks, self._engines = config, ranks, engines
         self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
-        self.rotation = Rotation([engine.url for engine in engines])
+        self.rotation = EngineHealth([engine.url for engine in engines])
         self.refitter = SyncController(
             ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S, record=partial(record_layouts, config)
         )

@@ -12,8 +12,8 @@ from math import ceil, prod
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.layouts.layout import Layout, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.plan.local import GRAIN, pools
-from mcore_rl.slices.plan.shared_region import Grain, Pool
+from mcore_rl.slices.plan.local import GRAIN, shared_regions
+from mcore_rl.slices.plan.shared_region import SharedRegion, SplitGranularity
 from mcore_rl.slices.plan.shares import Shares, Topology
 
 GATHER_BUCKET_BYTES = 512 << 20
@@ -84,7 +84,11 @@ class GatherBroadcast:
 
 
 def predict(
-    source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN, engine_ranks: int | None = None
+    source: Layout,
+    target: Layout,
+    topology: Topology,
+    granularity: SplitGranularity = GRAIN,
+    engine_ranks: int | None = None,
 ) -> Traffic:
     """The traffic of one sync. ValueError names a box that no trainer rank holds.
 
@@ -93,15 +97,15 @@ def predict(
     """
     trainer, engines = Load.zero(source.num_ranks), Load.zero(target.num_ranks)
     bounds = _Bounds(source.num_ranks, target.num_ranks, topology)
-    for pool in pools(target.all_names(), source, target, grain):
-        served = [rank for rank in pool.wanters if engine_ranks is None or rank < engine_ranks]
-        _count_sends(pool, Shares(pool.holders, served, topology), topology, trainer, engines)
-        for rank in pool.wanters[len(served) :]:
+    for region in shared_regions(target.all_names(), source, target, granularity):
+        served = [rank for rank in region.targets if engine_ranks is None or rank < engine_ranks]
+        _count_sends(region, Shares(region.sources, served, topology), topology, trainer, engines)
+        for rank in region.targets[len(served) :]:
             before = rank - (engine_ranks or 0)
             near = topology.target_host(before) == topology.target_host(rank)
-            (engines.local_out if near else engines.network_out)[before] += pool.num_bytes
-            (engines.local_in if near else engines.network_in)[rank] += pool.num_bytes
-        bounds.add(pool)
+            (engines.local_out if near else engines.network_out)[before] += region.num_bytes
+            (engines.local_in if near else engines.network_in)[rank] += region.num_bytes
+        bounds.add(region)
     return Traffic(trainer, engines, bounds.lowest)
 
 
@@ -115,30 +119,34 @@ class _Bounds:
         self._host_unique: Counter[int] = Counter()
         self._only_here: Counter[Ranks] = Counter()
 
-    def add(self, pool: Pool) -> None:
-        holders = {self._topology.source_host(rank) for rank in pool.holders}
-        far = {self._topology.target_host(rank) for rank in pool.wanters} - holders
+    def add(self, region: SharedRegion) -> None:
+        sources = {self._topology.source_host(rank) for rank in region.sources}
+        far = {self._topology.target_host(rank) for rank in region.targets} - sources
         for host in far:
-            self._host_unique[host] += pool.num_bytes
+            self._host_unique[host] += region.num_bytes
         if far:
-            self._only_here[pool.holders] += pool.num_bytes
+            self._only_here[region.sources] += region.num_bytes
 
     @property
     def lowest(self) -> int:
         bounds = [ceil(count / self._target_ranks[host]) for host, count in self._host_unique.items()]
-        bounds += [ceil(count / self._links_out(holders)) for holders, count in self._only_here.items()]
+        bounds += [ceil(count / self._links_out(sources)) for sources, count in self._only_here.items()]
         return max((*bounds, ceil(self._only_here.total() / self._links_out(range(self._num_sources)))))
 
-    def _links_out(self, holders: Collection[int]) -> int:
+    def _links_out(self, sources: Collection[int]) -> int:
         """Of these trainer ranks and of the engine ranks beside them, which may pass on what they got."""
-        hosts = {self._topology.source_host(rank) for rank in holders}
-        return len(holders) + sum(self._target_ranks[host] for host in hosts)
+        hosts = {self._topology.source_host(rank) for rank in sources}
+        return len(sources) + sum(self._target_ranks[host] for host in hosts)
 
 
-def _count_sends(pool: Pool, shares: Shares, topology: Topology, trainer: Load, engines: Load) -> None:
-    for rank in pool.holders:
+def _count_sends(
+    region: SharedRegion, shares: Shares, topology: Topology, trainer: Load, engines: Load
+) -> None:
+    for rank in region.sources:
         for peer, (first, last, count) in shares.sends(rank):
-            num_bytes = pool.bytes_before(pool.cut(last, count)) - pool.bytes_before(pool.cut(first, count))
+            num_bytes = region.bytes_before(region.cut(last, count)) - region.bytes_before(
+                region.cut(first, count)
+            )
             near = topology.source_host(rank) == topology.target_host(peer)
             (trainer.local_out if near else trainer.network_out)[rank] += num_bytes
             (engines.local_in if near else engines.network_in)[peer] += num_bytes

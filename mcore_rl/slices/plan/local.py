@@ -1,6 +1,6 @@
 """Two layouts and a rank in, that rank's own part of the plan out. Pure; sender and receiver agree unasked.
 
-Both ends of a pair see the same pools (boxes with the same holders and the same wanters), since each holds or
+Both ends of a pair see the same shared_regions (boxes with the same sources and the same targets), since each holds or
 wants every box of those it is part of, and divide them by the same rule. Time and memory grow with the boxes
 that the rank itself holds or wants, not with the number of ranks.
 """
@@ -22,10 +22,10 @@ from mcore_rl.slices.layouts.quantised import (
     travels_with_matrix,
 )
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.plan.shared_region import Cell, Grain, Pool, Slice
+from mcore_rl.slices.plan.shared_region import BoxSpan, SharedRegion, Slice, SplitGranularity
 from mcore_rl.slices.plan.shares import Move, Shares, Topology
 
-GRAIN = Grain()
+GRAIN = SplitGranularity()
 
 
 @dataclass(frozen=True)
@@ -54,64 +54,65 @@ class Flow:
 
 
 def plan_sends(
-    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN
+    rank: int, source: Layout, target: Layout, topology: Topology, granularity: SplitGranularity = GRAIN
 ) -> tuple[Flow, ...]:
     """What trainer rank `rank` sends to whom, in the order of the engine ranks."""
     return _flows(
-        (pool, Shares(pool.holders, pool.wanters, topology).sends(rank))
-        for pool in pools(source.names(rank), source, target, grain, source_rank=rank)
+        (region, Shares(region.sources, region.targets, topology).sends(rank))
+        for region in shared_regions(source.names(rank), source, target, granularity, source_rank=rank)
     )
 
 
 def plan_recvs(
-    rank: int, source: Layout, target: Layout, topology: Topology, grain: Grain = GRAIN
+    rank: int, source: Layout, target: Layout, topology: Topology, granularity: SplitGranularity = GRAIN
 ) -> tuple[Flow, ...]:
     """What engine rank `rank` gets, in the order of the trainer ranks.
 
     ValueError names a box that no trainer rank holds.
     """
     return _flows(
-        (pool, Shares(pool.holders, pool.wanters, topology).recvs(rank))
-        for pool in pools(target.names(rank), source, target, grain, target_rank=rank)
+        (region, Shares(region.sources, region.targets, topology).recvs(rank))
+        for region in shared_regions(target.names(rank), source, target, granularity, target_rank=rank)
     )
 
 
-def pools(
+def shared_regions(
     names: Iterable[str],
     source: Layout,
     target: Layout,
-    grain: Grain = GRAIN,
+    granularity: SplitGranularity = GRAIN,
     source_rank: int | None = None,
     target_rank: int | None = None,
-) -> list[Pool]:
-    """The pools of tensors `names` (only those that a given rank is part of), ordered alike on all ranks.
+) -> list[SharedRegion]:
+    """The shared_regions of tensors `names` (only those that a given rank is part of), ordered alike on all ranks.
 
     Matrices that the target wants in FP8 are cut into whole blocks, whose scales go with them.
     """
-    found: dict[tuple[Ranks, Ranks, str], list[Cell]] = defaultdict(list)
-    known: dict[tuple[Placement, Placement], list[tuple[Box, list[Cell]]]] = {}
+    found: dict[tuple[Ranks, Ranks, str], list[BoxSpan]] = defaultdict(list)
+    known: dict[tuple[Placement, Placement], list[tuple[Box, list[BoxSpan]]]] = {}
     for name in names:
         if travels_with_matrix(name, target):
             continue
         key = source.placement(name), target.placement(name)
         if key not in known:
             known[key] = [
-                (box, found[holders, wanters, dtype])
-                for box, holders, wanters, dtype in _cells(name, *key, source_rank, target_rank)
+                (box, found[sources, targets, dtype])
+                for box, sources, targets, dtype in _spans(name, *key, source_rank, target_rank)
             ]
             if is_quantised(key[1]):
                 check_scales(name, target)
-        for box, cells in known[key]:
-            cells.append((name, box.start, box.stop))
+        for box, spans in known[key]:
+            spans.append((name, box.start, box.stop))
     return sorted(
-        (Pool(*key, cells, grain) for key, cells in found.items() if cells), key=lambda pool: pool.sort_key
+        (SharedRegion(*key, spans, granularity) for key, spans in found.items() if spans),
+        key=lambda region: region.sort_key,
     )
 
 
-def _cells(
+def _spans(
     name: str, source: Placement, target: Placement, source_rank: int | None, target_rank: int | None
 ) -> Iterator[tuple[Box, Ranks, Ranks, str]]:
-    """(box, holders, wanters, dtype) of each piece that is wanted, cut where the holders change; only those
+    """(box, sources, targets, dtype) of each piece that is wanted, cut where the sources change; only those
     that `source_rank` holds and `target_rank` wants, if given.
     """
     shape = shape_of(source, target) if is_quantised(target) else None
@@ -140,14 +141,14 @@ def _cells(
             )
 
 
-def _flows(moves: Iterable[tuple[Pool, Iterable[Move]]]) -> tuple[Flow, ...]:
+def _flows(moves: Iterable[tuple[SharedRegion, Iterable[Move]]]) -> tuple[Flow, ...]:
     parts: dict[int, list[Sequence[Slice]]] = defaultdict(list)
-    for pool, pool_moves in moves:
+    for region, pool_moves in moves:
         known: dict[tuple[int, int, int], tuple[Slice, ...]] = {}
         for peer, stretch in pool_moves:
             if stretch not in known:
                 first, last, count = stretch
-                known[stretch] = pool.slices(pool.cut(first, count), pool.cut(last, count))
+                known[stretch] = region.slices(region.cut(first, count), region.cut(last, count))
             if known[stretch]:
                 parts[peer].append(known[stretch])
     return tuple(Flow(peer, tuple(map(tuple, parts[peer]))) for peer in sorted(parts))

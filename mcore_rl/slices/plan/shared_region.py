@@ -10,15 +10,15 @@ from mcore_rl.slices.box import Box, itemsize
 from mcore_rl.slices.hf.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blocks, scale_box
 from mcore_rl.slices.layouts.ranks import Ranks
 
-Cell = tuple[str, tuple[int, ...], tuple[int, ...]]
+BoxSpan = tuple[str, tuple[int, ...], tuple[int, ...]]
 """HF name, start, stop"""
 
 Cut = tuple[int, int]
-"""(cell, row of it) at which a pool is cut"""
+"""(span, row of it) at which a region is cut"""
 
 
 @dataclass(frozen=True)
-class Grain:
+class SplitGranularity:
     """How finely boxes are cut to even out the load.
 
     min_bytes   no box of fewer bytes is cut
@@ -49,27 +49,32 @@ class Slice:
         return self.box.numel * itemsize(self.dtype) + (0 if scales is None else scales.num_bytes)
 
 
-class Pool:
-    """Cells in the order of name and start; bytes are those of the wanters' dtype."""
+class SharedRegion:
+    """Cells in the order of name and start; bytes are those of the targets' dtype."""
 
     def __init__(
-        self, holders: Ranks, wanters: Ranks, dtype: str, cells: Sequence[Cell], grain: Grain
+        self,
+        sources: Ranks,
+        targets: Ranks,
+        dtype: str,
+        spans: Sequence[BoxSpan],
+        granularity: SplitGranularity,
     ) -> None:
-        self.holders, self.wanters, self.dtype = holders, wanters, dtype
-        self._cells, self._grain = sorted(cells), grain
-        self._multiple = lcm(grain.rows, BLOCK) if dtype == FP8 else grain.rows
+        self.sources, self.targets, self.dtype = sources, targets, dtype
+        self._spans, self._granularity = sorted(spans), granularity
+        self._multiple = lcm(granularity.rows, BLOCK) if dtype == FP8 else granularity.rows
         size = itemsize(dtype)
         columns = [
-            tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True)) for _, start, stop in self._cells
+            tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True)) for _, start, stop in self._spans
         ]
         self._row_bytes = [size * prod(shape) for shape in columns]
         self._scale_bytes = [SCALE_BYTES * num_blocks(*shape) if dtype == FP8 else 0 for shape in columns]
-        self._num_rows = [stop[0] - start[0] if start else 1 for _, start, stop in self._cells]
+        self._num_rows = [stop[0] - start[0] if start else 1 for _, start, stop in self._spans]
         self._ends = list(accumulate(map(self._num_bytes, range(len(columns)), self._num_rows), initial=0))
 
     @property
-    def sort_key(self) -> tuple[Cell, str]:
-        return self._cells[0], self.dtype
+    def sort_key(self) -> tuple[BoxSpan, str]:
+        return self._spans[0], self.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -78,35 +83,35 @@ class Pool:
     def cut(self, part: int, parts: int) -> Cut:
         """Where to cut, at or before `part` / `parts` of the bytes; rises with it, exact at 0 and 1."""
         position = self.num_bytes * part // parts
-        cell = bisect_right(self._ends, position) - 1
-        if cell >= len(self._cells):
-            return len(self._cells), 0
-        if self._ends[cell + 1] - self._ends[cell] < self._grain.min_bytes or not self._cells[cell][1]:
-            return cell, 0
-        first = self._cells[cell][1][0]
-        cell_bytes = self._ends[cell + 1] - self._ends[cell]
-        row = first + (position - self._ends[cell]) * self._num_rows[cell] // cell_bytes
-        return cell, max(0, row - row % self._multiple - first)
+        span = bisect_right(self._ends, position) - 1
+        if span >= len(self._spans):
+            return len(self._spans), 0
+        if self._ends[span + 1] - self._ends[span] < self._granularity.min_bytes or not self._spans[span][1]:
+            return span, 0
+        first = self._spans[span][1][0]
+        span_bytes = self._ends[span + 1] - self._ends[span]
+        row = first + (position - self._ends[span]) * self._num_rows[span] // span_bytes
+        return span, max(0, row - row % self._multiple - first)
 
     def bytes_before(self, cut: Cut) -> int:
-        cell, row = cut
-        return self._ends[cell] + (self._num_bytes(cell, row) if row else 0)
+        span, row = cut
+        return self._ends[span] + (self._num_bytes(span, row) if row else 0)
 
-    def _num_bytes(self, cell: int, rows: int) -> int:
-        """Of the first `rows` rows of a cell."""
-        return rows * self._row_bytes[cell] + num_blocks(rows) * self._scale_bytes[cell]
+    def _num_bytes(self, span: int, rows: int) -> int:
+        """Of the first `rows` rows of a span."""
+        return rows * self._row_bytes[span] + num_blocks(rows) * self._scale_bytes[span]
 
     def slices(self, begin: Cut, end: Cut) -> tuple[Slice, ...]:
         """The boxes between two cuts."""
         last, last_row = end
         found = []
-        cell, row = begin
-        while (cell, row) < end:
-            name, start, stop = self._cells[cell]
-            first, past = (row, last_row) if cell == last else (row, 0)
+        span, row = begin
+        while (span, row) < end:
+            name, start, stop = self._spans[span]
+            first, past = (row, last_row) if span == last else (row, 0)
             if first or past:
                 rows = (start[0] + first, start[0] + past if past else stop[0])
                 start, stop = (rows[0], *start[1:]), (rows[1], *stop[1:])
             found.append(Slice(Box(name, start, stop), self.dtype))
-            cell, row = cell + 1, 0
+            span, row = span + 1, 0
         return tuple(found)

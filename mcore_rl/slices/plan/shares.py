@@ -1,11 +1,11 @@
-"""Holders and wanters of a pool in, who sends which stretch of it to whom out; each rank asks for its own.
+"""Holders and targets of a region in, who sends which stretch of it to whom out; each rank asks for its own.
 
-Three holders and two wanters on other hosts: every holder sends as much as any other.
+Three sources and two targets on other hosts: every source sends as much as any other.
 
-    pool of wanter 0   0 --------------------------- 1      pool of wanter 1   0 --------------------------- 1
+    region of target 0   0 --------------------------- 1      region of target 1   0 --------------------------- 1
     sent by            |       s0         |    s1    |                         |   s1    |        s2         |
 
-A wanter on whose host a holder runs takes all from the holders of that host, and no network is used.
+A target on whose host a source runs takes all from the sources of that host, and no network is used.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from typing import Protocol
 from mcore_rl.slices.layouts.ranks import Ranks
 
 Stretch = tuple[int, int, int]
-"""(first, last, parts): from first / parts to last / parts of a pool"""
+"""(first, last, parts): from first / parts to last / parts of a region"""
 
 Move = tuple[int, Stretch]
 """(peer's rank, stretch)"""
@@ -60,37 +60,37 @@ class ListedHosts:
 
 
 class Shares:
-    """How a pool is divided between its holders and its wanters."""
+    """How a region is divided between its sources and its targets."""
 
-    def __init__(self, holders: Ranks, wanters: Sequence[int], topology: Topology) -> None:
-        hosts = _by_host(holders, topology.source_host)
+    def __init__(self, sources: Ranks, targets: Sequence[int], topology: Topology) -> None:
+        hosts = _by_host(sources, topology.source_host)
         self._groups: list[tuple[Sequence[int], Sequence[int]]] = []
-        """(holders, wanters): each of these wanters takes all from these holders."""
+        """(sources, targets): each of these targets takes all from these sources."""
         far: list[int] = []
-        for host, members in _by_host(wanters, topology.target_host).items():
+        for host, members in _by_host(targets, topology.target_host).items():
             if host in hosts:
                 self._groups.append((hosts[host], members))
             else:
                 far += members
-        self._groups.append((holders, sorted(far)))
+        self._groups.append((sources, sorted(far)))
 
     def sends(self, rank: int) -> Iterator[Move]:
-        """What holder `rank` sends to engine ranks."""
-        for holders, wanters in self._groups:
-            i, num_holders = _place(holders, rank), len(holders)
+        """What source `rank` sends to engine ranks."""
+        for sources, targets in self._groups:
+            i, num_sources = _place(sources, rank), len(sources)
             if i is None:
                 continue
-            for k, first, last in _overlaps(i, num_holders, len(wanters)):
-                yield wanters[k], (first - k * num_holders, last - k * num_holders, num_holders)
+            for k, first, last in _overlaps(i, num_sources, len(targets)):
+                yield targets[k], (first - k * num_sources, last - k * num_sources, num_sources)
 
     def recvs(self, rank: int) -> Iterator[Move]:
-        """What wanter `rank` gets from trainer ranks."""
-        for holders, wanters in self._groups:
-            k, num_holders = _place(wanters, rank), len(holders)
+        """What target `rank` gets from trainer ranks."""
+        for sources, targets in self._groups:
+            k, num_sources = _place(targets, rank), len(sources)
             if k is None:
                 continue
-            for i, first, last in _overlaps(k, len(wanters), num_holders):
-                yield holders[i], (first - k * num_holders, last - k * num_holders, num_holders)
+            for i, first, last in _overlaps(k, len(targets), num_sources):
+                yield sources[i], (first - k * num_sources, last - k * num_sources, num_sources)
 
 
 def _by_host(ranks: Iterable[int], host_of: Callable[[int], int]) -> dict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""SGLang's own HTTP calls for a weight update, one method each; a refused or failed one is an EngineError."""
+"""SGLang's own HTTP calls for a weight update, one method each; a refused or failed one is an EngineUpdateError."""
 
 import base64
 import pickle
@@ -17,11 +17,11 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """SGLang's names of the memory that an engine can give up."""
 
 
-class EngineError(RuntimeError):
+class EngineUpdateError(RuntimeError):
     """An engine refused a call, or could not be reached; the message names both."""
 
 
-class RefusedError(EngineError):
+class RefusedError(EngineUpdateError):
     """The engine answered that it will not."""
 
 
@@ -37,7 +37,7 @@ class EngineControl:
         info = await self._call("GET", "/server_info", None)
         loaders = info.get("custom_weight_loader") or []
         if LOADER not in loaders:
-            raise EngineError(f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}")
+            raise EngineUpdateError(f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}")
         return SGLangSizes(1, info["tp_size"], info["ep_size"], info["pp_size"], info["attn_dp_size"])
 
     async def pause(self) -> None:
@@ -100,11 +100,11 @@ class EngineControl:
                 answer = await response.json() if is_json else await response.text()
                 told = isinstance(answer, dict) and "success" in answer
                 if (answers_json and not is_json) or (not response.ok and not told):
-                    raise EngineError(
+                    raise EngineUpdateError(
                         f"engine {self.url} answered {path} with {response.status}: {answer!r:.300}"
                     )
         except TimeoutError as error:
-            raise EngineError(f"engine {self.url} did not answer {path} in time") from error
+            raise EngineUpdateError(f"engine {self.url} did not answer {path} in time") from error
         except aiohttp.ClientError as error:
-            raise EngineError(f"engine {self.url} failed in {path}: {error}") from error
+            raise EngineUpdateError(f"engine {self.url} failed in {path}: {error}") from error
         return answer if isinstance(answer, dict) else {}

@@ -18,7 +18,7 @@ import aiohttp
 from mcore_rl.process.http import open_session
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.controller.engine_control import EngineControl, EngineError
+from mcore_rl.stream.controller.engine_control import EngineControl, EngineUpdateError
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
 from mcore_rl.stream.controller.sync_report import SyncReport, agreement
 from mcore_rl.stream.controller.update import GRACE_S, InPlaceUpdate, StagedUpdate, TrainerRanks, Updated
@@ -149,7 +149,7 @@ class SyncController:
             await control.end_update()
             if control.url not in self._mixed:
                 await control.resume()
-        except EngineError as error:
+        except EngineUpdateError as error:
             raise SyncError(f"engine {control.url} cannot be linked: {error}") from error
         if isinstance(sent, BaseException):
             raise SyncError(

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
-from mcore_rl.stream.controller.engine_control import EngineControl, EngineError
+from mcore_rl.stream.controller.engine_control import EngineControl, EngineUpdateError
 from mcore_rl.stream.controller.linked_engine import LinkedEngine, Relay
 from mcore_rl.stream.controller.sync_report import EngineSyncResult, agreement, summary
 from mcore_rl.stream.wire import Link, Order, Report
@@ -84,7 +84,7 @@ class Update(ABC):
                 self._mixed.discard(control.url)
             else:
                 await control.end_update()
-        except EngineError as failure:
+        except EngineUpdateError as failure:
             error = error or str(failure)
         return replace(refit, error=error, pause_seconds=time.monotonic() - began_s)
 
@@ -219,7 +219,7 @@ class StagedUpdate(Update):
                     self._mixed.add(control.url)
                     await engine.command(control, "swap", version)
                     error = agreement(await engine.reports_by("swap", began_s + left_s))
-                except EngineError as failure:
+                except EngineUpdateError as failure:
                     error = str(failure)
                 return await self._close(updated, version, replace(refit, error=error), began_s)
         except TimeoutError:
@@ -249,7 +249,7 @@ def _was_left_behind(refit: EngineSyncResult) -> bool:
 
 
 def _engine_error(answer: BaseException | None) -> str | None:
-    """What an EngineError says; any other error is raised."""
-    if answer is not None and not isinstance(answer, EngineError):
+    """What an EngineUpdateError says; any other error is raised."""
+    if answer is not None and not isinstance(answer, EngineUpdateError):
         raise answer
     return None if answer is None else str(answer)

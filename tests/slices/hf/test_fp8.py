@@ -21,7 +21,7 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.plan.cost import predict
 from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
 from tests.slices.fp8_oracle import dequantise, per_block_cast_to_fp8
@@ -152,7 +152,7 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
     source, target = ListedLayout([s for s, _ in sources]), ListedLayout([t for t, _ in targets])
     hosts = RegularHosts(len(sources), len(targets), 1)
     grain = data.draw(
-        st.builds(Grain, min_bytes=st.sampled_from([1, 1 << 16]), rows=st.sampled_from([1, 48]))
+        st.builds(SplitGranularity, min_bytes=st.sampled_from([1, 1 << 16]), rows=st.sampled_from([1, 48]))
     )
     bucket_bytes = data.draw(st.sampled_from([1000, 40_000, 1 << 20]))
 

@@ -8,7 +8,7 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts, Topology
 from tests.slices.megatron_layout import model_config
 
@@ -113,7 +113,9 @@ def topologies(draw: st.DrawFn, num_sources: int, num_targets: int) -> Topology:
     return RegularHosts(draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 8)))
 
 
-GRAINS = st.builds(Grain, min_bytes=st.sampled_from([1, 64, 1 << 16]), rows=st.sampled_from([1, 2, 4]))
+GRAINS = st.builds(
+    SplitGranularity, min_bytes=st.sampled_from([1, 64, 1 << 16]), rows=st.sampled_from([1, 2, 4])
+)
 
 
 def megatron_layout(config: dict[str, Any], sizes: MegatronSizes) -> MegatronLayout:

@@ -10,7 +10,7 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.plan.cost import Load, by_host, predict, predict_gather_broadcast
 from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts, Topology
 from tests.slices.layouts.strategies import (
     GRAINS,
@@ -63,7 +63,7 @@ def layout(rows: list[tuple[int, int]]) -> ListedLayout:
 def test_even_layouts_reach_the_lower_bound() -> None:
     source = layout([(0, 8), (8, 16)] * 2)
     target = layout([(0, 4), (4, 8), (8, 12), (12, 16)] * 2)
-    traffic = predict(source, target, RegularHosts(2, 2, 2), Grain(min_bytes=1), engine_ranks=4)
+    traffic = predict(source, target, RegularHosts(2, 2, 2), SplitGranularity(min_bytes=1), engine_ranks=4)
     assert traffic.trainer.network_out == [16 * 4 * 4 // 4] * 4
     assert traffic.engines.network_in == [4 * 4 * 4] * 8
     assert traffic.busiest_link == traffic.lower_bound == 64
@@ -74,7 +74,7 @@ def test_even_layouts_reach_the_lower_bound() -> None:
 def test_engine_ranks_beside_the_trainer_pass_on_over_links_of_their_own() -> None:
     """Engine rank 0 runs on the trainer's host and passes its half on to the next engine."""
     source, target = layout([(0, 8)]), layout([(0, 4), (4, 8)] * 2)
-    traffic = predict(source, target, RegularHosts(1, 1, 0), Grain(min_bytes=1), engine_ranks=2)
+    traffic = predict(source, target, RegularHosts(1, 1, 0), SplitGranularity(min_bytes=1), engine_ranks=2)
     assert traffic.trainer.local_out == traffic.trainer.network_out == [64]
     assert traffic.engines.network_out == [64, 64, 0, 0]
     assert traffic.busiest_link == traffic.lower_bound == 64

@@ -15,7 +15,7 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
-from mcore_rl.slices.plan.shared_region import Grain
+from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts
 from tests.slices.layouts.strategies import (
     GRAINS,
@@ -29,7 +29,7 @@ from tests.slices.layouts.strategies import (
 from tests.slices.megatron_layout import model_config
 from tests.slices.plan_execution import check, execute, numbered
 
-FINE = Grain(min_bytes=1)
+FINE = SplitGranularity(min_bytes=1)
 
 
 @given(st.data())
@@ -115,7 +115,11 @@ def test_hosts_of_unequal_size_are_served() -> None:
 
 def test_cuts_keep_to_the_grain() -> None:
     source, target = replicated(3, (640, 8)), replicated(5, (640, 8))
-    for grain, multiple in ((Grain(1, 128), 128), (Grain(1 << 20), 640), (Grain(1, 1), 1)):
+    for grain, multiple in (
+        (SplitGranularity(1, 128), 128),
+        (SplitGranularity(1 << 20), 640),
+        (SplitGranularity(1, 1), 1),
+    ):
         for rank in range(5):
             for flow in plan_recvs(rank, source, target, RegularHosts(1, 1, 9), grain):
                 assert all(piece.box.start[0] % multiple == 0 for piece in flow.slices)

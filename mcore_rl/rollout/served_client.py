@@ -10,14 +10,14 @@ import aiohttp
 
 from mcore_rl.process.http import open_session
 from mcore_rl.rollout.engine import EngineAddress
-from mcore_rl.rollout.served import ServedModel
+from mcore_rl.rollout.served_endpoint import ServedEndpoint
 
 _log = logging.getLogger(__name__)
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 8.0
 _SHOWN_CHARS = 500
 
 
-class AskError(RuntimeError):
+class ServedRequestError(RuntimeError):
     """A request failed for good; the message names role and server."""
 
 
@@ -28,12 +28,12 @@ class _Transient(Exception):
 class ServedClient:
     """Spreads requests over a model's engines, least loaded first; retries until a request's time is up."""
 
-    def __init__(self, model: ServedModel) -> None:
+    def __init__(self, model: ServedEndpoint) -> None:
         self._model = model
         self._in_flight = {engine.url: 0 for engine in model.engines}
 
     async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """In their order, each answer's JSON or the AskError that the request came to.
+        """In their order, each answer's JSON or the ServedRequestError that the request came to.
 
         Lost connections, HTTP 429 and 5xx are tried again, also while no engine serves; others are not.
         """
@@ -57,10 +57,10 @@ class ServedClient:
                         _log.info("%s: a request failed with %s; trying again", role, reason)
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, _LONGEST_BACKOFF_S)
-            except AskError as error:
+            except ServedRequestError as error:
                 return error
             except TimeoutError:
-                return AskError(f"{role}.request_timeout_s={timeout_s:g} is over; last: {reason}")
+                return ServedRequestError(f"{role}.request_timeout_s={timeout_s:g} is over; last: {reason}")
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: Mapping[str, Any]) -> Any:
         engine = self._pick()
@@ -74,11 +74,13 @@ class ServedClient:
         if response.status == 429 or response.status >= 500:
             raise _Transient(f"{engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
         if response.status != 200:
-            raise AskError(f"{self._model.role}, {engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
+            raise ServedRequestError(
+                f"{self._model.role}, {engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}"
+            )
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise AskError(
+            raise ServedRequestError(
                 f"{self._model.role}, {engine}: no JSON ({error}): {text[:_SHOWN_CHARS]}"
             ) from None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.rollout.engine import EngineAddress
-from mcore_rl.rollout.rotation import Rotation
+from mcore_rl.rollout.engine_health import EngineHealth
 
 TAKES_TEXT = ("judge",)
 """Roles that are asked in words, so that their servers need tokenizer and chat template."""
@@ -17,7 +17,7 @@ _NOT_OURS = "on its own machine"
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ServedEndpoint:
     """Where a judge, reward model or teacher answers.
 
     role      the config group, which names it in messages
@@ -29,7 +29,7 @@ class ServedModel:
     role: str
     config: ServedModelConfig
     engines: tuple[EngineAddress, ...]
-    rotation: Rotation
+    rotation: EngineHealth
     model: str
     api_key: str = ""
 
@@ -47,7 +47,7 @@ def check_served_path(role: str, config: ServedModelConfig) -> None:
             raise ValueError(f"{role}.path={config.path}: there is no {name}; name a HuggingFace directory")
 
 
-def find_served(role: str, config: ServedModelConfig) -> ServedModel:
+def find_served(role: str, config: ServedModelConfig) -> ServedEndpoint:
     """The server at `config.url`, which must answer within a request's time.
 
     ValueError: nothing there lists its models, it has none of the wanted name, or there is no key.
@@ -63,7 +63,7 @@ def find_served(role: str, config: ServedModelConfig) -> ServedModel:
             f" {', '.join(names) or 'none'}; set {role}.url_model"
         )
     address = EngineAddress(url, _NOT_OURS)
-    return ServedModel(role, config, (address,), Rotation([url]), config.url_model or names[0], key)
+    return ServedEndpoint(role, config, (address,), EngineHealth([url]), config.url_model or names[0], key)
 
 
 def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> list[str]:

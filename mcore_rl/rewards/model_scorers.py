@@ -19,7 +19,7 @@ Post = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[list[Any]]]
 SHOWN_CHARS = 500
 
 
-class Question(Protocol):
+class ModelScorer(Protocol):
     path: str
     """Of the server, after its address."""
 
@@ -32,7 +32,7 @@ class Question(Protocol):
         ...
 
 
-class JudgeQuestion:
+class JudgeScorer:
     """A chat of one message with a model that gives a verdict in words or as a number."""
 
     path = "/v1/chat/completions"
@@ -90,7 +90,7 @@ class JudgeQuestion:
             return None
 
 
-class RewardModelQuestion:
+class RewardModelScorer:
     """The chat's tokens, as the reward model's own tokenizer and chat template have them."""
 
     path = "/classify"
@@ -132,7 +132,7 @@ class RewardModelQuestion:
             raise ValueError(f"the reward model's answer is not one number: {_shown(answer)}") from None
 
 
-async def ask(question: Question, post: Post, samples: Sequence[Sample]) -> list[float | Exception]:
+async def ask(question: ModelScorer, post: Post, samples: Sequence[Sample]) -> list[float | Exception]:
     """The number for each sample, or why there is none."""
     bodies = [_tried(question.request, sample) for sample in samples]
     sent = [i for i, body in enumerate(bodies) if not isinstance(body, Exception)]

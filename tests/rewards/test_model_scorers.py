@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from mcore_rl.config import JudgeConfig, RewardConfig
 from mcore_rl.data.arithmetic import make_tokenizer
-from mcore_rl.rewards.questions import JudgeQuestion, RewardModelQuestion
+from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
@@ -25,14 +25,14 @@ def chat(text: str | None) -> dict[str, Any]:
 
 
 def test_the_judge_sees_prompt_response_and_ground_truth(tmp_path: Path) -> None:
-    request = JudgeQuestion(JudgeConfig(request={"seed": 7})).request(make_sample("{{ 7 }} {% x %}"))
+    request = JudgeScorer(JudgeConfig(request={"seed": 7})).request(make_sample("{{ 7 }} {% x %}"))
     [message] = request.pop("messages")
     assert request == {"temperature": 0.0, "max_tokens": 1024, "seed": 7}
     for part in ("\nAda has 12 {apples}\n", "\n12\n", "\n{{ 7 }} {% x %}\n"):
         assert part in message["content"]
     own = tmp_path / "own.jinja"
     own.write_text("{{ data_source }} {{ extra_info.hint }} {{ messages | length }}")
-    [message] = JudgeQuestion(JudgeConfig(template=str(own))).request(make_sample("7"))["messages"]
+    [message] = JudgeScorer(JudgeConfig(template=str(own))).request(make_sample("7"))["messages"]
     assert message["content"] == "unit count 1"
 
 
@@ -51,7 +51,7 @@ def test_the_judge_sees_prompt_response_and_ground_truth(tmp_path: Path) -> None
     ],
 )
 def test_the_last_verdict_counts_if_it_is_one(text: str | None, value: float | str) -> None:
-    question = JudgeQuestion(JudgeConfig())
+    question = JudgeScorer(JudgeConfig())
     if not isinstance(value, str):
         assert question.read(chat(text)) == value
     else:
@@ -60,7 +60,7 @@ def test_the_last_verdict_counts_if_it_is_one(text: str | None, value: float | s
 
 
 def test_verdicts_may_be_words() -> None:
-    question = JudgeQuestion(JudgeConfig(verdict=r"\b(yes|no)\b", words={"Yes": 1.0, "no": 0.25}))
+    question = JudgeScorer(JudgeConfig(verdict=r"\b(yes|no)\b", words={"Yes": 1.0, "no": 0.25}))
     assert [question.read(chat(text)) for text in ("no ... yes", "no")] == [1.0, 0.25]
     with pytest.raises(ValueError, match=r"no chat: {}"):
         question.read({})
@@ -76,14 +76,14 @@ def test_what_cannot_be_asked_is_refused_before_a_run(tmp_path: Path) -> None:
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
-            JudgeQuestion(JudgeConfig(**options))
+            JudgeScorer(JudgeConfig(**options))
     bad = tmp_path / "bad.jinja"
     bad.write_text("{% if %}")
     with pytest.raises(ValueError, match=r"reward.judge.template=.*Expected an expression"):
-        JudgeQuestion(JudgeConfig(template=str(bad)))
+        JudgeScorer(JudgeConfig(template=str(bad)))
     bad.write_text("{{ solution }}")
     with pytest.raises(ValueError, match="'solution' is undefined"):
-        JudgeQuestion(JudgeConfig(template=str(bad))).request(make_sample("7"))
+        JudgeScorer(JudgeConfig(template=str(bad))).request(make_sample("7"))
 
 
 def test_the_reward_model_gets_the_whole_chat_but_its_padding(tmp_path: Path) -> None:
@@ -92,13 +92,13 @@ def test_the_reward_model_gets_the_whole_chat_but_its_padding(tmp_path: Path) ->
     tokenizer.save_pretrained(tmp_path)
     settings: Any = {"num_labels": 1, "pad_token_id": 0}
     LlamaConfig(**settings).save_pretrained(tmp_path)
-    tokens = RewardModelQuestion(str(tmp_path)).tokens(make_sample("12 apples"))
+    tokens = RewardModelScorer(str(tmp_path)).tokens(make_sample("12 apples"))
     assert tokenizer.decode(tokens) == "<|user|> Ada has 12 <|pad|> <|assistant|> 12 apples <|end|>"
     settings["num_labels"] = 3
     LlamaConfig(**settings).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has 3 outputs \['LABEL_0'.*a reward is one number"):
-        RewardModelQuestion(str(tmp_path))
-    question = RewardModelQuestion.__new__(RewardModelQuestion)
+        RewardModelScorer(str(tmp_path))
+    question = RewardModelScorer.__new__(RewardModelScorer)
     assert question.read({"embedding": [0.5]}) == 0.5
     with pytest.raises(ValueError, match=r"is not one number: {\"embedding\": \[1, 2\]}"):
         question.read({"embedding": [1, 2]})
@@ -115,7 +115,7 @@ def test_parts_of_function_and_judge_are_summed_and_a_failed_judge_costs_its_sam
         texts = [body["messages"][0]["content"] for body in bodies]
         return [TimeoutError("late") if "late" in t else chat("Verdict: 1" * ("good" in t)) for t in texts]
 
-    question = JudgeQuestion(JudgeConfig())
+    question = JudgeScorer(JudgeConfig())
     with Scorer(config, 100, {"judge": question}) as scorer:
         scorer.connect({"judge": post}, asyncio.run)
         scores = scorer([make_sample(text) for text in ("good", "late", "silent")])

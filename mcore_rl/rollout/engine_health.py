@@ -8,7 +8,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EngineLife:
+class EngineState:
     """How an engine fares; `restarts` counts the server processes that died before its present one."""
 
     url: str
@@ -16,7 +16,7 @@ class EngineLife:
     healthy: bool = True
 
 
-class Rotation:
+class EngineHealth:
     """The engines that serve, and why the others don't. An engine started again waits for the next sync.
 
     `weights_stay`: it waits only until it is up, as it serves what it served before.
@@ -25,11 +25,11 @@ class Rotation:
     def __init__(self, urls: Sequence[str], weights_stay: bool = False) -> None:
         """All of `urls` serve, until something else is learnt."""
         self._weights_stay = weights_stay
-        self._lives = {url: EngineLife(url) for url in urls}
+        self._lives = {url: EngineState(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
 
     @property
-    def lives(self) -> list[EngineLife]:
+    def lives(self) -> list[EngineState]:
         return list(self._lives.values())
 
     @property
@@ -40,7 +40,7 @@ class Rotation:
         """Why the engine at `url` gets no requests; empty while it does."""
         return self._why_out[url]
 
-    def note(self, lives: Sequence[EngineLife]) -> None:
+    def note(self, lives: Sequence[EngineState]) -> None:
         """Take in what the engines' watch saw: what a new process serves is not the current weights.
 
         Several may watch at once; what was seen of an earlier process counts for nothing.

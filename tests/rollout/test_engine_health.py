@@ -1,19 +1,19 @@
 """Which engines get requests after restarts and syncs."""
 
-from mcore_rl.rollout.rotation import EngineLife, Rotation
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 
 A, B = "http://a:1", "http://b:2"
 
 
 def test_a_restarted_engine_waits_for_the_sync_that_names_it() -> None:
-    rotation = Rotation([A, B])
+    rotation = EngineHealth([A, B])
     assert rotation.serving == [A, B]
-    rotation.note([EngineLife(A), EngineLife(B, restarts=1, healthy=False)])
+    rotation.note([EngineState(A), EngineState(B, restarts=1, healthy=False)])
     assert rotation.serving == [A]
     assert "started again" in rotation.why_out(B)
-    rotation.note([EngineLife(A), EngineLife(B)])
-    assert rotation.lives[1] == EngineLife(B, restarts=1, healthy=False), "seen before, told later"
-    rotation.note([EngineLife(A), EngineLife(B, restarts=1)])
+    rotation.note([EngineState(A), EngineState(B)])
+    assert rotation.lives[1] == EngineState(B, restarts=1, healthy=False), "seen before, told later"
+    rotation.note([EngineState(A), EngineState(B, restarts=1)])
     assert rotation.serving == [A], "what a new process serves is not the current weights"
     rotation.set_serving([A], {})
     assert "started again" in rotation.why_out(B)
@@ -22,7 +22,7 @@ def test_a_restarted_engine_waits_for_the_sync_that_names_it() -> None:
 
 
 def test_reasons_are_those_of_the_last_sync() -> None:
-    rotation = Rotation([A, B])
+    rotation = EngineHealth([A, B])
     rotation.set_serving([B], {A: "a checksum differs"})
     assert (rotation.why_out(A), rotation.why_out(B)) == ("a checksum differs", "")
     rotation.set_serving([A], {})
@@ -31,8 +31,8 @@ def test_reasons_are_those_of_the_last_sync() -> None:
 
 
 def test_an_engine_whose_weights_stay_serves_as_soon_as_it_is_up_again() -> None:
-    rotation = Rotation([A, B], weights_stay=True)
-    rotation.note([EngineLife(A), EngineLife(B, restarts=1, healthy=False)])
+    rotation = EngineHealth([A, B], weights_stay=True)
+    rotation.note([EngineState(A), EngineState(B, restarts=1, healthy=False)])
     assert rotation.serving == [A]
-    rotation.note([EngineLife(A), EngineLife(B, restarts=1)])
+    rotation.note([EngineState(A), EngineState(B, restarts=1)])
     assert rotation.serving == [A, B] and rotation.why_out(B) == ""
