@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_rl.rewards.sandbox import Limits, run_program
+from mcore_rl.sandbox.run import Limits, run_program
 
 LIMITS = Limits(wall_s=6.0, cpu_s=5, memory_mib=1024, processes=8)
 """Of each test."""

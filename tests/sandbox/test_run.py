@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_rl.rewards.sandbox import Limits, Outcome, run_program
+from mcore_rl.sandbox.run import Limits, Outcome, run_program
 
 LIMITS = Limits(wall_s=8.0, cpu_s=4, memory_mib=256, processes=6, files_mib=4, output_kib=64)
 

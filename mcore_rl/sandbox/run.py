@@ -1,6 +1,6 @@
 """Untrusted Python programs in, their output out: no network, no files of others, all they take bounded.
 
-Each runs in Linux namespaces of its own, which the kernel empties when it ends (sandbox_launcher.py).
+Each runs in Linux namespaces of its own, which the kernel empties when it ends (launcher.py).
 docs/rewards.md says what that guarantees and what it does not.
 """
 
@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-LAUNCHER = Path(__file__).with_name("sandbox_launcher.py")
+LAUNCHER = Path(__file__).with_name("launcher.py")
 PROGRAM = "program.py"
 _GRACE_S = 2.0
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib64", "/usr")
