@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from mcore_rl.report import moving_average
+from mcore_rl.report.curve import moving_average
 from variants import Folders, step_rows, summaries_of, train_variants
 
 ALGORITHMS: dict[str, list[str]] = {

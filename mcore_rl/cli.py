@@ -193,7 +193,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from mcore_rl.report import make_report
+    from mcore_rl.report.run_report import make_report
 
     make_report(args.run_dir)
 

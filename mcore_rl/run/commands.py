@@ -19,7 +19,7 @@ from mcore_rl.planning.checks import check_engines
 from mcore_rl.players.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.process.threads import at_once
-from mcore_rl.report import make_report
+from mcore_rl.report.run_report import make_report
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run.inputs import (
     check_no_trainer,

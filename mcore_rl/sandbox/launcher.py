@@ -1,4 +1,4 @@
-"""Runs one command in namespaces of its own; a script for sandbox.py, which passes all of it as JSON.
+"""Runs one command in namespaces of its own; a script for run.py, which passes all of it as JSON.
 
 Three processes: this one, in the new user namespace; the first of the new process namespace, which builds a
 root of read-only folders; and the command. When one of the first two ends, the kernel ends all that is left.

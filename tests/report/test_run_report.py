@@ -7,7 +7,9 @@ import pytest
 from matplotlib.image import imread
 
 from mcore_rl.metrics import MetricsLogger
-from mcore_rl.report import make_report, moving_average, summarize
+from mcore_rl.report.curve import moving_average
+from mcore_rl.report.run_report import make_report
+from mcore_rl.report.summary import summarize
 from mcore_rl.types import Scores
 from tests.metrics.samples import make_sample
 

@@ -1,0 +1,43 @@
+"""A run folder in; its rows of metrics and samples out."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.metrics.rows import read_rows
+
+Row = Mapping[str, Any]
+"""One line of metrics.jsonl or samples.jsonl (metrics/names.py)."""
+
+NUM_SAMPLES_SHOWN = 3
+
+
+def load_metrics(run_dir: Path) -> list[Row]:
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"{run_dir}: no metrics.jsonl; give the run.dir of an `mcore-rl train` run")
+    rows: list[Row] = [*read_rows(path)]
+    if not series(rows, "reward/mean"):
+        raise ValueError(f"{path}: no row has reward/mean; no training step was completed")
+    return rows
+
+
+def load_samples(run_dir: Path) -> list[Row]:
+    path = run_dir / "samples.jsonl"
+    return [*read_rows(path)] if path.exists() else []
+
+
+def series(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
+    """(step, value) of the rows that have a finite value."""
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+
+
+def pick_samples(rows: Sequence[Row]) -> list[Row]:
+    """Samples of the last step, held-out ones if there are any, of different prompts."""
+    last_step = max((row["step"] for row in rows), default=0)
+    last = [row for row in rows if row["step"] == last_step]
+    held_out = [row for row in last if row["split"] == "eval"]
+    by_prompt: dict[int, Row] = {}
+    for row in held_out or last:
+        by_prompt.setdefault(row["prompt_index"], row)
+    return list(by_prompt.values())[:NUM_SAMPLES_SHOWN]

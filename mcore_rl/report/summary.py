@@ -1,0 +1,32 @@
+"""Rows of metrics in; the numbers of summary.json out."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from mcore_rl.report.rows import Row, series
+
+Summary = dict[str, float | int | None]
+
+
+def summarize(rows: Sequence[Row]) -> Summary:
+    """The numbers of summary.json; None where the run logged nothing to take them from.
+
+    final_accuracy is that after the last step: an older one never stands in for it.
+    train_seconds is the wall time of all steps, without evaluations and start-up. step0_logprob_diff_mean is
+    that of the first step, whose samples come from the weights training started from.
+    """
+    last_step = max(step for step, _ in series(rows, "reward/mean"))
+    accuracies = dict(series(rows, "eval/greedy_accuracy"))
+    steps = series(rows, "time/step")
+    refits = series(rows, "refit/seconds")
+    num_samples = sum(value for _, value in series(rows, "rollout/samples"))
+    train_seconds = sum(value for _, value in steps)
+    return {
+        "warm_start_accuracy": accuracies.get(0),
+        "final_accuracy": accuracies.get(last_step),
+        "grpo_steps": last_step,
+        "train_seconds": train_seconds if steps else None,
+        "step0_logprob_diff_mean": dict(series(rows, "logprob_diff/mean")).get(1),
+        "samples_per_second": num_samples / train_seconds if train_seconds else None,
+        "refit_seconds_median": median(value for _, value in refits) if refits else None,
+    }
