@@ -15,7 +15,7 @@ MODES = {
     "one_step_off": ["rollout.mode=one_step_off", *CORRECTION],
     "async": ["rollout.mode=async", "rollout.max_staleness=2", *CORRECTION],
 }
-MEANS = ("idle/trainer", "idle/engines", "staleness/mean", "staleness/partial", "time/refit")
+MEANS = ("idle/trainer", "idle/engines", "staleness/mean", "staleness/partial", "time/sync")
 
 
 def main() -> None:

@@ -30,9 +30,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
                 batch = without_truncated(batch, samples)
         with timer("train"):
             trained = train_policy_and_critic(config, roles, batch, step)
-        refit = sync_weights(roles, timer, WeightVersion(step), batch)
+        synced = sync_weights(roles, timer, WeightVersion(step), batch)
         metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | trained
-        roles.log.log(step, {**metrics, **sampling, **estimated, **refit, **timer.metrics(waiting=WAITING)})
+        roles.log.log(step, {**metrics, **sampling, **estimated, **synced, **timer.metrics(waiting=WAITING)})
         roles.log.log_samples(step, samples, scores)
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):

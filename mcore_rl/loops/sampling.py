@@ -14,7 +14,7 @@ from mcore_rl.rollout.staleness import staleness_metrics
 from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, WeightVersion
 
 _log = logging.getLogger(__name__)
-WAITING = ("rollout", "reward", "settle")
+WAITING = ("rollout", "reward", "pause")
 """Phases in which the trainer ranks have nothing to do."""
 ROUND_SEEDS = 1_000_003
 """Between the seeds of one step's rounds, which no step number reaches."""
@@ -44,11 +44,11 @@ def sync_weights(
     """The engines' weights are the trainer's; what is sampled beside training goes on with them."""
     background = roles.background
     if background is not None:
-        with timer("settle"):
+        with timer("pause"):
             background.pause_for_sync()
-    with timer("refit"):
-        refit = roles.weights.sync(version, probe)
-    return {**refit, **(background.resume(version) if background else {})}
+    with timer("sync"):
+        synced = roles.weights.sync(version, probe)
+    return {**synced, **(background.resume(version) if background else {})}
 
 
 def sample_now(

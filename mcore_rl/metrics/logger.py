@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from mcore_rl.metrics.console import make_console
+from mcore_rl.metrics.names import with_former_names
 from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.types import Sample, Scores
@@ -53,9 +54,10 @@ class MetricsLogger:
         if not metrics:
             return
         metrics = {name: float(value) for name, value in metrics.items()}
-        self._metrics.write({"step": step, "timestamp": round(time.time(), 3), **metrics})
+        kept = with_former_names(metrics)
+        self._metrics.write({"step": step, "timestamp": round(time.time(), 3), **kept})
         for tracker in self._trackers:
-            tracker.log(step, metrics)
+            tracker.log(step, kept)
         if self._console:
             self._console.show(step, metrics)
 

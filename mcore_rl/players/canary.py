@@ -27,7 +27,7 @@ class CanaryReport:
     failed: dict[str, str] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
-        return {"refit/canary_diff": max(self.differences.values())} if self.differences else {}
+        return {"sync/canary_diff": max(self.differences.values())} if self.differences else {}
 
 
 class Canary:

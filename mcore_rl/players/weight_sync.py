@@ -29,7 +29,7 @@ class EngineSync:
 
     def __init__(
         self,
-        refitter: SyncController,
+        sync_controller: SyncController,
         canary: Canary,
         rotation: EngineHealth,
         look: Callable[[], Awaitable[None]],
@@ -37,7 +37,7 @@ class EngineSync:
         memory: SharedGpus,
     ) -> None:
         """`look` brings `rotation` up to date; it raises if an engine died for good."""
-        self._refitter, self._canary, self._rotation = refitter, canary, rotation
+        self._sync_controller, self._canary, self._rotation = sync_controller, canary, rotation
         self._look, self._watched, self._memory = look, watched, memory
         self._linked: dict[str, int] = {}
         """Engine url -> `restarts` of the process that was linked, also if it then failed."""
@@ -54,7 +54,7 @@ class EngineSync:
             if serving:
                 self._rotation.set_serving(serving, {**reasons, **checked.failed})
                 num_failed = float(len(self._rotation.lives) - len(serving))
-                return {**report.metrics(), **checked.metrics(), "refit/engines_failed": num_failed}
+                return {**report.metrics(), **checked.metrics(), "sync/engines_failed": num_failed}
             if not self._watched(self._is_any_coming()):
                 raise SyncError("; ".join(checked.failed.values()))
 
@@ -74,7 +74,7 @@ class EngineSync:
         while True:
             reasons = await self._link()
             try:
-                report = await self._refitter.sync(version, self._in_link())
+                report = await self._sync_controller.sync(version, self._in_link())
             except SyncError as error:
                 if not await self._is_any_coming():
                     raise
@@ -88,7 +88,7 @@ class EngineSync:
         while True:
             await self._look()
             for life in self._rotation.lives:
-                out_of_link = life.url not in self._refitter.linked and life.url not in reasons
+                out_of_link = life.url not in self._sync_controller.linked and life.url not in reasons
                 if life.healthy and (out_of_link or self._is_new(life)):
                     reasons |= await self._link_one(life)
             if self._in_link():
@@ -100,7 +100,7 @@ class EngineSync:
     async def _link_one(self, life: EngineState) -> dict[str, str]:
         self._linked[life.url] = life.restarts
         try:
-            await self._refitter.connect([life.url])
+            await self._sync_controller.connect([life.url])
         except SyncError as error:
             return {life.url: str(error)}
         return {}
@@ -108,11 +108,11 @@ class EngineSync:
     def _in_link(self) -> list[str]:
         """Urls of the engines whose present process is linked."""
         lives = {life.url: life for life in self._rotation.lives}
-        return [url for url in self._refitter.linked if not self._is_new(lives[url])]
+        return [url for url in self._sync_controller.linked if not self._is_new(lives[url])]
 
     def _holding(self) -> list[str]:
         """Urls of the engines whose present process holds the newest version."""
-        return [url for url in self._in_link() if url in self._refitter.in_rotation]
+        return [url for url in self._in_link() if url in self._sync_controller.in_rotation]
 
     def _is_new(self, life: EngineState) -> bool:
         return self._linked.get(life.url) != life.restarts

@@ -43,7 +43,7 @@ def _make_table(summary: Summary) -> Table:
     table.add_row("steps", str(summary["grpo_steps"]))
     table.add_row("training time", _format(summary["train_seconds"], ",.0f", " s"))
     table.add_row("samples per second", _format(summary["samples_per_second"], ",.1f"))
-    table.add_row("weight sync, median", _format(summary["refit_seconds_median"], ".3f", " s"))
+    table.add_row("weight sync, median", _format(summary["sync_seconds_median"], ".3f", " s"))
     table.add_row("log-prob difference at start", _format(summary["step0_logprob_diff_mean"], ".1e"))
     return table
 

@@ -18,7 +18,7 @@ def summarize(rows: Sequence[Row]) -> Summary:
     last_step = max(step for step, _ in series(rows, "reward/mean"))
     accuracies = dict(series(rows, "eval/greedy_accuracy"))
     steps = series(rows, "time/step")
-    refits = series(rows, "refit/seconds")
+    synced = series(rows, "sync/seconds")
     num_samples = sum(value for _, value in series(rows, "rollout/samples"))
     train_seconds = sum(value for _, value in steps)
     return {
@@ -28,5 +28,5 @@ def summarize(rows: Sequence[Row]) -> Summary:
         "train_seconds": train_seconds if steps else None,
         "step0_logprob_diff_mean": dict(series(rows, "logprob_diff/mean")).get(1),
         "samples_per_second": num_samples / train_seconds if train_seconds else None,
-        "refit_seconds_median": median(value for _, value in refits) if refits else None,
+        "sync_seconds_median": median(value for _, value in synced) if synced else None,
     }

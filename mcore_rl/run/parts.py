@@ -89,7 +89,7 @@ def make_teacher(
 def make_sync(config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]) -> EngineSync:
     """What brings the trainer's weights to the engines and sees that they compute alike."""
     timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
-    refitter = SyncController(
+    sync_controller = SyncController(
         started.trainer,
         host=node_address(),
         bucket_mib=config.sync.bucket_mib,
@@ -99,7 +99,7 @@ def make_sync(config: Config, started: Started, packed: PackedTrainer, watched: 
         record=partial(record_layouts, config),
     )
     canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
-    return EngineSync(refitter, canary, engines.rotation, engines.look, watched, gpus)
+    return EngineSync(sync_controller, canary, engines.rotation, engines.look, watched, gpus)
 
 
 def sample_beside(

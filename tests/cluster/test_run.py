@@ -148,15 +148,15 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
 
 
 def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
-    async def refit() -> None:
-        refitter = SyncController(run.trainer, timeout_s=60)
-        await refitter.connect([run.address.url])
-        report = await refitter.sync(3)
+    async def sync() -> None:
+        sync_controller = SyncController(run.trainer, timeout_s=60)
+        await sync_controller.connect([run.address.url])
+        report = await sync_controller.sync(3)
         assert report.failed == {}
 
     asyncio.run(run.engines.look())
     assert run.engines.rotation.serving == [run.address.url]
-    asyncio.run(guard(refit(), run.trainer.watch(), run.engines.watch()))
+    asyncio.run(guard(sync(), run.trainer.watch(), run.engines.watch()))
 
 
 def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_run_that_samples_beside_training_is_killed_again_and_again(start: Sta
         ("gcs", "rollout"),
         ("controller", "save"),
         ("raylet", "train"),
-        ("interrupted", "refit"),
+        ("interrupted", "sync"),
     ]
     survive(start, tmp_path / "run", deaths, "rollout.mode=async", "rollout.deterministic=false")
 

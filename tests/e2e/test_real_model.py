@@ -87,7 +87,7 @@ def test_a_step_of_grpo_and_a_merge(start: Callable[..., Run], sparse: Path, tmp
     run.assert_nothing_left()
     (step,) = [row for row in run.metrics() if "rollout/samples" in row]
     assert step["logprob_diff/mean"] < 1e-4
-    assert step["refit/canary_diff"] < 1e-4
+    assert step["sync/canary_diff"] < 1e-4
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
     assert any(sample["response"].strip() for sample in samples)
     merged = tmp_path / "merged"

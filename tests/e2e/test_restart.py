@@ -34,18 +34,18 @@ def test_one_of_two_engines_dies_in_rollout_and_serves_again(start: Start) -> No
     assert re.search(DIED_FOR_GOOD, run.tail()), run.tail()
     run.assert_nothing_left()
     assert_no_sample_lost(run)
-    failed = [line["refit/engines_failed"] for line in run.metrics() if "loss/total" in line]
+    failed = [line["sync/engines_failed"] for line in run.metrics() if "loss/total" in line]
     assert failed[0] == 0 and failed[1] == 1 and 0 in failed[2:], failed
 
 
 @pytest.mark.slow
-def test_the_only_engine_dies_in_rollout_and_in_refit_and_serves_again(start: Start) -> None:
+def test_the_only_engine_dies_in_rollout_and_in_sync_and_serves_again(start: Start) -> None:
     run = start("train", *SETTINGS, "rollout.restarts=2")
     run.wait_for("step 2: rollout", poll_s=0.002)
     run.find_one("sglang::scheduler").kill()
     run.wait_for("step 3: rollout")
     server = run.find_one("mcore_rl.rollout.server")
-    run.wait_for("step 4: refit", poll_s=0.002)
+    run.wait_for("step 4: sync", poll_s=0.002)
     server.kill()
     run.wait_for("step 6: train")
     run.process.send_signal(signal.SIGINT)

@@ -50,7 +50,7 @@ PHASES = {
     "rollout": "step {step}: rollout",
     "logprobs": "step {step}: logprobs",
     "train": "step {step}: train",
-    "refit": "step {step}: refit",
+    "sync": "step {step}: sync",
     "checkpoint": "step {step}: checkpoint",
     "save": "",
     "export": "export",

@@ -13,12 +13,12 @@ def test_seconds_of_a_phase_add_up_and_survive_an_error() -> None:
     for _ in range(2):
         with timer("train"):
             time.sleep(0.02)
-    with pytest.raises(KeyError), timer("refit"):
+    with pytest.raises(KeyError), timer("sync"):
         raise KeyError
     metrics = timer.metrics()
-    assert set(metrics) == {"time/train", "time/refit", "time/step"}
+    assert set(metrics) == {"time/train", "time/sync", "time/step"}
     assert 0.04 <= timer.seconds["train"] < 1.0
-    assert metrics["time/step"] >= metrics["time/train"] + metrics["time/refit"]
+    assert metrics["time/step"] >= metrics["time/train"] + metrics["time/sync"]
     waited = timer.metrics(waiting=("train", "rollout"))
     assert waited["idle/trainer"] == pytest.approx(waited["time/train"] / waited["time/step"])
 

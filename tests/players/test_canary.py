@@ -74,7 +74,7 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
     report = canary.check(WeightVersion(5), make_batch(), [engine.url, absent])
     assert report.differences[engine.url] < 1e-4
     assert set(report.failed) == {absent} and f"engine {absent} scored nothing" in report.failed[absent]
-    assert report.metrics()["refit/canary_diff"] == report.differences[engine.url]
+    assert report.metrics()["sync/canary_diff"] == report.differences[engine.url]
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").add_(0.05)

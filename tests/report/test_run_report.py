@@ -26,7 +26,7 @@ def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
                     "reward/mean": step / 4,
                     "rollout/samples": 32.0,
                     "logprob_diff/mean": step * 1e-5,
-                    "refit/seconds": (0.9, 0.2, 0.3)[step - 1],
+                    "sync/seconds": (0.9, 0.2, 0.3)[step - 1],
                     "time/step": 2.0,
                 },
             )
@@ -49,7 +49,7 @@ def test_summary_table_samples_and_picture(tmp_path: Path, capsys: pytest.Captur
             "train_seconds": 6.0,
             "step0_logprob_diff_mean": 1e-5,
             "samples_per_second": 16.0,
-            "refit_seconds_median": 0.3,
+            "sync_seconds_median": 0.3,
         }
     )
     assert json.loads((run_dir / "summary.json").read_text()) == summary

@@ -127,7 +127,7 @@ class MegatronRun:
         self.config, self._ranks, self._engines = config, ranks, engines
         self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
         self.rotation = EngineHealth([engine.url for engine in engines])
-        self.refitter = SyncController(
+        self.sync_controller = SyncController(
             ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S, record=partial(record_layouts, config)
         )
         self.trainer = PackedTrainer(
@@ -145,7 +145,7 @@ class MegatronRun:
         canary = Canary(
             self.trainer, self.config.canary, self.config.model.dtype, TIMEOUT_S, watched, gpus.for_rollout
         )
-        weights = EngineSync(self.refitter, canary, rotation, self._look, watched, gpus)
+        weights = EngineSync(self.sync_controller, canary, rotation, self._look, watched, gpus)
         weights.sync(WeightVersion(start_step))
         roles = Roles(
             prompts=ShuffledStream(make_prompts(), self.config.run.seed),

@@ -28,7 +28,7 @@ class Stage:
     checkpoints: Sequence[Path]
     engines: Sequence[EngineProcess]
     ranks: ProcessRanks
-    refitter: SyncController
+    sync_controller: SyncController
 
     @property
     def urls(self) -> list[str]:
@@ -37,7 +37,7 @@ class Stage:
     def sync(self, version: int, urls: Sequence[str] | None = None) -> Any:
         """The trainer moves on to checkpoint `version` % 2 and the engines follow."""
         self.ranks.load(self.checkpoints[version % 2])
-        return asyncio.run(self.refitter.sync(version, urls))
+        return asyncio.run(self.sync_controller.sync(version, urls))
 
 
 def save_checkpoints(folder: Path) -> list[Path]:
@@ -78,9 +78,9 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
         ranks.load(checkpoints[0])
         for engine in engines:
             engine.wait_healthy()
-        refitter = SyncController(ranks, bucket_mib=0.0625, timeout_s=timeout_s)
-        asyncio.run(refitter.connect([engine.url for engine in engines]))
-        yield Stage(checkpoints, engines, ranks, refitter)
+        sync_controller = SyncController(ranks, bucket_mib=0.0625, timeout_s=timeout_s)
+        asyncio.run(sync_controller.connect([engine.url for engine in engines]))
+        yield Stage(checkpoints, engines, ranks, sync_controller)
     finally:
         ranks.stop()
         for engine in engines:

@@ -163,7 +163,7 @@ def check_step(run: MegatronRun, gathered: Path) -> float:
     metrics = run.log.metrics
     assert metrics["loss/grad_norm"] > 0 == metrics["logprob_diff/stale_share"]
     assert metrics.get("logprob_diff/router_flip_share", 0.0) == 0
-    assert 0 < metrics["refit/canary_diff"] < TOLERANCE
+    assert 0 < metrics["sync/canary_diff"] < TOLERANCE
     batch = replace(make_train_batch(run.log.samples), routed_experts_TLK=None)
     after_T = run.trainer.compute_logprobs(batch).logprobs_T
     assert (after_T - transformers_logprobs(gathered, batches=[batch])[0]).abs().max() < TOLERANCE
@@ -195,7 +195,7 @@ def train_and_check(
     started.wait_healthy()
     with MegatronRun(config, ranks, started.engines, started.folder / f"run{start_step}") as run:
         run.train(start_step)
-        agreed = [run.refitter.agreed_layouts(engine.url).split()[0] for engine in started.engines]
+        agreed = [run.sync_controller.agreed_layouts(engine.url).split()[0] for engine in started.engines]
         assert agreed == [how for _, how in case.engines]
         gathered = gather(run, start_step + 1, hf_dir)
         difference = check_step(run, gathered)
@@ -212,9 +212,9 @@ def check_listing(ranks: MegatronRanks, started: Started, version: int) -> None:
     before, urls = [checksums(engine.url) for engine in engines], [engine.url for engine in engines]
     config = make_config(started.hf_dirs[-1], {"pp": 4})
     with MegatronRun(config, ranks, engines, started.folder / "listing") as run:
-        asyncio.run(run.refitter.connect(urls))
-        assert not asyncio.run(run.refitter.sync(version)).failed
-        assert {run.refitter.agreed_layouts(url).split()[0] for url in urls} == {"listed"}
+        asyncio.run(run.sync_controller.connect(urls))
+        assert not asyncio.run(run.sync_controller.sync(version)).failed
+        assert {run.sync_controller.agreed_layouts(url).split()[0] for url in urls} == {"listed"}
     assert [checksums(engine.url) for engine in engines] == before
 
 

@@ -34,9 +34,9 @@ def test_both_engines_hold_the_version_and_the_trainer_sent_it_once(stage: Stage
     for version in (1, 2, 3):
         report = stage.sync(version)
         assert not report.failed
-        assert [refit.upstream for refit in report.engines] == [None, stage.urls[0]]
+        assert [result.upstream for result in report.engines] == [None, stage.urls[0]]
         sizes = report.metrics()
-        assert sizes["refit/mib"] == 2 * sizes["refit/trainer_mib"] > 0
+        assert sizes["sync/mib"] == 2 * sizes["sync/trainer_mib"] > 0
         assert [served_version(url) for url in stage.urls] == [str(version)] * 2
     found = [checksums(url) for url in stage.urls]
     for name, wanted in expected[0].items():
@@ -54,9 +54,9 @@ def test_an_engine_behind_one_that_hangs_is_sent_its_slices_by_the_trainer(stage
     finally:
         os.kill(hanging, signal.SIGCONT)
     assert set(report.failed) == {head}
-    assert stage.refitter.in_rotation == (tail,)
+    assert stage.sync_controller.in_rotation == (tail,)
     assert (served_version(tail), report.engines[1].upstream) == ("4", None)
-    asyncio.run(stage.refitter.connect([head]))
+    asyncio.run(stage.sync_controller.connect([head]))
     report = stage.sync(5)
     assert not report.failed
     assert report.engines[1].upstream is not None
@@ -65,11 +65,11 @@ def test_an_engine_behind_one_that_hangs_is_sent_its_slices_by_the_trainer(stage
 
 
 def test_an_engine_behind_one_that_dies_is_sent_its_slices_by_the_trainer(stage: Stage) -> None:
-    head = 1 if stage.refitter.linked[0] == stage.urls[1] else 0
+    head = 1 if stage.sync_controller.linked[0] == stage.urls[1] else 0
     dying, other = stage.urls[head], stage.urls[1 - head]
     os.kill(scheduler_of(stage.engines[head]), signal.SIGKILL)
     report = stage.sync(6)
     assert set(report.failed) == {dying}
-    assert stage.refitter.in_rotation == (other,)
+    assert stage.sync_controller.in_rotation == (other,)
     assert served_version(other) == "6"
     assert checksums(other) == checksums_after_loading(other, Path(stage.checkpoints[0]))

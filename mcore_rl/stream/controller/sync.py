@@ -110,11 +110,11 @@ class SyncController:
             raise SyncError(f"cannot sync {list(chosen)}: linked engines are {list(self.linked)}")
         async with self._http() as http:
             updated = [Updated(self._engines[url], EngineControl(http, url)) for url in chosen]
-            refits = await self._update.run(version, updated)
-        for refit in refits:
-            if refit.error is not None:
-                del self._engines[refit.url]
-        report = SyncReport(version, time.monotonic() - began_s, tuple(refits))
+            results = await self._update.run(version, updated)
+        for result in results:
+            if result.error is not None:
+                del self._engines[result.url]
+        report = SyncReport(version, time.monotonic() - began_s, tuple(results))
         if len(report.failed) == len(chosen):
             raise SyncError(f"no engine took version {version}: {'; '.join(report.failed.values())}")
         return report

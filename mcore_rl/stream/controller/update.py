@@ -72,10 +72,10 @@ class Update(ABC):
         await control.begin_update()
 
     async def _close(
-        self, updated: Updated, version: int, refit: EngineSyncResult, began_s: float
+        self, updated: Updated, version: int, result: EngineSyncResult, began_s: float
     ) -> EngineSyncResult:
         """End the update; commit and resume if all went well, else leave the engine paused."""
-        control, error = updated.control, refit.error
+        control, error = updated.control, result.error
         try:
             if error is None:
                 await asyncio.gather(control.end_update(), control.commit(version))
@@ -86,7 +86,7 @@ class Update(ABC):
                 await control.end_update()
         except EngineUpdateError as failure:
             error = error or str(failure)
-        return replace(refit, error=error, pause_seconds=time.monotonic() - began_s)
+        return replace(result, error=error, pause_seconds=time.monotonic() - began_s)
 
     def _start_send(self, version: int, urls: Sequence[str]) -> "asyncio.Future[Any]":
         sending = self._trainers.send(version, urls, self._timeout_s)
@@ -147,13 +147,13 @@ class StagedUpdate(Update):
         self._relay_host = relay_host
 
     async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineSyncResult]:
-        refits = await self._move(version, self._chains(engines))
-        behind = [e for e in engines if _was_left_behind(refits[e.url])]
+        results = await self._move(version, self._chains(engines))
+        behind = [e for e in engines if _was_left_behind(results[e.url])]
         if behind:
             for e in behind:
-                _log.warning("trainer ranks send version %d after all: %s", version, refits[e.url].error)
-            refits |= await self._move(version, [[e] for e in behind])
-        return [refits[e.url] for e in engines]
+                _log.warning("trainer ranks send version %d after all: %s", version, results[e.url].error)
+            results |= await self._move(version, [[e] for e in behind])
+        return [results[e.url] for e in engines]
 
     def _chains(self, engines: Sequence[Updated]) -> list[list[Updated]]:
         if self._relay_host is None:
@@ -170,14 +170,14 @@ class StagedUpdate(Update):
         following = (self._follow(version, chain, sending, deadline_s) for chain in chains)
         received = [reports for chain in await asyncio.gather(*following) for reports in chain]
         sent = await _outcome(sending)
-        refits = []
+        results = []
         for chain in chains:
             for before, e in zip([None, *chain], chain, strict=False):
-                refit = self._judge(e.url, received.pop(0), sent if before is None else ())
-                refits.append(replace(refit, upstream=before and before.url))
+                result = self._judge(e.url, received.pop(0), sent if before is None else ())
+                results.append(replace(result, upstream=before and before.url))
         flat = [e for chain in chains for e in chain]
-        swaps = (self._swap(e, version, r, deadline_s) for e, r in zip(flat, refits, strict=True))
-        return {refit.url: refit for refit in await asyncio.gather(*swaps)}
+        swaps = (self._swap(e, version, r, deadline_s) for e, r in zip(flat, results, strict=True))
+        return {result.url: result for result in await asyncio.gather(*swaps)}
 
     async def _follow(
         self, version: int, chain: Sequence[Updated], sending: "asyncio.Future[Any]", deadline_s: float
@@ -204,11 +204,11 @@ class StagedUpdate(Update):
         return await asyncio.gather(*map(follow, range(len(chain))))
 
     async def _swap(
-        self, updated: Updated, version: int, refit: EngineSyncResult, deadline_s: float
+        self, updated: Updated, version: int, result: EngineSyncResult, deadline_s: float
     ) -> EngineSyncResult:
         """Put the staged weights to use, between two decode steps."""
-        if refit.error is not None:
-            return refit
+        if result.error is not None:
+            return result
         engine, control = updated.engine, updated.control
         began_s = time.monotonic()
         left_s = max(_SWAP_S, deadline_s - began_s)
@@ -221,10 +221,10 @@ class StagedUpdate(Update):
                     error = agreement(await engine.reports_by("swap", began_s + left_s))
                 except EngineUpdateError as failure:
                     error = str(failure)
-                return await self._close(updated, version, replace(refit, error=error), began_s)
+                return await self._close(updated, version, replace(result, error=error), began_s)
         except TimeoutError:
             error = f"engine {control.url} did not swap in version {version} within {left_s:.0f} s"
-            return replace(refit, error=error, pause_seconds=time.monotonic() - began_s)
+            return replace(result, error=error, pause_seconds=time.monotonic() - began_s)
 
 
 async def _outcome(sending: "asyncio.Future[Any]") -> Sent:
@@ -243,9 +243,9 @@ def _is_broken(relay: Relay) -> bool:
     return relay.store.failure() is not None
 
 
-def _was_left_behind(refit: EngineSyncResult) -> bool:
+def _was_left_behind(result: EngineSyncResult) -> bool:
     """It lives, but did not get what another engine was to pass on."""
-    return refit.error is not None and refit.upstream is not None and not refit.silent
+    return result.error is not None and result.upstream is not None and not result.silent
 
 
 def _engine_error(answer: BaseException | None) -> str | None:

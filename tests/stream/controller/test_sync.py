@@ -25,7 +25,7 @@ PROMPT = list(range(10, 22))
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """An engine of one rank and one of two."""
-    with open_stage(tmp_path_factory.mktemp("refit"), (1, 2), timeout_s=30) as stage:
+    with open_stage(tmp_path_factory.mktemp("sync"), (1, 2), timeout_s=30) as stage:
         yield stage
 
 
@@ -103,28 +103,30 @@ def test_requests_in_flight_go_on_with_the_new_weights_and_say_from_where(stage:
 
 def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:
     stage.sync(3)
-    seconds = sorted(asyncio.run(stage.refitter.sync(3)).seconds for _ in range(10))
+    seconds = sorted(asyncio.run(stage.sync_controller.sync(3)).seconds for _ in range(10))
     print(f"seconds per sync: median {seconds[5]:.3f}, least {seconds[0]:.3f}")
     assert seconds[0] < 0.5
-    assert all(num_keys < 20 for num_keys in (e.store.num_keys for e in stage.refitter._engines.values()))
+    assert all(
+        num_keys < 20 for num_keys in (e.store.num_keys for e in stage.sync_controller._engines.values())
+    )
 
 
 def test_corrupted_bytes_keep_one_engine_out_of_rotation_until_it_is_synced_anew(stage: Stage) -> None:
     bad, good = stage.urls
     stage.sync(5)
     stage.ranks.inject(bad, Fault(rank=1, message=2, kind="corrupt"))
-    asyncio.run(stage.refitter.connect([bad]))
+    asyncio.run(stage.sync_controller.connect([bad]))
     report = stage.sync(6)
     assert set(report.failed) == {bad}
     assert "has checksum" in report.failed[bad]
     assert f"rank 0 of engine {bad}" in report.failed[bad]
     assert "trainer rank 1" in report.failed[bad]
     assert (served_version(bad), served_version(good)) == ("5", "6")
-    assert stage.refitter.in_rotation == (good,)
-    asyncio.run(stage.refitter.connect([bad]))
-    assert stage.refitter.in_rotation == (good,)
+    assert stage.sync_controller.in_rotation == (good,)
+    asyncio.run(stage.sync_controller.connect([bad]))
+    assert stage.sync_controller.in_rotation == (good,)
     assert not stage.sync(6, [bad]).failed
-    assert set(stage.refitter.in_rotation) == {bad, good}
+    assert set(stage.sync_controller.in_rotation) == {bad, good}
     assert logprob_error(stage.checkpoints[0], generate(bad)) < 1e-4
 
 
@@ -134,7 +136,7 @@ def test_an_engine_that_dies_leaves_the_others_in_rotation(stage: Stage) -> None
     report = stage.sync(7)
     assert set(report.failed) == {lost}
     assert lost in report.failed[lost]
-    assert stage.refitter.in_rotation == (left,)
+    assert stage.sync_controller.in_rotation == (left,)
     assert not stage.sync(8).failed
     assert math.isclose(logprob_error(stage.checkpoints[0], generate(left)), 0, abs_tol=1e-4)
 
@@ -143,6 +145,6 @@ def test_a_trainer_rank_that_dies_is_named_and_the_engine_stays_out(stage: Stage
     url = stage.urls[0]
     stage.ranks.processes[1].kill()
     with pytest.raises(SyncError, match="trainer rank 1"):
-        asyncio.run(stage.refitter.sync(9))
-    assert stage.refitter.in_rotation == ()
+        asyncio.run(stage.sync_controller.sync(9))
+    assert stage.sync_controller.in_rotation == ()
     assert served_version(url) == "8"

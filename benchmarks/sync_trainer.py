@@ -23,7 +23,7 @@ from mcore_rl.slices.families.softmax_moe import QWEN3_MOE
 from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
-from refit_model import local_tensors
+from sync_model import local_tensors
 
 BROADCAST_GROUP = "weight_update_group"
 BUCKET_BYTES = 512 * 2**20

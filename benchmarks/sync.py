@@ -22,9 +22,9 @@ from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController, SyncReport
-from refit_model import SHAPES, Case, num_bytes, write_config
-from refit_raw import checksum_cost, raw_seconds
-from refit_trainer import BenchRanks
+from sync_model import SHAPES, Case, num_bytes, write_config
+from sync_raw import checksum_cost, raw_seconds
+from sync_trainer import BenchRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 OURS = "this"
@@ -49,7 +49,7 @@ def main() -> None:
     print(f"checksum: {checksum_cost():.2f} of the cost of a copy, on either side")
     figures = {}
     for case in cases:
-        with tempfile.TemporaryDirectory(prefix="refit_") as folder:
+        with tempfile.TemporaryDirectory(prefix="sync_") as folder:
             figures[case.name] = run_case(case, Path(folder), args)
     print(json.dumps(figures))
 
@@ -84,14 +84,14 @@ def measure(
     args: argparse.Namespace,
 ) -> dict[str, float]:
     url = engine.url
-    refitter = SyncController(ranks, timeout_s=300)
+    sync_controller = SyncController(ranks, timeout_s=300)
     began_s = time.perf_counter()
-    asyncio.run(refitter.connect([url]))
+    asyncio.run(sync_controller.connect([url]))
     connect_s = time.perf_counter() - began_s
     reports: list[SyncReport] = []
 
     def ours() -> float:
-        reports.append(asyncio.run(refitter.sync(len(reports))))
+        reports.append(asyncio.run(sync_controller.sync(len(reports))))
         return reports[-1].seconds
 
     methods: dict[str, Callable[[], float]] = {OURS: ours}

@@ -25,9 +25,9 @@ import psutil
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController, SyncError
-from refit import post
-from refit_model import Case, write_config
-from refit_trainer import BenchRanks
+from sync import post
+from sync_model import Case, write_config
+from sync_trainer import BenchRanks
 
 VICTIMS = ("sender", "relay", "receiver", "engine")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -55,8 +55,8 @@ class Stage:
         for _ in range(2 + self.version % 2):
             self.ranks.call("flip_sign")
         self.ranks.timeout_s = TIMEOUT_S + 12
-        self.refitter = SyncController(self.ranks, timeout_s=TIMEOUT_S)
-        asyncio.run(self.refitter.connect([engine.url for engine in self.engines]))
+        self.sync_controller = SyncController(self.ranks, timeout_s=TIMEOUT_S)
+        asyncio.run(self.sync_controller.connect([engine.url for engine in self.engines]))
 
     def _start(self, log: Path) -> EngineProcess:
         spec = EngineSpec(
@@ -76,19 +76,19 @@ class Stage:
         self.ranks.call("flip_sign")
         self.version += 1
         began_s = time.monotonic()
-        lost = [engine.url for engine in self.engines if engine.url not in self.refitter.linked]
+        lost = [engine.url for engine in self.engines if engine.url not in self.sync_controller.linked]
         with contextlib.suppress(SyncError):  # then it is tried again before the next sync
-            asyncio.run(self.refitter.connect(lost))
-        asyncio.run(self.refitter.sync(self.version))
+            asyncio.run(self.sync_controller.connect(lost))
+        asyncio.run(self.sync_controller.sync(self.version))
         return time.monotonic() - began_s
 
     def sync_until_all_serve(self) -> int:
         """Number of syncs that this took; on a busy machine linking an engine can outlast its deadline."""
         for num_syncs in range(1, MAX_SYNCS + 1):
             self.sync()
-            if set(self.refitter.in_rotation) == {engine.url for engine in self.engines}:
+            if set(self.sync_controller.in_rotation) == {engine.url for engine in self.engines}:
                 return num_syncs
-        raise AssertionError(f"only {self.refitter.in_rotation} serve after {MAX_SYNCS} syncs")
+        raise AssertionError(f"only {self.sync_controller.in_rotation} serve after {MAX_SYNCS} syncs")
 
     def learn(self) -> None:
         """What the engines hold after clean syncs of an even and of an odd version."""
@@ -100,8 +100,8 @@ class Stage:
             assert known == first, "the same version left different weights"
 
     def check_rotation(self) -> None:
-        for url in self.refitter.in_rotation:
-            serves = self.refitter.served_version(url)
+        for url in self.sync_controller.in_rotation:
+            serves = self.sync_controller.served_version(url)
             assert serves is not None
             assert weights_of(url) == self.expected[serves % 2], f"{url} is in rotation with mixed weights"
 
@@ -139,7 +139,7 @@ def pids_of(stage: Stage, victim: str, engine: EngineProcess) -> list[int]:
 
 def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
     """One fault during one sync, and the recovery from it; what came of the sync."""
-    url = stage.refitter.linked[0 if victim == "relay" else -1]
+    url = stage.sync_controller.linked[0 if victim == "relay" else -1]
     index = [engine.url for engine in stage.engines].index(url)
     pids = pids_of(stage, victim, stage.engines[index])
     delay_s = random.uniform(0, 0.8 * typical_s)
@@ -153,7 +153,7 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
 
         hitting = asyncio.ensure_future(hit())
         try:
-            report = await stage.refitter.sync(stage.version)
+            report = await stage.sync_controller.sync(stage.version)
         finally:
             await hitting
         if report.failed:
@@ -174,7 +174,7 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
         stage.start_trainer()
     else:
         survivor = stage.engines[1 - index].url
-        assert survivor in stage.refitter.in_rotation, "the fault took another engine with it"
+        assert survivor in stage.sync_controller.in_rotation, "the fault took another engine with it"
         if kind == "stop":
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
@@ -196,7 +196,7 @@ def main() -> None:
     random.seed(args.seed)
     logging.basicConfig(level=logging.WARNING)
     outcomes: dict[str, Counter[str]] = {}
-    with tempfile.TemporaryDirectory(prefix="refit_faults_") as folder:
+    with tempfile.TemporaryDirectory(prefix="sync_faults_") as folder:
         stage = Stage(Case(args.mib, "large"), Path(folder))
         try:
             stage.learn()
