@@ -17,10 +17,10 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf.config import padded_vocab_size
-from mcore_rl.train.alternating import with_halves
-from mcore_rl.train.hf_config import rotary_options
+from mcore_rl.train.interleaved_experts import with_halves
 from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
+from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.value_head import ValueHead
 
 

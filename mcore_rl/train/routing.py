@@ -10,7 +10,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.train.load import StepLoad
+from mcore_rl.train.expert_load import StepLoad
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.router import RouterCall, TokenWeightedRouter
 

@@ -18,9 +18,8 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
+from mcore_rl.train.expert_load import load_metrics
 from mcore_rl.train.export import export_hf
-from mcore_rl.train.hf_config import make_transformer_config
-from mcore_rl.train.load import load_metrics
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
@@ -31,6 +30,7 @@ from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import weight_layout
 from mcore_rl.train.stats import reduce_sums, token_sums
+from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
 

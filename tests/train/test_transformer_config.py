@@ -10,11 +10,11 @@ import torch
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.slices.hf.config import padded_vocab_size, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
-from mcore_rl.train.hf_config import (
+from mcore_rl.train.runtime import init_distributed
+from mcore_rl.train.transformer_config import (
     make_transformer_config,
     rotary_options,
 )
-from mcore_rl.train.runtime import init_distributed
 from tests.tiny_models import write_model
 
 CONFIG: dict[str, Any] = {
