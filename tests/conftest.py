@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import models_table
+from tests.support import models_table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

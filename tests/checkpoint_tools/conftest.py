@@ -15,9 +15,9 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainC
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.critic import Critic
 from mcore_rl.types import StepStats
-from tests.distributed import run_ranks
-from tests.tiny_models import write_model
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss
+from tests.support.distributed import run_ranks
+from tests.support.tiny_models import write_model
+from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss
 
 LAYOUTS: Mapping[str, dict[str, int]] = {
     "qwen3_moe": {"tp": 2, "ep": 2},

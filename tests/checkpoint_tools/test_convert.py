@@ -16,8 +16,8 @@ from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.slices.hf.folder import INDEX
 from mcore_rl.slices.hf.quantize import quantise_into
 from tests.checkpoint_tools.conftest import LAYOUTS, MTP, write_source
-from tests.policy import read
-from tests.test_policy_docs import commands
+from tests.house.test_documents import commands
+from tests.support.policy import read
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ import pytest
 
 from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
 from tests.checkpoint_tools.conftest import run
-from tests.checkpoint_tools.corruption import SHOWN_BY_STRUCTURE, Damage, flip
-from tests.tiny_models import write_model
+from tests.support.corruption import SHOWN_BY_STRUCTURE, Damage, flip
+from tests.support.tiny_models import write_model
 
 COMMANDS: dict[str, list[str]] = {
     "hf": ["verify", "from-hf", "to-fp8"],

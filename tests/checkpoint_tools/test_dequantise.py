@@ -19,7 +19,7 @@ from mcore_rl.slices.hf.checksums import MANIFEST
 from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
-from tests.tiny_models import write_model
+from tests.support.tiny_models import write_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

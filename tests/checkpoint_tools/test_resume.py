@@ -15,7 +15,7 @@ from checkpoint_tools import staging
 from checkpoint_tools.cli import main
 from checkpoint_tools.staging import JOURNAL, PARTIAL, Staging
 from mcore_rl.slices.hf.checksums import MANIFEST
-from tests.tiny_models import write_model
+from tests.support.tiny_models import write_model
 
 UNITS_BEFORE_THE_KILL = 4
 

@@ -11,7 +11,7 @@ from checkpoint_tools.cli import main
 from checkpoint_tools.opening import open_checkpoint
 from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.slices.hf.config import read_hf_config
-from tests.tiny_models import VOCAB, write_model
+from tests.support.tiny_models import VOCAB, write_model
 
 
 def logits_of(folder: Path) -> torch.Tensor:

@@ -18,7 +18,7 @@ from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
-from tests.cluster.workers import Worker
+from tests.support.cluster_workers import Worker
 
 pytestmark = pytest.mark.e2e
 

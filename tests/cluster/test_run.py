@@ -45,7 +45,7 @@ from mcore_rl.rollout.served_client import ServedClient
 from mcore_rl.rollout.served_endpoint import find_served
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
-from tests.tiny_models import write_reward_model
+from tests.support.tiny_models import write_reward_model
 
 pytestmark = pytest.mark.e2e
 

@@ -24,7 +24,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Controller]]:
     started: list[Controller] = []
 
     def run(then: str) -> Controller:
-        command = [sys.executable, "-m", "tests.cluster.controller", str(tmp_path / str(len(started))), then]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.cluster_controller",
+            str(tmp_path / str(len(started))),
+            then,
+        ]
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         started.append(subprocess.Popen(command, text=True, process_group=0, **pipes))
         return started[-1]

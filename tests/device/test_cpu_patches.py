@@ -12,8 +12,8 @@ import torch.distributed as dist
 from mcore_rl import device
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.device.cpu_patches import PATCHES
-from tests.distributed import run_ranks
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.distributed import run_ranks
+from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
 UNEVEN = {"tp": 2, "ep": 2, "etp": 2}
 EP = {"ep": 2}

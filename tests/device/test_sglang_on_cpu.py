@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mcore_rl.device.sglang_setup import CPU_ENVIRONMENT, STANDINS_DIR
-from tests.device import sglang_on_cpu_checks
+from tests.support import sglang_on_cpu_checks
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.data.arithmetic import prepare_arithmetic
-from tests.e2e.runs import Run, tiny_settings
+from tests.support.runs import Run, tiny_settings
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.data.source import ShuffledStream
-from tests.e2e.runs import Run
 from tests.e2e.test_restart import DIED_FOR_GOOD
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e.runs import Run
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 

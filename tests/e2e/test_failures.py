@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run
-from tests.e2e.victims import PHASES, VICTIMS, assert_complete, kill_in_phase
+from tests.support.runs import Run
+from tests.support.victims import PHASES, VICTIMS, assert_complete, kill_in_phase
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]

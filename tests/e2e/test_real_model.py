@@ -11,11 +11,11 @@ import pytest
 from checkpoint_tools.cli import main as ckpt
 from mcore_rl.config import ParallelConfig
 from mcore_rl.process.ports import find_free_port
-from tests.distributed import run_ranks
-from tests.e2e.runs import Run
-from tests.policy import ROOT
-from tests.real_model import batch_of, logprobs_of, write_smollm2
-from tests.train.tiny import transformers_logprobs
+from tests.support.distributed import run_ranks
+from tests.support.policy import ROOT
+from tests.support.real_model import batch_of, logprobs_of, write_smollm2
+from tests.support.runs import Run
+from tests.support.tiny_training import transformers_logprobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 TEXT = "The capital of France is Paris. Seven plus five is twelve, and seven times five is thirty-five."

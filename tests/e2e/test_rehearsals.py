@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run
-from tests.recipes import LARGE
+from tests.support.recipes import LARGE
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 

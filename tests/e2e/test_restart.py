@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run
-from tests.tiny_models import write_reward_model
+from tests.support.runs import Run
+from tests.support.tiny_models import write_reward_model
 
 pytestmark = pytest.mark.e2e
 

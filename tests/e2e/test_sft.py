@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.runs import Run
+from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ahead import StartedAhead, chosen_cases
-from tests.e2e.runs import Run, tiny_settings
-from tests.tiny_models import write_model
+from tests.support.ahead import StartedAhead, chosen_cases
+from tests.support.runs import Run, tiny_settings
+from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.e2e.runs import Run
+from tests.support.runs import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 SECONDS = 6.0

@@ -9,7 +9,7 @@ from mcore_rl.metrics import MetricsLogger
 from mcore_rl.metrics.logger import SAMPLES_PER_LOG
 from mcore_rl.metrics.rows import read_rows
 from mcore_rl.types import Scores
-from tests.metrics.samples import make_sample
+from tests.support.samples import make_sample
 
 
 def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

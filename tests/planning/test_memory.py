@@ -13,8 +13,8 @@ from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
 from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.slices.hf.config import read_hf_config
-from tests.policy import read
-from tests.recipes import LARGE, plan_of
+from tests.support.policy import read
+from tests.support.recipes import LARGE, plan_of
 
 QWEN = "qwen3_30b_a3b_grpo_32"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
-from tests.policy import read
-from tests.recipes import LARGE, plan_of
+from tests.support.policy import read
+from tests.support.recipes import LARGE, plan_of
 
 SPLIT = ["cluster=h200", "plan.gpu_memory_gib=300", "rollout.stage_weights=true", "rollout.restarts=1"]
 """Engines on GPUs of their own, with room for the weights twice, whatever GPU that takes."""

@@ -12,7 +12,7 @@ from mcore_rl.config import CanaryConfig
 from mcore_rl.players.canary import Canary
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.types import StepStats, TokenScores, TrainBatch, WeightVersion
-from tests.rollout.engines import VOCAB_SIZE, save_tiny_moe
+from tests.support.engines import VOCAB_SIZE, save_tiny_moe
 
 pytestmark = pytest.mark.e2e
 

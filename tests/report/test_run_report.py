@@ -11,7 +11,7 @@ from mcore_rl.report.curve import moving_average
 from mcore_rl.report.run_report import make_report
 from mcore_rl.report.summary import summarize
 from mcore_rl.types import Scores
-from tests.metrics.samples import make_sample
+from tests.support.samples import make_sample
 
 
 def write_run(run_dir: Path, with_evaluation: bool = True) -> None:

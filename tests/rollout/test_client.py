@@ -23,7 +23,7 @@ from mcore_rl.rollout.request import Sampling, sample_seed
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
-from tests.rollout.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
+from tests.support.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
 
 pytestmark = pytest.mark.e2e
 

@@ -16,7 +16,7 @@ from mcore_rl.device import environment_of
 from mcore_rl.device.sglang_setup import rank_cpus
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from tests.rollout.engines import live_processes, save_tiny_moe, wait_until_gone
+from tests.support.engines import live_processes, save_tiny_moe, wait_until_gone
 
 START_AND_WAIT = """
 import sys, time

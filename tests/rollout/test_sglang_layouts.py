@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import write_model
+from tests.support.tiny_models import write_model
 
 TIED = {"tie_word_embeddings": True}
 CASES = [
@@ -51,7 +51,7 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
         write_model(kind, tmp_path / str(i), **changes)
         cases.append({"hf_dir": str(tmp_path / str(i)), "dtype": dtype, "sizes": sizes})
     process = subprocess.run(
-        [sys.executable, "-m", "tests.rollout.sglang_layout_checks", json.dumps(cases)],
+        [sys.executable, "-m", "tests.support.sglang_layout_checks", json.dumps(cases)],
         env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -12,8 +12,8 @@ from mcore_rl.slices.families import family_of, hf_tensor_shapes, refuse_unsuppo
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
-from tests.recipes import LARGE
-from tests.tiny_models import MODELS, write_model
+from tests.support.recipes import LARGE
+from tests.support.tiny_models import MODELS, write_model
 
 KINDS = (
     "parallel.tp",

@@ -9,8 +9,8 @@ from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.slices.plan.reshard import reshard
 from mcore_rl.slices.plan.whole import make_plan
-from tests.slices.engine_layout import EngineRank
-from tests.slices.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
+from tests.support.engine_layout import EngineRank
+from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
 
 CONFIGS = st.builds(
     model_config,

@@ -17,7 +17,7 @@ from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings, plan_buckets, split_box
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS
-from tests.stream.layouts import column_cut, make_tensors, row_cut
+from tests.support.sync_layouts import column_cut, make_tensors, row_cut
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 

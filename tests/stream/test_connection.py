@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.stream.layouts import column_cut, expert_cut, row_cut
-from tests.stream.processes import Fault, Scene, expected_parameters, run_scene
+from tests.support.processes import Fault, Scene, expected_parameters, run_scene
+from tests.support.sync_layouts import column_cut, expert_cut, row_cut
 
 pytestmark = pytest.mark.gloo
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.data.batch import make_train_batch, split_by_lens
 from mcore_rl.rollout.engine import EngineProcess
-from tests import models_table
-from tests.ahead import StartedAhead, chosen_cases
 from tests.stream.controller.test_sync import checksums, checksums_after_loading, generate, logprob_error
-from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
-from tests.stream.megatron_run import MegatronRun, make_config, start_engines
-from tests.tiny_models import MODELS, write_model
-from tests.train.tiny import transformers_logprobs
+from tests.support import models_table
+from tests.support.ahead import StartedAhead, chosen_cases
+from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.support.megatron_run import MegatronRun, make_config, start_engines
+from tests.support.tiny_models import MODELS, write_model
+from tests.support.tiny_training import transformers_logprobs
 
 pytestmark = pytest.mark.e2e
 

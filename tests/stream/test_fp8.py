@@ -31,10 +31,10 @@ from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
-from tests.slices.fp8_oracle import dequantise, per_block_cast_to_fp8
-from tests.stream.megatron_ranks import MegatronRanks, hf_weights_of
-from tests.tiny_models import write_model
-from tests.train.tiny import NUM_TOKENS, make_batches
+from tests.support.fp8_oracle import dequantise, per_block_cast_to_fp8
+from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.support.tiny_models import write_model
+from tests.support.tiny_training import NUM_TOKENS, make_batches
 
 pytestmark = pytest.mark.gloo
 
@@ -91,7 +91,7 @@ class EngineRanks:
                 [
                     sys.executable,
                     "-m",
-                    "tests.stream.fp8_engine",
+                    "tests.support.fp8_engine",
                     json.dumps({"hf_dir": str(hf_dir), "sizes": sizes, "rank": rank}),
                 ],
                 env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},

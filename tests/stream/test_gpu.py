@@ -7,8 +7,8 @@ from mcore_rl.device import device, has_cuda
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
-from tests.stream.layouts import column_cut, expert_cut, row_cut
-from tests.stream.processes import Fault, Scene, expected_parameters, run_scene
+from tests.support.processes import Fault, Scene, expected_parameters, run_scene
+from tests.support.sync_layouts import column_cut, expert_cut, row_cut
 
 TWO_GPUS = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="NCCL takes a GPU per rank")
 THREE_GPUS = pytest.mark.skipif(torch.accelerator.device_count() < 3, reason="NCCL takes a GPU per rank")

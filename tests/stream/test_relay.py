@@ -19,8 +19,8 @@ from mcore_rl.stream.routes.choice import MakeTransport, make_gloo, make_routes
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Action, Command, Link, Order, Report
-from tests.stream.layouts import FusedEngine, expert_cut, make_tensors
-from tests.stream.processes import Fault, FaultyTransport
+from tests.support.processes import Fault, FaultyTransport
+from tests.support.sync_layouts import FusedEngine, expert_cut, make_tensors
 
 pytestmark = pytest.mark.gloo
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
-from tests.distributed import run_ranks
-from tests.train.tiny import (
+from tests.support.distributed import run_ranks
+from tests.support.tiny_training import (
     NUM_TOKENS,
     make_actor,
     make_batches,

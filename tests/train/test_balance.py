@@ -13,9 +13,16 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.expert_load import load_metrics
-from tests.distributed import run_each, run_ranks
-from tests.tiny_models import write_model
-from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
+from tests.support.distributed import run_each, run_ranks
+from tests.support.tiny_models import write_model
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    make_batches,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
 
 RATE = 0.05
 STEERED: dict[str, Any] = {

@@ -13,8 +13,8 @@ from mcore_rl.train import checkpoint
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.checkpoint import INCOMPLETE, _write_buckets
 from mcore_rl.types import StepStats
-from tests.distributed import run_ranks
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.distributed import run_ranks
+from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1, clip_grad=0.5)
 EXTRA = {"prompts": {"position": 7}, "step": 2}

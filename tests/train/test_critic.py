@@ -14,9 +14,9 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainC
 from mcore_rl.train.critic import Critic
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.types import StepStats, TrainBatch
-from tests.distributed import run_ranks
-from tests.train.gradients import boxed_gradients, check_gradients, whole_gradients
-from tests.train.tiny import NUM_TOKENS, make_batches, my_batches, write_hf_model
+from tests.support.distributed import run_ranks
+from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_training import NUM_TOKENS, make_batches, my_batches, write_hf_model
 
 Layout = dict[str, int]
 TWO_RANKS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"dp": 2}]

@@ -18,10 +18,10 @@ from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.slices.layouts.training import LocalPart, training_shards
 from mcore_rl.train.shards import local_parts
 from mcore_rl.types import StepStats
-from tests import models_table
-from tests.distributed import run_each
-from tests.tiny_models import MODELS, write_model
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, transformers_logprobs
+from tests.support import models_table
+from tests.support.distributed import run_each
+from tests.support.tiny_models import MODELS, write_model
+from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, transformers_logprobs
 
 Layout = dict[str, int]
 Case = tuple[str, int, Layout]

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config import ModelConfig, ParallelConfig
-from tests.distributed import run_each, run_ranks
-from tests.train.gradients import boxed_gradients, check_gradients, whole_gradients
-from tests.train.tiny import (
+from tests.support.distributed import run_each, run_ranks
+from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_training import (
     NUM_TOKENS,
     make_actor,
     make_batches,

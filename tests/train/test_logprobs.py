@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_squares
-from tests.distributed import run_ranks
+from tests.support.distributed import run_ranks
 
 CASES = [(7, 8, 1.0), (10, 16, 0.7), (3, 16, 1.3)]
 """(vocabulary, padded vocabulary, temperature); in the last one rank 1 of 2 holds nothing but padding."""

@@ -8,8 +8,8 @@ import torch
 
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
-from tests.distributed import run_ranks
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.distributed import run_ranks
+from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
 
 def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up: bool) -> Any:

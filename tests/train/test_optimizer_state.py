@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.optimizer_state import KINDS, split
-from tests.distributed import run_each, run_ranks
-from tests.saved import saved_tensors
-from tests.train.tiny import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.distributed import run_each, run_ranks
+from tests.support.saved import saved_tensors
+from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
 """Tied embeddings of two stages are a bucket of their own; the one before is padded to what 3 ranks share."""

@@ -25,9 +25,9 @@ from mcore_rl.players.trainer import PackedTrainer, Packing
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.train.actor import Actor
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
-from tests.distributed import run_ranks
-from tests.train.gradients import boxed_gradients, check_gradients, whole_gradients
-from tests.train.tiny import VOCAB, make_actor, write_hf_model
+from tests.support.distributed import run_ranks
+from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
 
 BETA = 0.5
 LAYOUTS = [({"cp": 2}, 40), ({"dp": 2, "ep": 1}, 16), ({"pp": 2}, 24)]

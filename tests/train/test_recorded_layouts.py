@@ -17,8 +17,8 @@ from mcore_rl.train.model import make_chunks
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.train.shards import weight_layout
 from mcore_rl.train.transformer_config import make_transformer_config
-from tests.distributed import run_ranks
-from tests.tiny_models import write_model
+from tests.support.distributed import run_ranks
+from tests.support.tiny_models import write_model
 
 NUM_RANKS = 8
 Layouts = list[Mapping[str, int]]

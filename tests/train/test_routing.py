@@ -18,10 +18,17 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.types import TrainBatch
-from tests.distributed import run_each, run_ranks
-from tests.tiny_models import write_model
-from tests.train.experts_seen import Watch, experts_by_token
-from tests.train.tiny import NUM_TOKENS, make_actor, make_batches, my_batches, token_loss, write_hf_model
+from tests.support.distributed import run_each, run_ranks
+from tests.support.experts_seen import Watch, experts_by_token
+from tests.support.tiny_models import write_model
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    make_batches,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
 
 BATCHES = "replayed.pt"
 TOP_K = {"qwen3_moe": 2, "deepseek_v3": 4, "qwen2_moe": 4, "glm4_moe": 4}

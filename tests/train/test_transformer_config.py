@@ -15,7 +15,7 @@ from mcore_rl.train.transformer_config import (
     make_transformer_config,
     rotary_options,
 )
-from tests.tiny_models import write_model
+from tests.support.tiny_models import write_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

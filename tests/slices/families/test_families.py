@@ -15,8 +15,8 @@ from mcore_rl.slices.families import (
     refuse_unsupported,
 )
 from mcore_rl.slices.hf.config import read_hf_config
-from tests.slices.megatron_layout import model_config
-from tests.tiny_models import MODELS, write_model
+from tests.support.megatron_layout import model_config
+from tests.support.tiny_models import MODELS, write_model
 
 CASES = [
     *((kind, {}) for kind in MODELS),

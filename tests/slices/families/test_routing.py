@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.config import TrainConfig
 from mcore_rl.slices.families.routing import check_routing
 from mcore_rl.slices.hf.config import read_hf_config
-from tests.tiny_models import write_model
+from tests.support.tiny_models import write_model
 
 
 @pytest.mark.parametrize(

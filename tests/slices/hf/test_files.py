@@ -23,7 +23,7 @@ from mcore_rl.slices.hf.folder import INDEX
 from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.slices.plan.reshard import reshard
 from mcore_rl.slices.plan.whole import make_plan
-from tests.slices.megatron_layout import TrainLayout, model_config, train_ranks
+from tests.support.megatron_layout import TrainLayout, model_config, train_ranks
 
 LAYOUT = TrainLayout(tp=2, pp=2, dp=2, ep=2, etp=2)
 

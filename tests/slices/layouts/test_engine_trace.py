@@ -8,8 +8,8 @@ from torch import Tensor
 
 from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.slices.layouts.engine_trace import trace_load_weights
-from tests.slices.engine_layout import EngineRank
-from tests.slices.megatron_layout import hf_weights, model_config
+from tests.support.engine_layout import EngineRank
+from tests.support.megatron_layout import hf_weights, model_config
 
 
 def traced(config: dict, engine: EngineRank) -> list:

@@ -10,8 +10,8 @@ from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.layouts.layout import boxes_of, check_rank
 from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.layouts.training import training_shards
-from tests.slices.layouts.strategies import megatron_layout, megatron_sizes, moe_models
-from tests.slices.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
+from tests.support.layout_strategies import megatron_layout, megatron_sizes, moe_models
+from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
 
 
 @given(st.data())

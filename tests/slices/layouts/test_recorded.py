@@ -6,7 +6,7 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from tests.slices.megatron_layout import model_config
+from tests.support.megatron_layout import model_config
 
 
 def test_layouts_in_a_few_numbers() -> None:

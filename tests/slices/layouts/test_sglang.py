@@ -3,8 +3,8 @@
 import pytest
 
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
-from tests.slices.layouts.strategies import GROUPED, sglang_layout
-from tests.slices.megatron_layout import model_config
+from tests.support.layout_strategies import GROUPED, sglang_layout
+from tests.support.megatron_layout import model_config
 
 
 @pytest.mark.parametrize(

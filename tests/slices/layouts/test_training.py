@@ -8,7 +8,7 @@ import torch
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
 from mcore_rl.slices.plan.coverage import check_coverage
-from tests.slices.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
+from tests.support.megatron_layout import TrainLayout, hf_weights, model_config, train_ranks
 
 LAYOUTS = [
     TrainLayout(),

@@ -12,7 +12,7 @@ from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts, Topology
-from tests.slices.layouts.strategies import (
+from tests.support.layout_strategies import (
     GRAINS,
     megatron_layout,
     megatron_sizes,

@@ -17,7 +17,7 @@ from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts
-from tests.slices.layouts.strategies import (
+from tests.support.layout_strategies import (
     GRAINS,
     megatron_layout,
     megatron_sizes,
@@ -26,8 +26,8 @@ from tests.slices.layouts.strategies import (
     sglang_sizes,
     topologies,
 )
-from tests.slices.megatron_layout import model_config
-from tests.slices.plan_execution import check, execute, numbered
+from tests.support.megatron_layout import model_config
+from tests.support.plan_execution import check, execute, numbered
 
 FINE = SplitGranularity(min_bytes=1)
 

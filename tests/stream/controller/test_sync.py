@@ -14,8 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.players.colocation import EngineMemory
 from mcore_rl.stream.controller.sync import SyncError
-from tests.stream.processes import Fault
-from tests.stream.stage import Stage, call, checksums, checksums_after_loading, open_stage, served_version
+from tests.support.processes import Fault
+from tests.support.sync_stage import (
+    Stage,
+    call,
+    checksums,
+    checksums_after_loading,
+    open_stage,
+    served_version,
+)
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,7 @@ from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts, Topology
-from tests.slices.megatron_layout import model_config
+from tests.support.megatron_layout import model_config
 
 DTYPE = "float32"
 

@@ -22,7 +22,7 @@ from mcore_rl.stream.routes.choice import MakeTransport, make_gloo, make_gpu_pai
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Action, Command, Link, Order, Report
-from tests.stream.layouts import FusedEngine, make_tensors
+from tests.support.sync_layouts import FusedEngine, make_tensors
 
 ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
 Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[str, Tensor]]]
@@ -101,7 +101,7 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     reports and final parameters, and the number of keys left in the store.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.stream.processes"])
+    context.set_forkserver_preload(["torch", "tests.support.processes"])
     store = LinkStore.serve("127.0.0.1", scene.timeout_s)
     link = Link(
         engine="engine-0",

@@ -12,9 +12,9 @@ from checkpoint_tools.cli import make_parser as make_tools_parser
 from mcore_rl.cli import make_parser
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.slices.families import CAUSAL, REFUSED
-from tests import models_table
-from tests.policy import ROOT, read, tracked
-from tests.tiny_models import MODELS
+from tests.support import models_table
+from tests.support.policy import ROOT, read, tracked
+from tests.support.tiny_models import MODELS
 
 RUNNERS = {"python", "python3", "python3.11", "bash", "sh"}
 FENCE = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)

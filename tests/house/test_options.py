@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from mcore_rl import config
-from tests.policy import parse, python_files
+from tests.support.policy import parse, python_files
 
 Field = tuple[str, str]
 """(configuration class, field)"""

@@ -22,7 +22,7 @@ from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.receiver import WeightReceiver, _in_this_thread, _loaded_parameters
 from mcore_rl.stream.wire import Command, Link
-from tests.rollout.sglang_layout_checks import engine_model
+from tests.support.sglang_layout_checks import engine_model
 
 
 def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:

@@ -20,8 +20,8 @@ from mcore_rl.stream.routes.choice import make_routes
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
-from tests.slices.megatron_layout import TrainLayout, train_ranks
-from tests.stream.processes import Fault, FaultyTransport
+from tests.support.megatron_layout import TrainLayout, train_ranks
+from tests.support.processes import Fault, FaultyTransport
 
 
 class ProcessRanks:
@@ -29,7 +29,7 @@ class ProcessRanks:
 
     def __init__(self, layout: TrainLayout) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "tests.stream.ranks"])
+        context.set_forkserver_preload(["torch", "tests.support.trainer_processes"])
         self.world_size = layout.world_size
         self._pipes, self.processes = [], []
         for rank in range(layout.world_size):

@@ -39,8 +39,8 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
-from tests.stream.megatron_ranks import MegatronRanks
-from tests.tiny_models import VOCAB
+from tests.support.megatron_ranks import MegatronRanks
+from tests.support.tiny_models import VOCAB
 
 SAMPLED = RolloutConfig(
     prompts_per_step=8,

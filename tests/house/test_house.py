@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.policy import ROOT, parse, python_files, read, tracked
+from tests.support.policy import ROOT, parse, python_files, read, tracked
 
 FILE_LINES, FILE_LINES_BOUND = 300, 400
 FUNCTION_LINES, FUNCTION_LINES_BOUND = 50, 80

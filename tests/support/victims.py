@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.runs import Run
+from tests.support.runs import Run
 
 EXIT_WITHIN_S = 60.0
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController
-from tests.rollout.engines import save_tiny_moe
-from tests.slices.megatron_layout import TrainLayout
-from tests.stream.ranks import ProcessRanks
+from tests.support.engines import save_tiny_moe
+from tests.support.megatron_layout import TrainLayout
+from tests.support.trainer_processes import ProcessRanks
 
 
 @dataclass(frozen=True)
