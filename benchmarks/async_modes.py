@@ -20,7 +20,9 @@ MEANS = ("idle/trainer", "idle/engines", "staleness/mean", "staleness/partial", 
 
 def main() -> None:
     folders, _ = train_variants(__doc__ or "", MODES, "async_modes")
-    print("| mode | before | accuracy after, by seed | seconds, by seed | trainer idle | engines idle |")
+    print(
+        "| mode | before | accuracy after, by seed | seconds, by seed | trainer idle | engines idle |"
+    )
     print("|---|---|---|---|---|---|")
     figures = {}
     for mode, of_seeds in folders.items():

@@ -32,7 +32,10 @@ DEADLINE_S = 900
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--steps", type=int, default=20, help=f"steps of each system, {WARMUP_STEPS} warm-up included"
+        "--steps",
+        type=int,
+        default=20,
+        help=f"steps of each system, {WARMUP_STEPS} warm-up included",
     )
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("overrides", nargs="*", help="key=value, for this system's recipe")
@@ -42,7 +45,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="grpo_step_") as name:
         folder = Path(name)
         make_workload(folder)
-        trl = {threads: run_trl(folder, args.steps, threads) for threads in range(1, args.cores + 1)}
+        trl = {
+            threads: run_trl(folder, args.steps, threads) for threads in range(1, args.cores + 1)
+        }
         ours = run_ours(folder, args.steps, args.overrides)
     threads = min(trl, key=lambda count: trl[count])
     report(ours, trl[threads], threads)
@@ -74,7 +79,9 @@ def install_trl() -> None:
         "--upgrade",
     ]
     subprocess.run(
-        [*command, "--target", str(TRL_SITE), "-r", str(REQUIREMENTS)], check=True, timeout=DEADLINE_S
+        [*command, "--target", str(TRL_SITE), "-r", str(REQUIREMENTS)],
+        check=True,
+        timeout=DEADLINE_S,
     )
     stamp.write_text(REQUIREMENTS.read_text())
 

@@ -24,7 +24,9 @@ class StepClock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.ends[:-1], self.ends[1:], strict=True)]
+        return [
+            later - earlier for earlier, later in zip(self.ends[:-1], self.ends[1:], strict=True)
+        ]
 
 
 def make_config(folder: Path, num_steps: int) -> GRPOConfig:
@@ -54,7 +56,10 @@ def make_config(folder: Path, num_steps: int) -> GRPOConfig:
 
 def score(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
     texts = [messages[-1]["content"] for messages in completions]
-    return [reward(data_source="", solution_str=text, ground_truth=None, extra_info=None) for text in texts]
+    return [
+        reward(data_source="", solution_str=text, ground_truth=None, extra_info=None)
+        for text in texts
+    ]
 
 
 def main() -> None:
@@ -70,7 +75,9 @@ def main() -> None:
         model=model,
         reward_funcs=score,
         args=make_config(args.folder, args.steps),
-        train_dataset=Dataset.from_parquet(str(args.folder / "train.parquet")).select_columns(["prompt"]),
+        train_dataset=Dataset.from_parquet(str(args.folder / "train.parquet")).select_columns(
+            ["prompt"]
+        ),
         callbacks=[clock],
     )
     trainer.train()

@@ -57,7 +57,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--memory-budget", default="512MiB")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=MODEL["num_hidden_layers"], help="12 make 2 GiB")
+    parser.add_argument(
+        "--layers", type=int, default=MODEL["num_hidden_layers"], help="12 make 2 GiB"
+    )
     parser.add_argument(
         "--folder", type=Path, help="work here and keep the files; by default a temporary one"
     )
@@ -85,13 +87,22 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
     ]
     copies, merges = [], []
     for _ in range(args.repeats):
-        copies.append(seconds_of(["cp", "-r", str(checkpoint), str(fresh(folder / "copy"))], num_bytes))
+        copies.append(
+            seconds_of(["cp", "-r", str(checkpoint), str(fresh(folder / "copy"))], num_bytes)
+        )
         fresh(folder / "copy")
-        merges.append(seconds_of(command("to-hf", checkpoint, fresh(folder / "merged"), *options), num_bytes))
+        merges.append(
+            seconds_of(command("to-hf", checkpoint, fresh(folder / "merged"), *options), num_bytes)
+        )
     peak = peak_of_merge(checkpoint, fresh(folder / "merged"), options)
     kept = kill_and_rerun(checkpoint, fresh(folder / "killed"), options)
-    same = (folder / "merged/checksums.json").read_text() == (folder / "killed/checksums.json").read_text()
-    equal = subprocess.run(command("verify", checkpoint, folder / "killed", *options[2:])).returncode == 0
+    same = (folder / "merged/checksums.json").read_text() == (
+        folder / "killed/checksums.json"
+    ).read_text()
+    equal = (
+        subprocess.run(command("verify", checkpoint, folder / "killed", *options[2:])).returncode
+        == 0
+    )
     ratio = median(copies) / median(merges)
     rows = {
         "checkpoint": f"{show_bytes(num_bytes)}, {LAYOUT}",
@@ -122,7 +133,8 @@ def make_checkpoint(hf_dir: Path, checkpoint: Path, num_layers: int) -> None:
     (hf_dir / "tokenizer_config.json").write_text("{}")
     context, port = mp.get_context("spawn"), find_free_port("127.0.0.1")
     ranks = [
-        context.Process(target=save_rank, args=(rank, port, hf_dir, checkpoint)) for rank in range(RANKS)
+        context.Process(target=save_rank, args=(rank, port, hf_dir, checkpoint))
+        for rank in range(RANKS)
     ]
     for process in ranks:
         process.start()

@@ -59,7 +59,10 @@ def main() -> None:
             slowest = max(cost.seconds for cost in costs)
             peak, slices = max(c.peak_bytes for c in costs), max(c.num_slices for c in costs)
             side = "trainer" if is_trainer else "engine"
-            print(f"{name:40s}{side:10s}{slowest * 1e3:10.1f}{peak / 2**20:10.1f}{slices:12d}", flush=True)
+            print(
+                f"{name:40s}{side:10s}{slowest * 1e3:10.1f}{peak / 2**20:10.1f}{slices:12d}",
+                flush=True,
+            )
             worst = max(worst, slowest)
         seconds[name] = round(worst, 4)
     print(json.dumps({"seconds_per_rank": seconds}))

@@ -36,7 +36,11 @@ def main() -> None:
     data = args.out / "data"
     if not (data / "train.parquet").exists():
         call("data", "arithmetic", "--out", str(data))
-    files = [f"data.train=[{data / 'train.parquet'}]", "eval.data=[]", f"sft.data=[{data / 'sft.parquet'}]"]
+    files = [
+        f"data.train=[{data / 'train.parquet'}]",
+        "eval.data=[]",
+        f"sft.data=[{data / 'sft.parquet'}]",
+    ]
     model = args.out / "warm_start" / "hf"
     if not (model / "config.json").exists():
         start = ["model.init=random", f"model.path={data / 'model'}", f"run.dir={model.parent}"]
@@ -46,9 +50,22 @@ def main() -> None:
         for replay in ("none", "engine"):
             folder = args.out / f"{dtype}_{replay}"
             if not (folder / "summary.json").exists():
-                options = [f"model.path={model}", f"model.dtype={dtype}", f"train.router_replay={replay}"]
-                options += [f"run.steps={args.steps}", f"run.dir={folder}", "rollout.deterministic=true"]
-                options += ["checkpoint.export_hf=false", "canary.sequences=0", *STILL, *args.overrides]
+                options = [
+                    f"model.path={model}",
+                    f"model.dtype={dtype}",
+                    f"train.router_replay={replay}",
+                ]
+                options += [
+                    f"run.steps={args.steps}",
+                    f"run.dir={folder}",
+                    "rollout.deterministic=true",
+                ]
+                options += [
+                    "checkpoint.export_hf=false",
+                    "canary.sequences=0",
+                    *STILL,
+                    *args.overrides,
+                ]
                 call("train", RECIPE, *files, *options)
             results[f"{dtype} {replay}"] = summarize(folder)
     print(
@@ -67,7 +84,9 @@ def summarize(folder: Path) -> dict[str, float]:
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
     found = {short: [row[name] for row in rows] for short, name in METRICS.items()}
     replaced = fmean(row.get("router/replaced_share", 0.0) for row in rows)
-    return {s: max(v) if s == "max" else fmean(v) for s, v in found.items()} | {"replaced": replaced}
+    return {s: max(v) if s == "max" else fmean(v) for s, v in found.items()} | {
+        "replaced": replaced
+    }
 
 
 def call(*words: str) -> None:

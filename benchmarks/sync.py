@@ -39,13 +39,21 @@ DISK_LOAD = "sglang disk, load only"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="64,512,2048", help="MiB of weights, comma-separated")
-    parser.add_argument("--kinds", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}: expert matrices")
-    parser.add_argument("--repeats", type=int, default=5, help="syncs per method; the median counts")
+    parser.add_argument(
+        "--kinds", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}: expert matrices"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="syncs per method; the median counts"
+    )
     parser.add_argument("--trainer-ranks", type=int, default=2)
     parser.add_argument("--engine-tp", type=int, default=1)
-    parser.add_argument("--skip-baselines", action="store_true", help="only this system and the raw copy")
+    parser.add_argument(
+        "--skip-baselines", action="store_true", help="only this system and the raw copy"
+    )
     args = parser.parse_args()
-    cases = [Case(int(mib), kind) for mib in args.sizes.split(",") for kind in args.kinds.split(",")]
+    cases = [
+        Case(int(mib), kind) for mib in args.sizes.split(",") for kind in args.kinds.split(",")
+    ]
     print(f"checksum: {checksum_cost():.2f} of the cost of a copy, on either side")
     figures = {}
     for case in cases:
@@ -101,7 +109,9 @@ def measure(
     return report(case, seconds, reports[1:], raw, connect_s)
 
 
-def baselines(url: str, ranks: BenchRanks, model: Path, engine_tp: int) -> dict[str, Callable[[], float]]:
+def baselines(
+    url: str, ranks: BenchRanks, model: Path, engine_tp: int
+) -> dict[str, Callable[[], float]]:
     ranks.call("join_trainers", find_free_port("127.0.0.1"))
     ranks.call("join_engine", url, engine_tp, find_free_port("127.0.0.1"))
     stored = model.parent / "stored"
@@ -144,7 +154,11 @@ def take_turns(methods: dict[str, Callable[[], float]], url: str, repeats: int) 
 
 
 def report(
-    case: Case, seconds: dict[str, float], reports: list[SyncReport], raw: dict[str, float], connect_s: float
+    case: Case,
+    seconds: dict[str, float],
+    reports: list[SyncReport],
+    raw: dict[str, float],
+    connect_s: float,
 ) -> dict[str, float]:
     """Prints the case's table; returns its figures."""
     mib = sum(engine.num_bytes for engine in reports[0].engines) / 2**20

@@ -76,7 +76,9 @@ class Stage:
         self.ranks.call("flip_sign")
         self.version += 1
         began_s = time.monotonic()
-        lost = [engine.url for engine in self.engines if engine.url not in self.sync_controller.linked]
+        lost = [
+            engine.url for engine in self.engines if engine.url not in self.sync_controller.linked
+        ]
         with contextlib.suppress(SyncError):  # then it is tried again before the next sync
             asyncio.run(self.sync_controller.connect(lost))
         asyncio.run(self.sync_controller.sync(self.version))
@@ -88,7 +90,9 @@ class Stage:
             self.sync()
             if set(self.sync_controller.in_rotation) == {engine.url for engine in self.engines}:
                 return num_syncs
-        raise AssertionError(f"only {self.sync_controller.in_rotation} serve after {MAX_SYNCS} syncs")
+        raise AssertionError(
+            f"only {self.sync_controller.in_rotation} serve after {MAX_SYNCS} syncs"
+        )
 
     def learn(self) -> None:
         """What the engines hold after clean syncs of an even and of an odd version."""
@@ -103,7 +107,9 @@ class Stage:
         for url in self.sync_controller.in_rotation:
             serves = self.sync_controller.served_version(url)
             assert serves is not None
-            assert weights_of(url) == self.expected[serves % 2], f"{url} is in rotation with mixed weights"
+            assert weights_of(url) == self.expected[serves % 2], (
+                f"{url} is in rotation with mixed weights"
+            )
 
     def restart_engine(self, index: int) -> None:
         old = self.engines[index]
@@ -174,7 +180,9 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
         stage.start_trainer()
     else:
         survivor = stage.engines[1 - index].url
-        assert survivor in stage.sync_controller.in_rotation, "the fault took another engine with it"
+        assert survivor in stage.sync_controller.in_rotation, (
+            "the fault took another engine with it"
+        )
         if kind == "stop":
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)

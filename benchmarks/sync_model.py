@@ -98,7 +98,9 @@ def _tensors(config: dict[str, Any], rank: int, world_size: int) -> Iterator[Loc
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layers, experts = config["num_hidden_layers"], config["num_experts"]
 
-    def cut(key: str, shape: tuple[int, ...], axis: int | None, layer: int | None = None) -> LocalTensor:
+    def cut(
+        key: str, shape: tuple[int, ...], axis: int | None, layer: int | None = None
+    ) -> LocalTensor:
         start, local = [0] * len(shape), list(shape)
         if axis is not None:
             local[axis] //= world_size

@@ -55,7 +55,9 @@ class BenchRanks:
         return asyncio.run(self.call_async(method, *args))
 
     async def call_async(self, method: str, *args: Any) -> list[Any]:
-        calls = (asyncio.to_thread(self._call, rank, (method, *args)) for rank in range(self.world_size))
+        calls = (
+            asyncio.to_thread(self._call, rank, (method, *args)) for rank in range(self.world_size)
+        )
         return await asyncio.gather(*calls)
 
     async def connect(self, link: Link) -> Sequence[Report]:
@@ -75,7 +77,9 @@ class BenchRanks:
         try:
             self._pipes[rank].send_bytes(pickle.dumps(call))
             if not self._pipes[rank].poll(self.timeout_s):
-                raise RuntimeError(f"trainer rank {rank} did not answer {call[0]} in {self.timeout_s:.0f} s")
+                raise RuntimeError(
+                    f"trainer rank {rank} did not answer {call[0]} in {self.timeout_s:.0f} s"
+                )
             succeeded, answer = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
             raise RuntimeError(f"trainer rank {rank} died") from error
@@ -122,7 +126,11 @@ class _Rank:
 
     def join_trainers(self, port: int) -> None:
         distributed.init_process_group(
-            "gloo", f"tcp://127.0.0.1:{port}", rank=self._rank, world_size=self._world_size, timeout=TIMEOUT
+            "gloo",
+            f"tcp://127.0.0.1:{port}",
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=TIMEOUT,
         )
 
     def join_engine(self, url: str, engine_ranks: int, port: int) -> None:
@@ -187,7 +195,9 @@ class _Rank:
                 shapes=[list(tensor.shape) for _, tensor in bucket],
                 group_name=BROADCAST_GROUP,
             )
-            works = [distributed.broadcast(t, 0, group=self._group, async_op=True) for _, t in bucket]
+            works = [
+                distributed.broadcast(t, 0, group=self._group, async_op=True) for _, t in bucket
+            ]
             for work in works:
                 work.wait()  # type: ignore[union-attr]
             answer.result()

@@ -20,7 +20,9 @@ Folders = dict[str, list[Path]]
 """Variant -> its run folders, by seed."""
 
 
-def train_variants(text: str, variants: Mapping[str, Sequence[str]], name: str) -> tuple[Folders, Path]:
+def train_variants(
+    text: str, variants: Mapping[str, Sequence[str]], name: str
+) -> tuple[Folders, Path]:
     """The folders of the runs that the command line asks for, all of them made, and the one above them."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--only", default=",".join(variants), help="comma-separated")
@@ -32,10 +34,17 @@ def train_variants(text: str, variants: Mapping[str, Sequence[str]], name: str) 
     if unknown := sorted(set(chosen) - set(variants)):
         parser.error(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
     warm_start = make_warm_start(args.out)
-    folders: Folders = {variant: [args.out / f"{variant}_{seed}" for seed in seeds] for variant in chosen}
+    folders: Folders = {
+        variant: [args.out / f"{variant}_{seed}" for seed in seeds] for variant in chosen
+    }
     for i, seed in enumerate(seeds):
         for variant in chosen:
-            settings = [f"model.path={warm_start}", f"run.seed={seed}", *variants[variant], *args.overrides]
+            settings = [
+                f"model.path={warm_start}",
+                f"run.seed={seed}",
+                *variants[variant],
+                *args.overrides,
+            ]
             train(folders[variant][i], settings)
     return folders, args.out
 

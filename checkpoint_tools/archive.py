@@ -155,10 +155,14 @@ def _parse(descriptor: int, chunk: Chunk) -> tuple[int, list[bytes]]:
     if found.dtype != chunk.dtype:
         raise ValueError(f"it holds {found.dtype}, by the metadata it should be {chunk.dtype}")
     if found.shape != chunk.shape:
-        raise ValueError(f"it holds shape {found.shape}, by the metadata it should be {chunk.shape}")
+        raise ValueError(
+            f"it holds shape {found.shape}, by the metadata it should be {chunk.shape}"
+        )
     plain = zip(found.shape, found.strides, contiguous_strides(found.shape), strict=True)
     if found.offset or any(size > 1 and stride != wanted for size, stride, wanted in plain):
-        raise ValueError(f"its elements are not contiguous: strides {found.strides}, offset {found.offset}")
+        raise ValueError(
+            f"its elements are not contiguous: strides {found.strides}, offset {found.offset}"
+        )
     info = names[f"data/{found.storage}"]
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != chunk.data_bytes:
         raise ValueError(f"its data has {info.file_size} bytes, it should have {chunk.data_bytes}")
@@ -198,7 +202,9 @@ class _Stretch(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._size - self._at)
-        data = os.pread(self._descriptor, left if size < 0 else min(size, left), self._start + self._at)
+        data = os.pread(
+            self._descriptor, left if size < 0 else min(size, left), self._start + self._at
+        )
         self._at += len(data)
         return data
 
@@ -220,12 +226,20 @@ class _Tensor:
     strides: Shape
 
 
-def _rebuild_v2(storage: _Storage, offset: int, shape: Shape, strides: Shape, *_: object) -> _Tensor:
+def _rebuild_v2(
+    storage: _Storage, offset: int, shape: Shape, strides: Shape, *_: object
+) -> _Tensor:
     return _Tensor(storage.dtype, storage.name, offset, tuple(shape), tuple(strides))
 
 
 def _rebuild_v3(
-    storage: _Storage, offset: int, shape: Shape, strides: Shape, _grad: bool, _hooks: object, dtype: str
+    storage: _Storage,
+    offset: int,
+    shape: Shape,
+    strides: Shape,
+    _grad: bool,
+    _hooks: object,
+    dtype: str,
 ) -> _Tensor:
     return _Tensor(dtype, storage.name, offset, tuple(shape), tuple(strides))
 
@@ -246,7 +260,9 @@ class _Reader(pickle.Unpickler):
             ("collections", "OrderedDict"): OrderedDict,
         }
         if (module, name) not in known:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs: not loaded")
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which no tensor needs: not loaded"
+            )
         return known[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:

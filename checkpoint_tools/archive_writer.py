@@ -36,7 +36,9 @@ def make_archive(dtype: str, shape: Shape) -> Archive:
     headers = [_append(buffer, name, data) for name, data in before]
     start = buffer.tell()
     padding = -(start + LOCAL_HEADER + len("archive/data/0") + 4) % 64
-    buffer.write(_local("archive/data/0", data_bytes, 0, b"FB" + struct.pack("<H", padding) + bytes(padding)))
+    buffer.write(
+        _local("archive/data/0", data_bytes, 0, b"FB" + struct.pack("<H", padding) + bytes(padding))
+    )
     prefix = buffer.getvalue()
 
     def suffix(crc32: int) -> bytes:
@@ -59,14 +61,23 @@ def _pickle_tensor(dtype: str, shape: Shape) -> bytes:
 
     storage_of = {dtype: name for name, dtype in STORAGES.items()}
     if dtype not in storage_of:
-        raise ValueError(f"tensors of {dtype} cannot be written in torch_dist format: choose another dtype")
+        raise ValueError(
+            f"tensors of {dtype} cannot be written in torch_dist format: choose another dtype"
+        )
 
     class Storage:
         pass
 
     class Rebuilt:
         def __reduce__(self) -> tuple[Any, ...]:
-            arguments = (Storage(), 0, tuple(shape), contiguous_strides(shape), False, OrderedDict())
+            arguments = (
+                Storage(),
+                0,
+                tuple(shape),
+                contiguous_strides(shape),
+                False,
+                OrderedDict(),
+            )
             return torch._utils._rebuild_tensor_v2, arguments  # type: ignore[attr-defined]
 
     class Pickler(pickle.Pickler):

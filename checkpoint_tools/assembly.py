@@ -96,7 +96,9 @@ def joined(key: str, dtype: str, shape: Shape, chunks: Iterable[Chunk]) -> Assem
     for chunk in chunks:
         target = sum(at * stride for at, stride in zip(chunk.offset, strides, strict=True))
         source_strides = contiguous_strides(chunk.shape)
-        pieces += make_pieces(chunk, chunk.shape, (0, source_strides), (target, strides), row_of(shape))
+        pieces += make_pieces(
+            chunk, chunk.shape, (0, source_strides), (target, strides), row_of(shape)
+        )
     return Assembly(key, dtype, shape, ordered(pieces))
 
 
@@ -137,7 +139,9 @@ def make_pieces(
     inner = 1
     for size, stride, _ in sorted(dims, key=lambda dim: dim[1]):
         if stride != inner:
-            raise ValueError(f"{chunk.where}: a part of shape {shape} is scattered over it: cannot be copied")
+            raise ValueError(
+                f"{chunk.where}: a part of shape {shape} is scattered over it: cannot be copied"
+            )
         inner *= size
     dims.sort(key=lambda dim: -dim[1])
     if len(dims) == 2 and dims[0][2] == 1 and dims[1][2] > 1:
@@ -166,7 +170,9 @@ def cut(piece: Piece, start: int, stop: int) -> tuple[int, int, int, int] | None
     """
     if piece.rows == 1:
         first, last = max(start, piece.target), min(stop, piece.target + piece.run)
-        return (piece.source + first - piece.target, 1, last - first, first) if first < last else None
+        return (
+            (piece.source + first - piece.target, 1, last - first, first) if first < last else None
+        )
     first_row = max(0, -(-(start - piece.target) // piece.stride))
     stop_row = min(piece.rows, -(-(stop - piece.target) // piece.stride))
     if first_row >= stop_row:

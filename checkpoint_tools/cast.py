@@ -18,7 +18,9 @@ def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview
     """(8-bit values, float32 scales) of whole rows of blocks; see mcore_rl/slices/hf/quantize.py."""
     weights_NK = _view(data, dtype).view(-1, num_columns)
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
-    scales_nk = torch.empty(num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32)
+    scales_nk = torch.empty(
+        num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32
+    )
     quantise_into(weights_NK, values_NK, scales_nk)
     return bytes_of(values_NK), bytes_of(scales_nk)
 

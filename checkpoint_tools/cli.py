@@ -25,7 +25,9 @@ Run: TypeAlias = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done or equal, 1 different, 2 wrong or damaged input, 130 interrupted."""
     args = make_parser().parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: a worker takes one core
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # read when torch is imported: a worker takes one core
     try:
         return args.run(args)
     except (ValueError, OSError) as error:
@@ -50,7 +52,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
-    command = commands.add_parser("checksums", help="write checksums.json of the files as they are now")
+    command = commands.add_parser(
+        "checksums", help="write checksums.json of the files as they are now"
+    )
     command.add_argument("checkpoint", type=Path)
     command.set_defaults(run=_checksums)
     return parser
@@ -58,7 +62,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_to_hf(commands: Commands) -> None:
     command = _add_writer(
-        commands, "to-hf", _to_hf, "merge a Megatron checkpoint into a HuggingFace directory", "checkpoint"
+        commands,
+        "to-hf",
+        _to_hf,
+        "merge a Megatron checkpoint into a HuggingFace directory",
+        "checkpoint",
     )
     command.add_argument(
         "--source-hf",
@@ -79,28 +87,39 @@ def _add_from_hf(commands: Commands) -> None:
     what = "write a HuggingFace model as a Megatron checkpoint that any layout can load"
     command = _add_writer(commands, "from-hf", _from_hf, what)
     command.add_argument(
-        "--optimizer", type=Path, metavar="FOLDER", help="take the optimizer's state that to-hf wrote there"
+        "--optimizer",
+        type=Path,
+        metavar="FOLDER",
+        help="take the optimizer's state that to-hf wrote there",
     )
     command.add_argument("--dtype", choices=DTYPES, help=AS_IN_THE_SOURCE)
 
 
 def _add_to_fp8(commands: Commands) -> None:
-    what = "quantise a HuggingFace model: 8-bit values and scales of 128 x 128 blocks, as DeepSeek's"
+    what = (
+        "quantise a HuggingFace model: 8-bit values and scales of 128 x 128 blocks, as DeepSeek's"
+    )
     _add_writer(commands, "to-fp8", _to_fp8, what)
 
 
 def _add_dequantise(commands: Commands) -> None:
     what = "write a HuggingFace model that was published in block FP8 or MXFP4 with plain weights"
     command = _add_writer(commands, "dequantise", _dequantise, what)
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the result (%(default)s)")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="of the result (%(default)s)"
+    )
 
 
 def _add_upcycle(commands: Commands) -> None:
     what = "make a dense HuggingFace model a mixture of experts that computes the same at first"
     command = _add_writer(commands, "upcycle", _upcycle, what)
     command.add_argument("--experts", type=int, default=8, help="in every layer (%(default)s)")
-    command.add_argument("--top-k", type=int, default=2, help="of them for each token (%(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="of the routers' weights (%(default)s)")
+    command.add_argument(
+        "--top-k", type=int, default=2, help="of them for each token (%(default)s)"
+    )
+    command.add_argument(
+        "--seed", type=int, default=0, help="of the routers' weights (%(default)s)"
+    )
 
 
 def _add_inspect(commands: Commands) -> None:
@@ -121,7 +140,9 @@ def _add_verify(commands: Commands) -> None:
         type=Path,
         help="whose config.json to go by; by default that of the HuggingFace directory",
     )
-    command.add_argument("--optimizer", action="store_true", help="compare the optimizer's state as well")
+    command.add_argument(
+        "--optimizer", action="store_true", help="compare the optimizer's state as well"
+    )
     command.add_argument(
         "--json", action="store_true", help="one JSON object with the checksum of every tensor"
     )
@@ -170,7 +191,13 @@ def _to_hf(args: argparse.Namespace) -> int:
 
     effort = _effort(args)
     for report in to_hf(
-        args.checkpoint, args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort
+        args.checkpoint,
+        args.source_hf,
+        args.out,
+        args.dtype,
+        args.optimizer,
+        args.max_file_bytes,
+        effort,
     ):
         print(report)
     return 0
@@ -180,7 +207,9 @@ def _from_hf(args: argparse.Namespace) -> int:
     from checkpoint_tools.from_hf import from_hf  # imports torch
 
     effort = _effort(args)
-    print(from_hf(args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort))
+    print(
+        from_hf(args.source_hf, args.out, args.dtype, args.optimizer, args.max_file_bytes, effort)
+    )
     return 0
 
 

@@ -77,7 +77,9 @@ class Comparer:
         return result
 
 
-def _difference(assembly: Assembly, start: int, first: memoryview, second: memoryview) -> Difference:
+def _difference(
+    assembly: Assembly, start: int, first: memoryview, second: memoryview
+) -> Difference:
     size = DTYPE_BYTES[assembly.dtype]
     dtype = getattr(torch, assembly.dtype)
     differ = (

@@ -22,7 +22,9 @@ HALVES = ("bfloat16", "float16")
 """Dtypes whose tensors are cast if they have no scales; float32 is the choice of those who published it."""
 
 
-def dequantise(source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort) -> Report:
+def dequantise(
+    source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort
+) -> Report:
     """Write the model of `source_hf`, block FP8 or MXFP4, to `out` in `dtype`; of any architecture.
 
     ValueError names the file or tensor that is wrong, or the kind of quantisation that is not supported.

@@ -57,10 +57,18 @@ def check_whole_files(checkpoint: Checkpoint) -> int:
     for file in sorted({file for file, _ in tensors | names.keys()}):
         path = checkpoint.folder / file
         left = [span for span in checkpoint.sums[file].spans if (file, span.start) not in tensors]
-        for span, found in zip(left, sum_ranges(path, [(s.start, s.stop) for s in left]), strict=True):
+        for span, found in zip(
+            left, sum_ranges(path, [(s.start, s.stop) for s in left]), strict=True
+        ):
             if span != found:
-                what = repr(names[file, span.start]) if (file, span.start) in names else f"byte {span.start}"
-                raise ValueError(f"{path}: {what} does not agree with {MANIFEST}: the file is damaged")
+                what = (
+                    repr(names[file, span.start])
+                    if (file, span.start) in names
+                    else f"byte {span.start}"
+                )
+                raise ValueError(
+                    f"{path}: {what} does not agree with {MANIFEST}: the file is damaged"
+                )
             count += 1
     return count
 

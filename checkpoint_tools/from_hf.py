@@ -23,7 +23,12 @@ from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_model import model_dtype, read_config
-from checkpoint_tools.megatron_model import Wanted, extra_state_keys, megatron_assemblies, megatron_tensors
+from checkpoint_tools.megatron_model import (
+    Wanted,
+    extra_state_keys,
+    megatron_assemblies,
+    megatron_tensors,
+)
 from checkpoint_tools.optimizer import optimizer_from_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import OutputFile, Task
@@ -54,7 +59,9 @@ def from_hf(
     config = read_config(source_hf)
     source = open_hf(source_hf)
     left_out = family_of(config).left_out(config)
-    chunks = {key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out}
+    chunks = {
+        key: tensor.chunks[0] for key, tensor in source.tensors.items() if key not in left_out
+    }
     wanted = megatron_tensors(config, dtype or model_dtype(config, source.tensors))
     objects = extra_state_keys(config)
     boxes = megatron_assemblies(wanted, chunks, config, source_hf)
@@ -64,7 +71,9 @@ def from_hf(
         sources, boxes, common = [source, state], boxes + state_boxes, common | state_common
     files, stored = _lay_out(boxes, objects, max_file_bytes)
     tensors = list({tensor.key: tensor for tensor, _, _ in boxes}.values())
-    describe = partial(_write_small_files, tensors=tensors, objects=objects, stored=stored, common=common)
+    describe = partial(
+        _write_small_files, tensors=tensors, objects=objects, stored=stored, common=common
+    )
     expected = {tensor.key: (tensor.dtype, tensor.shape) for tensor in tensors}
     return produce(out, sources, files, effort, describe, open_torch_dist, expected)
 

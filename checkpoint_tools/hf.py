@@ -44,7 +44,9 @@ def open_hf(folder: Path, use_sums: bool = True) -> Checkpoint:
 def _safetensors_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
-        raise ValueError(f"{folder} has no .safetensors files and no .metadata: it is no checkpoint")
+        raise ValueError(
+            f"{folder} has no .safetensors files and no .metadata: it is no checkpoint"
+        )
     return names
 
 
@@ -56,7 +58,9 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     try:
         index = json.loads(path.read_text())
         weight_map = index["weight_map"]
-        if not all(isinstance(file, str) and Path(file).name == file for file in weight_map.values()):
+        if not all(
+            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        ):
             raise ValueError("weight_map names something that is no file of the directory")
         if not weight_map:
             raise ValueError("weight_map is empty")
@@ -65,7 +69,9 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     return index
 
 
-def _check_index(folder: Path, index: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+def _check_index(
+    folder: Path, index: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> None:
     path, weight_map = folder / INDEX, index["weight_map"]
     for name, file in weight_map.items():
         if name not in tensors:
@@ -84,13 +90,19 @@ def _check_index(folder: Path, index: Mapping[str, Any], tensors: Mapping[str, S
         raise ValueError(f"{path}: total_size is {total}, the tensors have {have} bytes")
 
 
-def _check_edges(folder: Path, tensors: Mapping[str, StoredTensor], sums: Mapping[str, Any]) -> None:
+def _check_edges(
+    folder: Path, tensors: Mapping[str, StoredTensor], sums: Mapping[str, Any]
+) -> None:
     """Each tensor has a checksum of its own, and headers, read already, agree with theirs."""
-    spans = {(file, span.start): span.num_bytes for file, entry in sums.items() for span in entry.spans}
+    spans = {
+        (file, span.start): span.num_bytes for file, entry in sums.items() for span in entry.spans
+    }
     for tensor in tensors.values():
         chunk = tensor.chunks[0]
         if chunk.num_bytes and spans.get((chunk.file, chunk.start)) != chunk.num_bytes:
-            raise ValueError(f"{folder / chunk.file}: {MANIFEST} has no checksum for tensor {tensor.key!r}")
+            raise ValueError(
+                f"{folder / chunk.file}: {MANIFEST} has no checksum for tensor {tensor.key!r}"
+            )
     for file in sorted({tensor.chunks[0].file for tensor in tensors.values()}):
         header = sums[file].spans[0]
         with (folder / file).open("rb") as stream:

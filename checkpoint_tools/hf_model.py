@@ -51,13 +51,16 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
     return architecture
 
 
-def _unpacked(config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
+def _unpacked(
+    config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path
+) -> dict[str, StoredTensor]:
     """The tensors of the model that is stored in quantised form."""
     packed = find_packed(config, tensors, _known_dtype(config) or "bfloat16", path)
     halves = stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
     return plain | {
-        name: StoredTensor(name, made.dtype, made.shape, (made.values,)) for name, made in packed.items()
+        name: StoredTensor(name, made.dtype, made.shape, (made.values,))
+        for name, made in packed.items()
     }
 
 
@@ -71,7 +74,10 @@ def _known_dtype(config: HfConfig) -> str | None:
 
 def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
     """The dtype that config.json gives, else the one that most tensors have."""
-    return _known_dtype(config) or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
+    return (
+        _known_dtype(config)
+        or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
+    )
 
 
 def _compare(
@@ -90,10 +96,14 @@ def _compare(
         if name not in shapes:
             raise ValueError(f"{where} has no place in the model that config.json describes")
         if tensor.shape != shapes[name]:
-            raise ValueError(f"{where} has shape {tensor.shape}, by config.json it should be {shapes[name]}")
+            raise ValueError(
+                f"{where} has shape {tensor.shape}, by config.json it should be {shapes[name]}"
+            )
         # Norms, routers and the like are often kept in float32.
         if tensor.dtype not in (dtypes[name], "float32"):
-            raise ValueError(f"{where} has dtype {tensor.dtype}, by config.json it should be {dtypes[name]}")
+            raise ValueError(
+                f"{where} has dtype {tensor.dtype}, by config.json it should be {dtypes[name]}"
+            )
     missing = sorted(shapes.keys() - tensors.keys())
     if missing:
         raise ValueError(

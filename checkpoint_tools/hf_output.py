@@ -40,7 +40,9 @@ def make_hf(
     for number, names in enumerate(bins, start=1):
         filename = f"model-{number:05d}-of-{num_files:05d}.safetensors"
         tensors = _tensors({name: assemblies[name] for name in sorted(names)}, quantised)
-        files.append(_file(filename, tensors, {name: assemblies[name] for name in names}, quantised))
+        files.append(
+            _file(filename, tensors, {name: assemblies[name] for name in names}, quantised)
+        )
         weight_map |= dict.fromkeys(tensors, filename)
         expected |= tensors
     total = sum(file.num_bytes - len(file.header) for file in files)
@@ -48,7 +50,9 @@ def make_hf(
     return produce(out, sources, files, effort, complete, open_hf, expected)
 
 
-def _tensors(assemblies: Mapping[str, Made], quantised: frozenset[str]) -> dict[str, tuple[str, Shape]]:
+def _tensors(
+    assemblies: Mapping[str, Made], quantised: frozenset[str]
+) -> dict[str, tuple[str, Shape]]:
     tensors: dict[str, tuple[str, Shape]] = {}
     for name, assembly in assemblies.items():
         if name in quantised:
@@ -67,7 +71,13 @@ def _file(
 ) -> OutputFile:
     header, starts, num_bytes = make_header(tensors)
     tasks = [
-        Task(filename, starts[name], assembly, False, starts[scale_name(name)] if name in quantised else None)
+        Task(
+            filename,
+            starts[name],
+            assembly,
+            False,
+            starts[scale_name(name)] if name in quantised else None,
+        )
         for name, assembly in assemblies.items()
     ]
     tasks.sort(key=lambda task: task.start)

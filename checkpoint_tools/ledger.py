@@ -21,7 +21,9 @@ class Ledger:
         self._sums: dict[str, FileSums] = {}
         by_path: dict[str, list[Chunk]] = defaultdict(list)
         for checkpoint in checkpoints:
-            for chunk in (chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks):
+            for chunk in (
+                chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks
+            ):
                 by_path[chunk.path].append(chunk)
             for file, sums in (checkpoint.sums or {}).items():
                 self._sums[str(checkpoint.folder / file)] = sums
@@ -29,7 +31,9 @@ class Ledger:
         for path, chunks in by_path.items():
             chunks.sort(key=lambda chunk: (chunk.start, chunk.num_bytes))
             self._chunks[path] = [chunk.start for chunk in chunks], chunks
-        self._starts = {path: [span.start for span in sums.spans] for path, sums in self._sums.items()}
+        self._starts = {
+            path: [span.start for span in sums.spans] for path, sums in self._sums.items()
+        }
         self._promised: dict[tuple[str, int], Span] = {}
         self._read: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
         self.num_checked = 0
@@ -50,7 +54,9 @@ class Ledger:
         """ValueError, which would be an error of ours, if a checksum was begun but not all of it was read."""
         for (path, start), reads in self._read.items():
             have = sum(span.num_bytes for span in reads.values())
-            raise ValueError(f"{self._where(path, start)}: only {have} bytes of its checksum's were read")
+            raise ValueError(
+                f"{self._where(path, start)}: only {have} bytes of its checksum's were read"
+            )
 
     def _add(self, path: str, span: Span) -> None:
         expected = self._covering(path, span)
@@ -59,7 +65,9 @@ class Ledger:
         key = path, expected.start
         reads = self._read[key]
         if span.start in reads and reads[span.start] != span:
-            raise ValueError(f"{self._where(path, expected.start)}: two reads of the same bytes differ")
+            raise ValueError(
+                f"{self._where(path, expected.start)}: two reads of the same bytes differ"
+            )
         reads[span.start] = span
         if sum(read.num_bytes for read in reads.values()) == expected.num_bytes:
             del self._read[key]

@@ -45,10 +45,14 @@ def print_listing(checkpoint: Checkpoint) -> None:
     rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
     for name, tensor in sorted(checkpoint.tensors.items()):
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        rows.append((name, tensor.dtype, shape, str(len(tensor.chunks)), show_bytes(tensor.num_bytes)))
+        rows.append(
+            (name, tensor.dtype, shape, str(len(tensor.chunks)), show_bytes(tensor.num_bytes))
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     files = {chunk.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks}
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors.values())
     print()
@@ -57,5 +61,7 @@ def print_listing(checkpoint: Checkpoint) -> None:
     print(f"kind: {checkpoint.kind}")
     counts = ", ".join(f"{count} of {dtype}" for dtype, count in dtypes.items())
     print(f"tensors: {len(checkpoint.tensors)} ({counts}), {len(checkpoint.items)} other objects")
-    print(f"bytes: {checkpoint.num_bytes} ({show_bytes(checkpoint.num_bytes)}) in {len(files)} files")
+    print(
+        f"bytes: {checkpoint.num_bytes} ({show_bytes(checkpoint.num_bytes)}) in {len(files)} files"
+    )
     print(f"checksums: {'checksums.json' if checkpoint.sums is not None else 'none'}")

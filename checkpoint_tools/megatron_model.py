@@ -6,7 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from checkpoint_tools.assembly import Assembly, Piece, Stretch, checked, make_pieces, ordered, row_of
+from checkpoint_tools.assembly import (
+    Assembly,
+    Piece,
+    Stretch,
+    checked,
+    make_pieces,
+    ordered,
+    row_of,
+)
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
@@ -58,10 +66,14 @@ def hf_assemblies(
         chunk = chunks[int(span.tensor)][1]
         skipped[chunk.key].append(Stretch(chunk, span.start, span.stop - span.start))
     fixed = family.dtypes(hf_config, "")
-    shapes = {n: shape for n, shape in family.shapes(hf_config).items() if with_buffers or not fixed[n]}
+    shapes = {
+        n: shape for n, shape in family.shapes(hf_config).items() if with_buffers or not fixed[n]
+    }
     _check_names(by_name.keys(), shapes.keys(), where)
     return {
-        name: _assembly(name, shape, (fixed[name] or dtype) if dtype else "", by_name[name], skipped, where)
+        name: _assembly(
+            name, shape, (fixed[name] or dtype) if dtype else "", by_name[name], skipped, where
+        )
         for name, shape in shapes.items()
     }
 
@@ -117,7 +129,9 @@ def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
     sizes, left_out = family.sizes(hf_config), family.left_out(hf_config)
     wanted = []
     for rule in family.rules:
-        if not any(t.name not in left_out and all(sizes[axis] for axis in t.axes) for t in rule.tensors):
+        if not any(
+            t.name not in left_out and all(sizes[axis] for axis in t.axes) for t in rule.tensors
+        ):
             continue
         rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
         if rule.padded:
@@ -147,7 +161,11 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
     if rule.where == "model":
         return [(rule.key, 0)]
     moe = moe_layers(hf_config)
-    layers = [i for i, has in enumerate(moe) if rule.where == "layer" or bool(has) == (rule.where == "moe")]
+    layers = [
+        i
+        for i, has in enumerate(moe)
+        if rule.where == "layer" or bool(has) == (rule.where == "moe")
+    ]
     if not layer_keys_are_numbered(hf_config):
         return [(rule.key, len(moe))] if layers else []
     return [(rule.key.replace(".layers.", f".layers.{layer}.", 1), 0) for layer in layers]
@@ -171,7 +189,11 @@ def megatron_assemblies(
     for shard in training_shards(parts, family, hf_config):
         name, number = shard.box.name, int(shard.tensor)
         if name not in hf or hf[name].shape != shapes[name]:
-            found = f"has {hf[name].key!r} of shape {hf[name].shape}" if name in hf else f"lacks {name!r}"
+            found = (
+                f"has {hf[name].key!r} of shape {hf[name].shape}"
+                if name in hf
+                else f"lacks {name!r}"
+            )
             raise ValueError(f"{where} {found}, by config.json it should have shape {shapes[name]}")
         chunk = hf[name]
         strides, shape = contiguous_strides(chunk.shape), boxes[number][2]
@@ -194,7 +216,11 @@ def extra_state_keys(hf_config: HfConfig) -> list[str]:
     linear = [rule for rule in family.rules if re.search(r"\.linear_\w+\.weight$", rule.key)]
     keys = []
     for rule in (attention, *linear):
-        experts = range(family.sizes(hf_config)["experts"]) if rule.tensors and rule.has_expert_axis else ()
+        experts = (
+            range(family.sizes(hf_config)["experts"])
+            if rule.tensors and rule.has_expert_axis
+            else ()
+        )
         for key, num_layers in _keys(rule, hf_config):
             axes = [range(num_layers)] if num_layers else []
             axes += [experts] if experts else []

@@ -13,5 +13,7 @@ def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
     ValueError names the file or tensor that is wrong.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist" if not folder.exists() else f"{folder} is no folder")
+        raise ValueError(
+            f"{folder} does not exist" if not folder.exists() else f"{folder} is no folder"
+        )
     return (open_torch_dist if is_torch_dist(folder) else open_hf)(folder, use_sums)

@@ -46,7 +46,9 @@ def optimizer_to_hf(
     for state, tensors in sorted(by_state.items()):
         where = f"{source.folder}: optimizer state {state!r}"
         made = hf_assemblies(tensors, config, None, where, with_buffers=False)
-        assemblies |= {f"{state}.{name}": replace(a, name=f"{state}.{name}") for name, a in made.items()}
+        assemblies |= {
+            f"{state}.{name}": replace(a, name=f"{state}.{name}") for name, a in made.items()
+        }
 
     def describe(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
         shutil.copy(source.folder / COMMON, folder / COMMON)

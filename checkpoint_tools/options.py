@@ -12,7 +12,15 @@ from checkpoint_tools.pool import Pool
 
 T = TypeVar("T")
 R = TypeVar("R")
-UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {
+    "": 1,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+}
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,9 @@ class Writer:
             crc32 = zlib_ng.crc32(view, crc32)
             _write_all(descriptor, view, at)
             at += len(view)
-        assert at == start + packed.num_bytes, f"{packed.name}: {at - start} bytes of {packed.num_bytes}"
+        assert at == start + packed.num_bytes, (
+            f"{packed.name}: {at - start} bytes of {packed.num_bytes}"
+        )
         return [Span(start, packed.num_bytes, crc32)] if packed.num_bytes else []
 
     def _write_quantised(

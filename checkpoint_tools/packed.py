@@ -72,16 +72,24 @@ def find_packed(
             f" {' and '.join(map(repr, DEQUANTISED))} can be dequantised"
         )
     assert isinstance(settings, dict)
-    find = _fp8(tensors, dtype, _block_of(settings, file)) if method == "fp8" else _mxfp4(tensors, dtype)
+    find = (
+        _fp8(tensors, dtype, _block_of(settings, file))
+        if method == "fp8"
+        else _mxfp4(tensors, dtype)
+    )
     packed = {made.name: made for made in find}
     taken = stored_names(packed)
     for name, tensor in tensors.items():
         if name not in taken and (tensor.dtype == "uint8" or tensor.dtype.startswith("float8")):
             raise ValueError(f"{_where(tensor)} is {tensor.dtype}, and no tensor has scales of it")
         if name in packed and name not in taken:
-            raise ValueError(f"{_where(tensor)} is there twice, also as {packed[name].values.where}")
+            raise ValueError(
+                f"{_where(tensor)} is there twice, also as {packed[name].values.where}"
+            )
     if not packed:
-        raise ValueError(f"{file}: quant_method={method!r}, but none of {len(tensors)} tensors is quantised")
+        raise ValueError(
+            f"{file}: quant_method={method!r}, but none of {len(tensors)} tensors is quantised"
+        )
     return packed
 
 
@@ -93,7 +101,9 @@ def stored_names(packed: Mapping[str, Packed]) -> set[str]:
 def _block_of(settings: Mapping[str, Any], file: object) -> Shape:
     """Rows and columns of a block of 8-bit values."""
     block = settings.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+    if not (
+        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
+    ):
         raise ValueError(
             f"{file}: weight_block_size={block!r} in quantization_config: only blocks of [rows, columns] are"
             " supported, as [128, 128]; not one scale of a whole matrix or row"
@@ -127,7 +137,9 @@ def _mxfp4(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterator[Packed]:
         if half.dtype != "uint8" or not key.endswith((_BLOCKS, _SCALES)):
             continue
         name = key.removesuffix(_BLOCKS).removesuffix(_SCALES)
-        values, scales = (_other_half(tensors, name + suffix, half) for suffix in (_BLOCKS, _SCALES))
+        values, scales = (
+            _other_half(tensors, name + suffix, half) for suffix in (_BLOCKS, _SCALES)
+        )
         shape = values.shape
         if values.dtype != "uint8" or len(shape) != 4 or shape[-1] != MXFP4_GROUP_BYTES:
             raise ValueError(
@@ -136,18 +148,26 @@ def _mxfp4(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterator[Packed]:
             )
         _check_scales(scales, ("uint8",), shape[:3], values)
         whole = shape[0], shape[2] * MXFP4_GROUP, shape[1]
-        yield Packed(name, dtype, whole, values.chunks[0], scales.chunks[0], "mxfp4", (1, MXFP4_GROUP))
+        yield Packed(
+            name, dtype, whole, values.chunks[0], scales.chunks[0], "mxfp4", (1, MXFP4_GROUP)
+        )
 
 
 def _other_half(tensors: Mapping[str, StoredTensor], name: str, half: StoredTensor) -> StoredTensor:
     if name not in tensors:
-        raise ValueError(f"{_where(half)} is quantised together with {name!r}, which the model lacks")
+        raise ValueError(
+            f"{_where(half)} is quantised together with {name!r}, which the model lacks"
+        )
     return tensors[name]
 
 
-def _check_scales(scales: StoredTensor, dtypes: tuple[str, ...], shape: Shape, values: StoredTensor) -> None:
+def _check_scales(
+    scales: StoredTensor, dtypes: tuple[str, ...], shape: Shape, values: StoredTensor
+) -> None:
     if scales.dtype not in dtypes:
-        raise ValueError(f"{_where(scales)} is {scales.dtype}: scales should be {' or '.join(dtypes)}")
+        raise ValueError(
+            f"{_where(scales)} is {scales.dtype}: scales should be {' or '.join(dtypes)}"
+        )
     if scales.shape != shape:
         raise ValueError(
             f"{_where(scales)} has shape {scales.shape}: the scales of {values.key!r}, of shape"

@@ -99,7 +99,9 @@ def _worker(connection: Connection, make: Callable[[], Callable[[Any], Any]], pa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(1)  # a fork has no thread of its parent's, for which torch would wait for ever
+        torch.set_num_threads(
+            1
+        )  # a fork has no thread of its parent's, for which torch would wait for ever
     function = make()
     while os.getppid() == parent:
         if not connection.poll(_POLL_S):

@@ -11,7 +11,16 @@ from pathlib import Path
 
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.options import Effort, show_bytes, work_through
-from checkpoint_tools.output import Done, OutputFile, Task, Unit, Writer, buffer_bytes, check_held, make_units
+from checkpoint_tools.output import (
+    Done,
+    OutputFile,
+    Task,
+    Unit,
+    Writer,
+    buffer_bytes,
+    check_held,
+    make_units,
+)
 from checkpoint_tools.staging import JOURNAL, Staging
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
 from mcore_rl.slices.families.table import Shape
@@ -41,7 +50,11 @@ class Report:
 
     def __str__(self) -> str:
         speed = show_bytes((self.num_bytes - self.reused_bytes) / max(self.seconds, 1e-9))
-        reused = f", {show_bytes(self.reused_bytes)} kept from an earlier run" if self.reused_bytes else ""
+        reused = (
+            f", {show_bytes(self.reused_bytes)} kept from an earlier run"
+            if self.reused_bytes
+            else ""
+        )
         return (
             f"{self.out}: {self.num_tensors} tensors, {show_bytes(self.num_bytes)} in {self.seconds:.1f} s "
             f"({speed}/s{reused}); {self.checked} checksums of the source agreed; peak memory "
@@ -104,13 +117,21 @@ def _check(made: Checkpoint, expected: Mapping[str, tuple[str, Shape]]) -> None:
             )
     wanted = sum(prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in expected.values())
     if made.num_bytes != wanted:
-        raise ValueError(f"{made.folder} has {made.num_bytes} bytes of tensors, it should have {wanted}")
+        raise ValueError(
+            f"{made.folder} has {made.num_bytes} bytes of tensors, it should have {wanted}"
+        )
 
 
-def _digest(sources: Sequence[Checkpoint], files: Sequence[OutputFile], units: Sequence[Unit]) -> str:
+def _digest(
+    sources: Sequence[Checkpoint], files: Sequence[OutputFile], units: Sequence[Unit]
+) -> str:
     """Of the sources as they are on disk and of what is to be made of them, unit by unit."""
-    paths = {chunk.path for s in sources for tensor in s.tensors.values() for chunk in tensor.chunks}
-    stats = [(path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns) for path in sorted(paths)]
+    paths = {
+        chunk.path for s in sources for tensor in s.tensors.values() for chunk in tensor.chunks
+    }
+    stats = [
+        (path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns) for path in sorted(paths)
+    ]
     plan = [(file.name, file.num_bytes, file.header.hex()) for file in files]
     tasks = [(unit.number, unit.file, [_line(task) for task in unit.tasks]) for unit in units]
     return hashlib.sha256(json.dumps([_FORMAT, stats, plan, tasks]).encode()).hexdigest()

@@ -76,7 +76,9 @@ class Reader:
     def fill(self, assembly: Assembly, band: Band, out: memoryview) -> int | None:
         """Write the band's elements to `out`, bytes of just its size; its CRC-32 if reading gave it."""
         size = DTYPE_BYTES[assembly.dtype]
-        parts = [(piece, part) for piece in band.pieces if (part := cut(piece, band.start, band.stop))]
+        parts = [
+            (piece, part) for piece in band.pieces if (part := cut(piece, band.start, band.stop))
+        ]
         if sum(rows * run for _, (_, rows, run, _) in parts) != band.stop - band.start:
             out[:] = bytes(len(out))
         crc32 = None
@@ -97,12 +99,20 @@ class Reader:
         size = DTYPE_BYTES[stretch.chunk.dtype]
         start, stop = stretch.source * size, (stretch.source + stretch.count) * size
         for at in range(start, stop, len(self._scratch)):
-            self._read(stretch.chunk, at, memoryview(self._scratch)[: min(len(self._scratch), stop - at)])
+            self._read(
+                stretch.chunk, at, memoryview(self._scratch)[: min(len(self._scratch), stop - at)]
+            )
 
-    def _scatter(self, piece: Piece, part: tuple[int, int, int], out: memoryview, dtype: str) -> None:
+    def _scatter(
+        self, piece: Piece, part: tuple[int, int, int], out: memoryview, dtype: str
+    ) -> None:
         """As many rows at a time as the scratch memory holds; a longer row in several steps."""
         source, rows, run = part
-        stored, size, target_size = piece.chunk.dtype, DTYPE_BYTES[piece.chunk.dtype], DTYPE_BYTES[dtype]
+        stored, size, target_size = (
+            piece.chunk.dtype,
+            DTYPE_BYTES[piece.chunk.dtype],
+            DTYPE_BYTES[dtype],
+        )
         target = np.frombuffer(out, dtype=f"u{target_size}")
         width = min(run, max(1, len(self._scratch) // size))
         height = max(1, len(self._scratch) // (size * width)) if width == run else 1
@@ -145,7 +155,9 @@ class Reader:
         while done < len(out):
             count = os.preadv(descriptor, [out[done:]], start + done)
             if count == 0:
-                raise ValueError(f"{chunk.where}: the file ends at byte {start + done}: it was truncated")
+                raise ValueError(
+                    f"{chunk.where}: the file ends at byte {start + done}: it was truncated"
+                )
             done += count
         crc32 = zlib_ng.crc32(out)
         _append(self.record.read[chunk.path], Span(start, len(out), crc32), first)

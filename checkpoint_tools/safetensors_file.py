@@ -59,13 +59,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     for tensor in tensors:
         start = tensor.chunks[0].start
         if start != at:
-            problem = "overlaps the one before" if start < at else f"leaves bytes {at} to {start} to nothing"
+            problem = (
+                "overlaps the one before"
+                if start < at
+                else f"leaves bytes {at} to {start} to nothing"
+            )
             raise ValueError(f"{path}: tensor {tensor.key!r} at byte {start} {problem}")
         at += tensor.num_bytes
     if at != size:
         last = tensors[-1].key if tensors else "header"
         problem = "it was truncated" if at > size else "the rest belongs to nothing"
-        raise ValueError(f"{path} has {size} bytes, its last tensor {last!r} ends at byte {at}: {problem}")
+        raise ValueError(
+            f"{path} has {size} bytes, its last tensor {last!r} ends at byte {at}: {problem}"
+        )
     return {tensor.key: tensor for tensor in tensors}
 
 
@@ -83,7 +89,9 @@ def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: the header's entry of tensor {name!r} is damaged: {error!r}") from error
+        raise ValueError(
+            f"{path}: the header's entry of tensor {name!r} is damaged: {error!r}"
+        ) from error
     if not whole or dtype not in NAMES:
         raise ValueError(
             f"{path}: the header's entry of tensor {name!r} is damaged, or its dtype unknown: {entry}"
@@ -94,7 +102,9 @@ def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
             f"{path}: tensor {name!r} of {dtype} {list(shape)} has {stop - start} bytes, it should have "
             f"{wanted}"
         )
-    chunk = Chunk(name, NAMES[dtype], (0,) * len(shape), shape, str(path), first + start, wanted, False)
+    chunk = Chunk(
+        name, NAMES[dtype], (0,) * len(shape), shape, str(path), first + start, wanted, False
+    )
     return StoredTensor(name, NAMES[dtype], shape, (chunk,))
 
 

@@ -54,7 +54,9 @@ class Staging:
         for unit in units:
             spans[unit.file] += self.done[unit.number].written
         return {
-            file.name: FileSums(file.num_bytes, tuple(sorted(spans[file.name], key=lambda span: span.start)))
+            file.name: FileSums(
+                file.num_bytes, tuple(sorted(spans[file.name], key=lambda span: span.start))
+            )
             for file in files
         }
 
@@ -112,7 +114,9 @@ def _still_there(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) ->
             number, value = json.loads(line)
             done = _from_json(value)
             path = folder / by_number[number].file
-            if sum_ranges(path, [(span.start, span.stop) for span in done.written]) == list(done.written):
+            if sum_ranges(path, [(span.start, span.stop) for span in done.written]) == list(
+                done.written
+            ):
                 kept[number] = done
         except (ValueError, KeyError, TypeError, OSError):
             continue

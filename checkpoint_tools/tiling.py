@@ -6,7 +6,9 @@ from math import prod
 from mcore_rl.slices.families.table import Shape
 
 
-def check_boxes(key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], where: object) -> None:
+def check_boxes(
+    key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], where: object
+) -> None:
     """`boxes` are (offset, shape); ValueError names `where`, the tensor and the box.
 
     Equal volume and no overlap make a partition. Overlaps are looked for in the grid that the boxes' own
@@ -14,7 +16,8 @@ def check_boxes(key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], wh
     """
     for offset, size in boxes:
         inside = len(offset) == len(size) == len(shape) and all(
-            a >= 0 and n > 0 and a + n <= whole for a, n, whole in zip(offset, size, shape, strict=True)
+            a >= 0 and n > 0 and a + n <= whole
+            for a, n, whole in zip(offset, size, shape, strict=True)
         )
         if not inside:
             raise ValueError(
@@ -29,7 +32,9 @@ def check_boxes(key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], wh
     if len(boxes) == 1:
         return
     edges = [
-        sorted({edge for offset, size in boxes for edge in (offset[axis], offset[axis] + size[axis])})
+        sorted(
+            {edge for offset, size in boxes for edge in (offset[axis], offset[axis] + size[axis])}
+        )
         for axis in range(len(shape))
     ]
     number = [{edge: i for i, edge in enumerate(axis_edges)} for axis_edges in edges]
@@ -37,7 +42,9 @@ def check_boxes(key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], wh
     for offset, size in boxes:
         for cell in _cells(number, offset, size):
             if cell in taken:
-                raise ValueError(f"{where}: tensor {key!r} of shape {shape}: its parts overlap at {offset}")
+                raise ValueError(
+                    f"{where}: tensor {key!r} of shape {shape}: its parts overlap at {offset}"
+                )
             taken.add(cell)
 
 

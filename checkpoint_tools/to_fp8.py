@@ -33,7 +33,9 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> R
     checkpoint = open_hf(source_hf)
     left_out = family_of(config).left_out(config)
     assemblies = {
-        name: whole(tensor.chunks[0]) for name, tensor in checkpoint.tensors.items() if name not in left_out
+        name: whole(tensor.chunks[0])
+        for name, tensor in checkpoint.tensors.items()
+        if name not in left_out
     }
     quantised = frozenset(
         name

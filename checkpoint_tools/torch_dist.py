@@ -109,7 +109,11 @@ def _read_tensors(
 
 
 def _chunk(
-    folder: Path, key: str, dtype: str, chunk: Record, stored: dict[tuple[str, Shape | None], Record]
+    folder: Path,
+    key: str,
+    dtype: str,
+    chunk: Record,
+    stored: dict[tuple[str, Shape | None], Record],
 ) -> Chunk:
     offset, shape = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
     file, start, num_bytes = _place(stored, key, offset)
@@ -124,9 +128,13 @@ def _place(
         raise ValueError(f"tensor {key!r} at {offset} is not stored in any file")
     file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(file, str) or Path(file).name != file:
-        raise ValueError(f"tensor {key!r} is stored in {file!r}, which is no file of the checkpoint")
+        raise ValueError(
+            f"tensor {key!r} is stored in {file!r}, which is no file of the checkpoint"
+        )
     if not (isinstance(start, int) and isinstance(length, int)) or start < 0 or length <= 0:
-        raise ValueError(f"tensor {key!r}: bytes {start} + {length} of {file} are no stretch of a file")
+        raise ValueError(
+            f"tensor {key!r}: bytes {start} + {length} of {file} are no stretch of a file"
+        )
     return file, start, length
 
 
@@ -145,7 +153,9 @@ def _check_files(folder: Path, stretches: Sequence[tuple[str, int, int, str]]) -
     for file, places in sorted(by_file.items()):
         for (start, _), keys in places.items():
             if len(keys) > 1 and not all(SHARED in key for key in keys):
-                raise ValueError(f"{folder / file}: {keys[0]!r} and {keys[1]!r} are both at byte {start}")
+                raise ValueError(
+                    f"{folder / file}: {keys[0]!r} and {keys[1]!r} are both at byte {start}"
+                )
     for file, places in sorted(by_file.items()):
         _check_file(folder / file, places)
     return set(by_file)
@@ -155,7 +165,9 @@ def _check_file(path: Path, places: Mapping[tuple[int, int], list[str]]) -> None
     """Objects that are no tensors may share one place."""
     first = next(iter(places.values()))[0]
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: it should hold {len(places)} items, the first is {first!r}")
+        raise ValueError(
+            f"{path} does not exist: it should hold {len(places)} items, the first is {first!r}"
+        )
     at, size = 0, path.stat().st_size
     for (start, num_bytes), keys in sorted(places.items()):
         if start + num_bytes > size:
@@ -166,14 +178,18 @@ def _check_file(path: Path, places: Mapping[tuple[int, int], list[str]]) -> None
         if start < at:
             raise ValueError(f"{path}: {keys[0]!r} at byte {start} overlaps another item")
         if start > at:
-            raise ValueError(f"{path}: bytes {at} to {start}, before {keys[0]!r}, belong to nothing")
+            raise ValueError(
+                f"{path}: bytes {at} to {start}, before {keys[0]!r}, belong to nothing"
+            )
         at = start + num_bytes
     if at != size:
         raise ValueError(f"{path} has {size} bytes, but its items end at byte {at}")
 
 
 def _check_spans(folder: Path, chunks: Sequence[Chunk], sums: Mapping[str, FileSums]) -> None:
-    edges = {file: {span.start: span.num_bytes for span in entry.spans} for file, entry in sums.items()}
+    edges = {
+        file: {span.start: span.num_bytes for span in entry.spans} for file, entry in sums.items()
+    }
     for chunk in chunks:
         if edges[chunk.file].get(chunk.start) != chunk.num_bytes:
             raise ValueError(
@@ -207,7 +223,9 @@ def read_common(folder: Path) -> dict[str, Any]:
     except (*READ_ERRORS, OSError) as error:
         if "GLOBAL" in str(error):
             return {}
-        raise ValueError(f"{path} is damaged: {(str(error) or repr(error)).splitlines()[0]}") from error
+        raise ValueError(
+            f"{path} is damaged: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from error
     return common if isinstance(common, dict) else {}
 
 

@@ -49,10 +49,16 @@ class _Reader(pickle.Unpickler):
             return _PLAIN[module, name]
         if module == "torch" and re.fullmatch(r"(u?int|float|bfloat|complex)[\w]+|bool", name):
             return name
-        is_path = module in ("pathlib", "pathlib._local") and name in ("Path", "PosixPath", "PurePosixPath")
+        is_path = module in ("pathlib", "pathlib._local") and name in (
+            "Path",
+            "PosixPath",
+            "PurePosixPath",
+        )
         if is_path or f"{module}.".startswith(_RECORDS):
             return type(name, (Record,), {})
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs: not loaded")
+        raise pickle.UnpicklingError(
+            f"it names {module}.{name}, which no checkpoint needs: not loaded"
+        )
 
 
 def read_metadata(content: bytes, path: object) -> Record:

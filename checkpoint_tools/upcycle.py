@@ -39,7 +39,13 @@ ROUTER = LAYER + "mlp.router.weight"
 
 
 def upcycle(
-    source_hf: Path, out: Path, experts: int, top_k: int, seed: int, max_file_bytes: int, effort: Effort
+    source_hf: Path,
+    out: Path,
+    experts: int,
+    top_k: int,
+    seed: int,
+    max_file_bytes: int,
+    effort: Effort,
 ) -> Report:
     """Write the model of `source_hf` with `experts` experts in every layer, `top_k` of them for each token.
 
@@ -47,7 +53,9 @@ def upcycle(
     """
     refuse_existing(out)
     if not 1 <= top_k <= experts or experts < 2:
-        raise ValueError(f"--experts={experts} --top-k={top_k}: needs two experts or more, top-k of them")
+        raise ValueError(
+            f"--experts={experts} --top-k={top_k}: needs two experts or more, top-k of them"
+        )
     config = read_config(source_hf)
     dense = family_of(config)
     if dense.architecture not in EXPERTS_OF:
@@ -62,10 +70,13 @@ def upcycle(
     routers = _make_routers(path, settings, source, seed)
     sparse = FAMILIES[EXPERTS_OF[dense.architecture]]
     assemblies = {
-        name: whole(chunk, name=name) for name, chunk in _chunks(dense, sparse, settings, source, routers)
+        name: whole(chunk, name=name)
+        for name, chunk in _chunks(dense, sparse, settings, source, routers)
     }
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
-    report = make_hf(out, [source, routers], assemblies, frozenset(), describe, max_file_bytes, effort)
+    report = make_hf(
+        out, [source, routers], assemblies, frozenset(), describe, max_file_bytes, effort
+    )
     path.unlink()
     return report
 
@@ -75,7 +86,11 @@ def sparse_config(config: HfConfig, experts: int, top_k: int) -> dict[str, Any]:
     settings = {**config, "num_experts_per_tok": top_k, "tie_word_embeddings": False}
     settings["architectures"] = [EXPERTS_OF[config["architectures"][0]]]
     if settings["architectures"] == ["MixtralForCausalLM"]:
-        return settings | {"model_type": "mixtral", "num_local_experts": experts, "sliding_window": None}
+        return settings | {
+            "model_type": "mixtral",
+            "num_local_experts": experts,
+            "sliding_window": None,
+        }
     return settings | {
         "model_type": "qwen3_moe",
         "num_experts": experts,
@@ -114,7 +129,9 @@ def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int)
         generator = torch.Generator().manual_seed(seed)
         shape, scale = (sizes["experts"], sizes["hidden"]), settings.get("initializer_range", 0.02)
         names = [rule.tensors[0].name.format(layer=layer) for layer in range(sizes["layers"])]
-        weights = {name: (torch.randn(shape, generator=generator) * scale).to(dtype) for name in names}
+        weights = {
+            name: (torch.randn(shape, generator=generator) * scale).to(dtype) for name in names
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + TEMPORARY)
         save_file(weights, temporary)

@@ -43,7 +43,9 @@ def keep_interrupts() -> None:
 
     def tell(dropped: "sys.UnraisableHookArgs") -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            threading.Timer(0.05, _thread.interrupt_main).start()  # not here: this hook drops it as well
+            threading.Timer(
+                0.05, _thread.interrupt_main
+            ).start()  # not here: this hook drops it as well
         else:
             sys.__unraisablehook__(dropped)
 
@@ -71,7 +73,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in RECIPE_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
-        command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
+        command.add_argument(
+            "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
+        )
         command.set_defaults(run=_run_recipe, command=name)
     _add_plan(commands)
     _add_serve(commands)
@@ -83,7 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "memory of every rank, and what a weight sync moves, from config.json alone: nothing is started"
     command = commands.add_parser("plan", help=text, description=text)
-    command.add_argument("settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides")
+    command.add_argument(
+        "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
+    )
     command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     command.set_defaults(run=_plan)
 
@@ -91,9 +97,13 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "a checkpoint behind SGLang's OpenAI-compatible API, until Ctrl-C"
     command = commands.add_parser("serve", help=text, description=text)
-    command.add_argument("checkpoint", type=Path, help="HuggingFace directory, or a Megatron checkpoint")
     command.add_argument(
-        "--source-hf", type=Path, help="for a Megatron checkpoint: the directory that its run began from"
+        "checkpoint", type=Path, help="HuggingFace directory, or a Megatron checkpoint"
+    )
+    command.add_argument(
+        "--source-hf",
+        type=Path,
+        help="for a Megatron checkpoint: the directory that its run began from",
     )
     for name in ("tp", "ep", "pp"):
         command.add_argument(f"--{name}", type=int, default=1, help="of SGLang (%(default)s)")
@@ -101,7 +111,9 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     command.add_argument("--port", type=int, default=30000, help="(%(default)s)")
-    command.add_argument("--log", type=Path, default=Path("serve.log"), help="of SGLang (%(default)s)")
+    command.add_argument(
+        "--log", type=Path, default=Path("serve.log"), help="of SGLang (%(default)s)"
+    )
     command.add_argument(
         "--ask", default="", metavar="QUESTION", help="ask it once it is up, print the answer"
     )
@@ -111,7 +123,9 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("report", help="accuracy before and after, samples, reward curve of a run")
+    command = commands.add_parser(
+        "report", help="accuracy before and after, samples, reward curve of a run"
+    )
     command.add_argument("run_dir", type=Path)
     command.set_defaults(run=_report)
 
@@ -126,7 +140,9 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     arithmetic.add_argument("--seed", type=int, default=0)
     arithmetic.set_defaults(run=_prepare_arithmetic)
     gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
-    gsm8k.add_argument("--source", default="openai/gsm8k", help="local folder, or dataset name on the hub")
+    gsm8k.add_argument(
+        "--source", default="openai/gsm8k", help="local folder, or dataset name on the hub"
+    )
     gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
     gsm8k.set_defaults(run=_prepare_gsm8k)
 
@@ -142,7 +158,9 @@ def _run_recipe(args: argparse.Namespace) -> None:
 def _load_settings(settings: Sequence[str]) -> Config:
     named = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
     if len(named) != 1:
-        raise ValueError(f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}")
+        raise ValueError(
+            f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}"
+        )
     overrides = [s for s in settings if not s.startswith("recipe=")]
     config = load_recipe(named[0], overrides)
     if not config.rehearse:

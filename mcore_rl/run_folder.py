@@ -36,7 +36,9 @@ class RunFolder:
         an earlier run are moved aside, lest a later resume takes them for this run's.
         """
         if self.checkpoints.exists() and not config.run.resume:
-            self.checkpoints.rename(self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}")
+            self.checkpoints.rename(
+                self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
+            )
         self.logs.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
         handler = logging.FileHandler(self.logs / "controller.log")
@@ -72,5 +74,8 @@ class RunFolder:
         return set.intersection(*(self._steps_of(part) for part in parts))
 
     def _steps_of(self, part: str) -> set[int]:
-        names = (re.fullmatch(part + r"_(\d{6})", path.name) for path in self.checkpoints.glob(f"{part}_*"))
+        names = (
+            re.fullmatch(part + r"_(\d{6})", path.name)
+            for path in self.checkpoints.glob(f"{part}_*")
+        )
         return {int(name[1]) for name in names if name}

@@ -60,7 +60,9 @@ class Sample:
         where = f"prompt {self.prompt.index} sample {self.sample_index}"
         num_tokens = len(self.response_ids)
         if len(self.logprobs) != num_tokens:
-            raise ValueError(f"{where}: {num_tokens} response tokens but {len(self.logprobs)} log-probs")
+            raise ValueError(
+                f"{where}: {num_tokens} response tokens but {len(self.logprobs)} log-probs"
+            )
         covered = [t for span in self.versions for t in range(span.start, span.stop)]
         if covered != list(range(num_tokens)):
             raise ValueError(
@@ -93,7 +95,11 @@ class Scores:
 
         parts = {name: pick(values) for name, values in self.parts.items()}
         return Scores(
-            pick(self.rewards_N), parts, pick(self.errors), pick(self.greedy_N), pick(self.teacher_N)
+            pick(self.rewards_N),
+            parts,
+            pick(self.errors),
+            pick(self.greedy_N),
+            pick(self.teacher_N),
         )
 
     def joined(self, other: "Scores") -> "Scores":
@@ -160,7 +166,9 @@ class TrainBatch:
         num_tokens = sum(self.lens_N)
         for name, value in self.token_fields().items():
             if len(value) != num_tokens or value.dim() != len(name.rpartition("_")[2]):
-                raise ValueError(f"TrainBatch.{name} has {tuple(value.shape)}, lens_N sum to {num_tokens}")
+                raise ValueError(
+                    f"TrainBatch.{name} has {tuple(value.shape)}, lens_N sum to {num_tokens}"
+                )
 
     def token_fields(self) -> dict[str, Tensor]:
         """The fields with a row per token, those that are None left out."""

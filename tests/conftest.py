@@ -10,7 +10,9 @@ from tests.support import models_table
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--models-table", type=Path, help="write what the tests of model families measured into this document"
+        "--models-table",
+        type=Path,
+        help="write what the tests of model families measured into this document",
     )
 
 

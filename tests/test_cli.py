@@ -20,7 +20,10 @@ def test_help_lists_the_recipes(capsys) -> None:
     [
         (["train"], "give one recipe=<name>, got 0; recipes: "),
         (["train", "recipe=nope"], "recipe=nope: no file"),
-        (["train", "recipe=tiny_moe_grpo", "rollout.temprature=1"], "Did you mean 'rollout.temperature'?"),
+        (
+            ["train", "recipe=tiny_moe_grpo", "rollout.temprature=1"],
+            "Did you mean 'rollout.temperature'?",
+        ),
         (
             ["train", "recipe=tiny_moe_grpo", "model.path=/nowhere"],
             "model.path=/nowhere: /nowhere/config.json does not exist",
@@ -41,7 +44,9 @@ def test_wrong_input_is_one_line_and_status_2(capsys, argv: list[str], message: 
 
 def test_help_does_not_wait_for_torch_and_ray() -> None:
     code = "import sys; from mcore_rl.cli import make_parser; make_parser(); print('ray' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert out.strip() == "False"
 
 

@@ -50,7 +50,9 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """
     groups = Groups.of(outcomes.group_N)
     sizes_N = groups.sizes_N
-    return outcomes.spread(groups.centered(outcomes.scores_N) * sizes_N / (sizes_N - 1).clamp(min=1))
+    return outcomes.spread(
+        groups.centered(outcomes.scores_N) * sizes_N / (sizes_N - 1).clamp(min=1)
+    )
 
 
 @ADVANTAGES.register("opo")
@@ -106,7 +108,9 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) within each group, normalised over all tokens; arXiv:2501.03262, section 3.3."""
-    return normalise(outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double())
+    return normalise(
+        outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double()
+    )
 
 
 @ADVANTAGES.register("gae")
@@ -126,7 +130,9 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     the recipe's reward.
     """
     if not outcomes.parts:
-        raise ValueError("algorithm.advantage=gdpo needs rewards of several parts: set reward.parts")
+        raise ValueError(
+            "algorithm.advantage=gdpo needs rewards of several parts: set reward.parts"
+        )
     groups = Groups.of(outcomes.group_N)
     advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
     for weight, values_N in outcomes.parts:
@@ -152,13 +158,17 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
     (verl/trainer/ppo/core_algos.py).
     """
     if outcomes.energy_R is None:
-        raise ValueError("algorithm.advantage=optimal_token_baseline needs sums of squared probabilities")
+        raise ValueError(
+            "algorithm.advantage=optimal_token_baseline needs sums of squared probabilities"
+        )
     groups, is_token_NM = Groups.of(outcomes.group_N), outcomes.is_token_NM
     weights_NM = outcomes.padded(outcomes.energy_R).cumsum(1).masked_fill(~is_token_NM, 0.0)
     to_go_R = outcomes.rewards_to_go(1.0)
     weighted_NM = groups.sum(weights_NM * outcomes.padded(to_go_R))
     num_there_NM = groups.sum(is_token_NM.double())
-    baseline_NM = torch.where(num_there_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0)
+    baseline_NM = torch.where(
+        num_there_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0
+    )
     return (to_go_R - baseline_NM[is_token_NM]).float()
 
 
@@ -174,7 +184,9 @@ def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(weights_N)
 
 
-def weights_of_groups(outcomes: Outcomes, config: PreferenceConfig) -> tuple[Tensor, dict[str, float]]:
+def weights_of_groups(
+    outcomes: Outcomes, config: PreferenceConfig
+) -> tuple[Tensor, dict[str, float]]:
     """See preference_weights."""
     if outcomes.logprobs_R is None:
         raise ValueError("algorithm.advantage=dpo needs log-probs of the policy")
@@ -184,7 +196,9 @@ def weights_of_groups(outcomes: Outcomes, config: PreferenceConfig) -> tuple[Ten
         outcomes.lens_N,
         None if ref_R is None else outcomes.padded(ref_R).sum(1),
     )
-    return preference_weights(likelihoods, pairs_of_groups(outcomes.scores_N, outcomes.group_N), config)
+    return preference_weights(
+        likelihoods, pairs_of_groups(outcomes.scores_N, outcomes.group_N), config
+    )
 
 
 @ADVANTAGES.register("distillation")
@@ -201,7 +215,9 @@ def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
     """float64 [R], log teacher - log policy; its mean over samples of the policy is minus the reverse KL."""
     if outcomes.teacher_logprobs_R is None or outcomes.logprobs_R is None:
-        raise ValueError("algorithm.advantage=distillation needs log-probs of the policy and of a teacher")
+        raise ValueError(
+            "algorithm.advantage=distillation needs log-probs of the policy and of a teacher"
+        )
     return outcomes.teacher_logprobs_R.double() - outcomes.logprobs_R.double()
 
 

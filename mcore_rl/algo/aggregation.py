@@ -52,7 +52,9 @@ def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) 
             f"algorithm.aggregation='constant' needs max_response_len >= 1, got {max_response_len}"
         )
     num_sequences = max(len(lens_N), 1)
-    return torch.tensor(1 / (num_sequences * max_response_len), dtype=torch.float64, device=lens_N.device)
+    return torch.tensor(
+        1 / (num_sequences * max_response_len), dtype=torch.float64, device=lens_N.device
+    )
 
 
 @AGGREGATIONS.register("token_sum")

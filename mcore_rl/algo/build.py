@@ -24,7 +24,12 @@ from mcore_rl.types import Sample, Scores, TrainBatch
 
 class TokenLoss(Protocol):
     def __call__(
-        self, logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, sums: SequenceSum | None = None, /
+        self,
+        logprobs_T: Tensor,
+        entropy_T: Tensor,
+        batch: TrainBatch,
+        sums: SequenceSum | None = None,
+        /,
     ) -> tuple[Tensor, Metrics]:
         """(loss_T, metrics_T). `sums` is needed where the batch's sequences lie on several ranks.
 
@@ -55,11 +60,17 @@ class Advantages:
         return_lambda: float = 1.0,
     ) -> None:
         """`part_weights`: the recipe's reward.parts; `return_lambda`: critic.gae_lambda."""
-        self._config, self._part_weights, self._return_lambda = config, part_weights or {}, return_lambda
+        self._config, self._part_weights, self._return_lambda = (
+            config,
+            part_weights or {},
+            return_lambda,
+        )
         self._function = ADVANTAGES[config.advantage]
         self._kl_coef = config.kl.coef
         if config.advantage == "gdpo" and not part_weights:
-            raise ValueError("algorithm.advantage=gdpo needs rewards of several parts: set reward.parts")
+            raise ValueError(
+                "algorithm.advantage=gdpo needs rewards of several parts: set reward.parts"
+            )
 
     def __call__(
         self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch
@@ -72,15 +83,22 @@ class Advantages:
         if self._config.kl.in_reward and self._config.kl.coef:
             kl_R = kl_of_tokens(batch, self._config)
             metrics = {"kl/reward": float(kl_R.mean()), "kl/coef": self._kl_coef}
-        parts = [(weight, torch.tensor(scores.parts[name])) for name, weight in self._part_weights.items()]
+        parts = [
+            (weight, torch.tensor(scores.parts[name]))
+            for name, weight in self._part_weights.items()
+        ]
         outcomes = Outcomes(
             rewards_N=torch.tensor(scores.rewards_N, dtype=torch.float64),
             group_N=torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
-            lens_N=torch.tensor([len(sample.response_ids) for sample in samples], dtype=torch.int64),
+            lens_N=torch.tensor(
+                [len(sample.response_ids) for sample in samples], dtype=torch.int64
+            ),
             token_rewards_R=None if kl_R is None else -self._kl_coef * kl_R,
             parts=parts,
             energy_R=_energy(batch),
-            greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None,
+            greedy_N=torch.tensor(scores.greedy_N, dtype=torch.float64)
+            if scores.greedy_N
+            else None,
             logprobs_R=_trained(batch, old_policy(batch, self._config)),
             ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
             teacher_logprobs_R=torch.tensor([v for row in scores.teacher_N for v in row])
@@ -93,11 +111,15 @@ class Advantages:
         if scores.teacher_N:
             metrics["kl/teacher"] = -float(teacher_log_ratio(outcomes).mean())
         if kl_R is not None:
-            self._kl_coef = steered(self._kl_coef, float(kl_R.mean()), len(samples), self._config.kl)
+            self._kl_coef = steered(
+                self._kl_coef, float(kl_R.mean()), len(samples), self._config.kl
+            )
         advantages_T = _at_tokens(batch, self._function(outcomes, self._config))
         batch = replace(batch, advantages_T=advantages_T)
         if outcomes.values_R is not None:
-            returns_R = generalised(outcomes, self._config.gamma, self._return_lambda) + outcomes.values_R
+            returns_R = (
+                generalised(outcomes, self._config.gamma, self._return_lambda) + outcomes.values_R
+            )
             batch = replace(batch, returns_T=_at_tokens(batch, returns_R.float()))
             metrics["critic/explained_variance"] = explained_variance(outcomes.values_R, returns_R)
         return batch, metrics
@@ -140,8 +162,12 @@ def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
     """
     old_logprobs_T = old_policy(batch, config)
     if old_logprobs_T is None or batch.ref_logprobs_T is None:
-        raise ValueError("algorithm.kl.in_reward needs log-probs of the old policy and of the reference")
-    log_ratio_T = log_ratio(old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T)
+        raise ValueError(
+            "algorithm.kl.in_reward needs log-probs of the old policy and of the reference"
+        )
+    log_ratio_T = log_ratio(
+        old_logprobs_T.double(), batch.ref_logprobs_T.double(), batch.loss_mask_T
+    )
     return KL_ESTIMATORS[config.kl.estimator](log_ratio_T)[batch.loss_mask_T]
 
 

@@ -34,7 +34,9 @@ def correction_weights(
     """
     log_ratio_T = log_ratio_T.detach()
     if config.weight == "sequence":
-        log_weight_T = (sequence_mean(log_ratio_T) * num_tokens_T).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        log_weight_T = (sequence_mean(log_ratio_T) * num_tokens_T).clamp(
+            -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT
+        )
     elif config.weight == "geometric":
         log_weight_T = sequence_mean(log_ratio_T)
     else:

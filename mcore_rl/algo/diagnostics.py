@@ -30,7 +30,12 @@ def policy_drift(log_ratio_T: Tensor) -> Metrics:
 
 
 def logprob_diff(
-    old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, mask_T: Tensor, *, clip_low: float, clip_high: float
+    old_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    mask_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Metrics:
     """Trainer against engine on the same weights: |difference| in nats; ratios outside the clip range."""
     difference_T = torch.where(mask_T, old_logprobs_T - rollout_logprobs_T, 0.0).detach()
@@ -73,10 +78,14 @@ def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) ->
     mean = metrics.get("logprob_diff/mean")
     if mean is None:  # the policy took no step
         return
-    parts = {name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")}
+    parts = {
+        name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")
+    }
     split = ", ".join(f"{name} {value:.1e}" for name, value in parts.items() if value is not None)
     message = f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average ({split})"
     if 0 < config.stop_above < mean:
-        raise DriftError(f"{message}, more than drift.stop_above={config.stop_above}; see docs/debugging.md")
+        raise DriftError(
+            f"{message}, more than drift.stop_above={config.stop_above}; see docs/debugging.md"
+        )
     if 0 < config.warn_above < mean:
         _log.warning("%s, more than drift.warn_above=%s", message, config.warn_above)

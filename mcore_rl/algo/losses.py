@@ -68,7 +68,9 @@ def ppo_clip(
     PPO, arXiv:1707.06347, eq. 7; per token as in GRPO, arXiv:2402.03300, eq. 3; clip_high > clip_low is
     DAPO's clip-higher, arXiv:2503.14476, section 3.1; dual clip is arXiv:1912.09729, eq. 5.
     """
-    loss_T, metrics = clipped_surrogate(tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high)
+    loss_T, metrics = clipped_surrogate(
+        tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high
+    )
     if dual_clip:
         bound_T = -dual_clip * tokens.advantages_T
         is_beyond_T = (tokens.advantages_T < 0) & (loss_T.detach() > bound_T)
@@ -197,7 +199,10 @@ def binary_tv(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     """KL(old || policy) of "this token or another", with 1e-8 under both probabilities of another one."""
     p_T, q_T = logprobs_T.exp(), old_logprobs_T.exp()
-    return q_T * (old_logprobs_T - logprobs_T) + (1 - q_T) * ((1 - q_T + 1e-8) / (1 - p_T + 1e-8)).log()
+    return (
+        q_T * (old_logprobs_T - logprobs_T)
+        + (1 - q_T) * ((1 - q_T + 1e-8) / (1 - p_T + 1e-8)).log()
+    )
 
 
 @LOSSES.register("clip_cov")
@@ -207,9 +212,14 @@ def make_clip_cov(config: AlgorithmConfig) -> PolicyLoss:
 
 def clip_cov(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
     """PPO's clipped loss, without the tokens held back; Clip-Cov, arXiv:2505.22617, eq. 11."""
-    loss_T, metrics = clipped_surrogate(tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high)
+    loss_T, metrics = clipped_surrogate(
+        tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high
+    )
     held_back_T = _held_back(tokens)
-    return loss_T.masked_fill(held_back_T, 0.0), {**metrics, "clip/held_back_share": held_back_T.float()}
+    return loss_T.masked_fill(held_back_T, 0.0), {
+        **metrics,
+        "clip/held_back_share": held_back_T.float(),
+    }
 
 
 @LOSSES.register("kl_cov")

@@ -41,13 +41,17 @@ class Outcomes:
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]
         if len(set(shapes)) != 1 or self.rewards_N.ndim != 1:
-            raise ValueError(f"rewards, groups and lens must all be [N], are {', '.join(map(str, shapes))}")
+            raise ValueError(
+                f"rewards, groups and lens must all be [N], are {', '.join(map(str, shapes))}"
+            )
         if not self.rewards_N.isfinite().all():
             bad = self.rewards_N.isfinite().logical_not().nonzero()[:, 0].tolist()
             raise ValueError(f"rewards of samples {bad[:8]} are not finite")
         num_tokens = int(self.lens_N.sum())
         if self.token_rewards_R is not None and self.token_rewards_R.shape != (num_tokens,):
-            raise ValueError(f"token rewards {tuple(self.token_rewards_R.shape)} for {num_tokens} tokens")
+            raise ValueError(
+                f"token rewards {tuple(self.token_rewards_R.shape)} for {num_tokens} tokens"
+            )
 
     @property
     def scores_N(self) -> Tensor:

@@ -79,7 +79,9 @@ def implicit_rewards(likelihoods: Likelihoods, config: PreferenceConfig) -> Tens
     if not config.needs_reference:
         return config.beta * likelihoods.logprobs_N / likelihoods.lens_N.clamp(min=1)
     if likelihoods.ref_logprobs_N is None:
-        raise ValueError(f"algorithm.preference.loss={config.loss} needs log-probs of the reference")
+        raise ValueError(
+            f"algorithm.preference.loss={config.loss} needs log-probs of the reference"
+        )
     return config.beta * (likelihoods.logprobs_N - likelihoods.ref_logprobs_N)
 
 
@@ -93,7 +95,9 @@ def preference_weights(
     """
     logprobs_N = likelihoods.logprobs_N.detach().requires_grad_()
     lens_N = likelihoods.lens_N.clamp(min=1)
-    rewards_N = implicit_rewards(Likelihoods(logprobs_N, lens_N, likelihoods.ref_logprobs_N), config)
+    rewards_N = implicit_rewards(
+        Likelihoods(logprobs_N, lens_N, likelihoods.ref_logprobs_N), config
+    )
     chosen_P, rejected_P = pairs.chosen_P, pairs.rejected_P
     margins_P = rewards_N[chosen_P] - rewards_N[rejected_P]
     nll_P = -logprobs_N[chosen_P] / lens_N[chosen_P]
@@ -110,10 +114,12 @@ def preference_weights(
         "rejected_logprob": logprobs_N[rejected_P],
     }
     means = {
-        name: float((pairs.weights_P * value_P).detach().sum() / total) for name, value_P in values.items()
+        name: float((pairs.weights_P * value_P).detach().sum() / total)
+        for name, value_P in values.items()
     }
     return -gradient_N, {
-        f"preference/{name}": value for name, value in {"loss": float(loss.detach()), **means}.items()
+        f"preference/{name}": value
+        for name, value in {"loss": float(loss.detach()), **means}.items()
     }
 
 
@@ -121,7 +127,9 @@ def pairs_by_turns(num_sequences: int) -> Pairs:
     """Sequences 0, 2, ... chosen over 1, 3, ...; their mean counts."""
     index_N = torch.arange(num_sequences)
     num_pairs = num_sequences // 2
-    return Pairs(index_N[::2], index_N[1::2], torch.full((num_pairs,), 1 / num_pairs, dtype=torch.float64))
+    return Pairs(
+        index_N[::2], index_N[1::2], torch.full((num_pairs,), 1 / num_pairs, dtype=torch.float64)
+    )
 
 
 def pairs_of_groups(rewards_N: Tensor, group_N: Tensor) -> Pairs:
@@ -136,7 +144,9 @@ def pairs_of_groups(rewards_N: Tensor, group_N: Tensor) -> Pairs:
         rewards_G = rewards_N[index_G]
         chosen, rejected = (rewards_G[:, None] > rewards_G[None]).nonzero(as_tuple=True)
         if len(chosen):
-            found.append((index_G[chosen], index_G[rejected], torch.ones(len(chosen)).double() / len(chosen)))
+            found.append(
+                (index_G[chosen], index_G[rejected], torch.ones(len(chosen)).double() / len(chosen))
+            )
     if not found:
         return Pairs(torch.zeros(0).long(), torch.zeros(0).long(), torch.zeros(0).double())
     chosen_P, rejected_P, shares_P = map(torch.cat, zip(*found, strict=True))

@@ -50,7 +50,9 @@ class Rank:
 class Answers:
     """Answers to one call, one per rank, as they come in."""
 
-    def __init__(self, method: str, refs: Sequence[ray.ObjectRef], ranks: Sequence[Rank], deadline_s: float):
+    def __init__(
+        self, method: str, refs: Sequence[ray.ObjectRef], ranks: Sequence[Rank], deadline_s: float
+    ):
         self._method, self._refs, self._ranks, self._deadline_s = method, refs, ranks, deadline_s
         self._pending = dict(zip(refs, ranks, strict=True))
         self._values: dict[ray.ObjectRef, Any] = {}
@@ -72,7 +74,9 @@ class Answers:
         futures = {asyncio.wrap_future(ref.future()): ref for ref in self._refs}
         try:
             while self._pending and (seconds := self._seconds_left()) > 0:
-                done, _ = await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                )
                 for future in done:
                     future.exception()  # asyncio wants it read; _take reads it from the reference
                 self._take([futures.pop(future) for future in done])

@@ -20,7 +20,9 @@ class CriticWorker(ModelWorker):
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
         return self._model.compute_values(microbatches)
 
-    def train_step(self, microbatches: Sequence[TrainBatch], *, num_tokens: int) -> StepStats | None:
+    def train_step(
+        self, microbatches: Sequence[TrainBatch], *, num_tokens: int
+    ) -> StepStats | None:
         return self._model.train_step(microbatches, self._loss, num_tokens=num_tokens)
 
 
@@ -35,4 +37,6 @@ class CriticGroup(ModelGroup):
 
     def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
         deadline_s = self._call_timeout_s
-        return self._group.dispatch("train_step", per_dp, deadline_s=deadline_s, num_tokens=num_tokens)[0]
+        return self._group.dispatch(
+            "train_step", per_dp, deadline_s=deadline_s, num_tokens=num_tokens
+        )[0]

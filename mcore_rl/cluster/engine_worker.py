@@ -17,9 +17,15 @@ TAIL_LINES = 5
 class EngineWorker:
     """Starts one server process and keeps it; the server dies with this process."""
 
-    def __init__(self, spec: EngineSpec, engine: int, startup_timeout_s: float, max_restarts: int) -> None:
+    def __init__(
+        self, spec: EngineSpec, engine: int, startup_timeout_s: float, max_restarts: int
+    ) -> None:
         """`engine`: the index of the engine that this server is all or, on one of its machines, a part of."""
-        self._index, self._startup_timeout_s, self._max_restarts = engine, startup_timeout_s, max_restarts
+        self._index, self._startup_timeout_s, self._max_restarts = (
+            engine,
+            startup_timeout_s,
+            max_restarts,
+        )
         self._num_restarts = 0
         self._healthy_until: float | None = None
         """While a server that was started again is not up: when it has to be."""

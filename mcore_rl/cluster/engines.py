@@ -100,7 +100,11 @@ class EngineGroup:
 
     async def look(self) -> None:
         """Bring `rotation` up to date now; raise RankError if a server died for good, or its worker."""
-        self._note(await self._group.call_all_async("check", self._restarts, deadline_s=self._call_timeout_s))
+        self._note(
+            await self._group.call_all_async(
+                "check", self._restarts, deadline_s=self._call_timeout_s
+            )
+        )
 
     async def watch(self) -> None:
         """Return never; raise RankError once a server died for good, or its worker."""

@@ -37,7 +37,9 @@ class RankGroup:
         """Start the processes, without waiting for them. `log_dir` gets one <role>_rank<k>.log each."""
         self.role = role
         self.ranks = [Rank(role, k, log_dir / f"{role}_rank{k}.log") for k in range(len(slots))]
-        self._hosts = [_start_host(rank, slot) for rank, slot in zip(self.ranks, slots, strict=True)]
+        self._hosts = [
+            _start_host(rank, slot) for rank, slot in zip(self.ranks, slots, strict=True)
+        ]
         self._failed: BaseException | None = None
         self._dp_ranks: list[int] = []
         self._owners: list[int] = []
@@ -50,7 +52,9 @@ class RankGroup:
         refs = [host.build.remote(deadline_s, worker_cls, *args) for host, args in pairs]
         return self._expect("start-up", refs, deadline_s)
 
-    def build(self, worker_cls: type, args_per_rank: Sequence[tuple[Any, ...]], deadline_s: float) -> None:
+    def build(
+        self, worker_cls: type, args_per_rank: Sequence[tuple[Any, ...]], deadline_s: float
+    ) -> None:
         self.finish(self.start_build(worker_cls, args_per_rank, deadline_s))
 
     def finish(self, answers: Answers) -> list[Any]:
@@ -61,7 +65,9 @@ class RankGroup:
             self._fail(error)
             raise
 
-    def call_all(self, method: str, *args: object, deadline_s: float, **kwargs: object) -> list[Any]:
+    def call_all(
+        self, method: str, *args: object, deadline_s: float, **kwargs: object
+    ) -> list[Any]:
         """The answers of every rank to the same call, in rank order. Raises RankError."""
         return self.finish(self._send_all(method, args, kwargs, deadline_s))
 
@@ -80,7 +86,9 @@ class RankGroup:
         coordinates = self.call_all("coordinate", deadline_s=deadline_s)
         owners = {c.dp: k for k, c in enumerate(coordinates) if c.owns_output}
         self._dp_ranks = [c.dp for c in coordinates]
-        assert sorted(owners) == sorted(set(self._dp_ranks)) == list(range(len(owners))), coordinates
+        assert sorted(owners) == sorted(set(self._dp_ranks)) == list(range(len(owners))), (
+            coordinates
+        )
         self._owners = [owners[dp] for dp in range(len(owners))]
         self.ranks = [r.placed(_in_words(c)) for r, c in zip(self.ranks, coordinates, strict=True)]
 
@@ -89,7 +97,12 @@ class RankGroup:
         return len(self._owners)
 
     def dispatch(
-        self, method: str, per_dp_args: Sequence[object], *args: object, deadline_s: float, **kwargs: object
+        self,
+        method: str,
+        per_dp_args: Sequence[object],
+        *args: object,
+        deadline_s: float,
+        **kwargs: object,
     ) -> list[Any]:
         """Call method(per_dp_args[dp], *args, **kwargs) on every rank; the owners' answers in order of dp.
 
@@ -108,7 +121,10 @@ class RankGroup:
         return [answers[rank] for rank in self._owners]
 
     async def watch(
-        self, method: str | None = None, *args: object, note: Callable[[list[Any]], None] | None = None
+        self,
+        method: str | None = None,
+        *args: object,
+        note: Callable[[list[Any]], None] | None = None,
     ) -> None:
         """Return never; raise RankError once a rank's process is gone or, if given, its `method` raises.
 
@@ -122,7 +138,9 @@ class RankGroup:
             try:
                 answers = await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
             except RankError as error:
-                if isinstance(self._failed, RankError):  # which killed the ranks that are missed here
+                if isinstance(
+                    self._failed, RankError
+                ):  # which killed the ranks that are missed here
                     raise self._failed from None
                 self._fail(error)
                 raise
@@ -176,7 +194,9 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if task in done and task.exception() is not None:
-            done, _ = await asyncio.wait(others, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                others, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED
+            )
         for watch in done - {task}:
             watch.result()
         return await task

@@ -49,7 +49,9 @@ class Host:
         print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
         self._worker: Any = None
 
-    def build(self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object) -> Raised | None:
+    def build(
+        self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object
+    ) -> Raised | None:
         """Make the worker; its module is imported here, after the output was redirected."""
         return self._answer(deadline_s, self._build, worker_cls, *args, **kwargs)
 

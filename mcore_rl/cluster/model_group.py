@@ -32,7 +32,12 @@ class ModelWorker:
     """One rank of a model in training. Megatron is imported inside the process only."""
 
     def __init__(
-        self, spec: ModelSpec, rank: int, master_addr: str, master_port: int, gpu_ids: Sequence[str] = ()
+        self,
+        spec: ModelSpec,
+        rank: int,
+        master_addr: str,
+        master_port: int,
+        gpu_ids: Sequence[str] = (),
     ) -> None:
         """`gpu_ids`: GPUs to use, where Ray assigned none."""
         os.environ.update(environment_of(gpu_ids))
@@ -46,7 +51,13 @@ class ModelWorker:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         world_size = spec.parallel.world_size
         self._coordinate = init_distributed(
-            rank, world_size, master_addr, master_port, spec.parallel, spec.seed, spec.collective_timeout_s
+            rank,
+            world_size,
+            master_addr,
+            master_port,
+            spec.parallel,
+            spec.seed,
+            spec.collective_timeout_s,
         )
         self._rank, self._loss = rank, spec.loss
         self._model = model_cls(
@@ -91,7 +102,9 @@ class ModelGroup:
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
 
-    def start_build(self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()) -> None:
+    def start_build(
+        self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
+    ) -> None:
         """Begin to build the model on every rank; `wait_built` ends it. `gpu_ids`: those of each rank, where
         Ray assigned none.
         """

@@ -64,7 +64,9 @@ def colocate_engines(
 
 def gpus_per_node() -> int:
     """GPUs of the largest node of the cluster; 0 where no node has one."""
-    return max((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0)
+    return max(
+        (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0
+    )
 
 
 def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Slot]]:
@@ -77,7 +79,9 @@ def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Sl
     if not group.wait(timeout_s):
         asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
         total, free = ray.cluster_resources(), ray.available_resources()
-        have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}" for kind in asked)
+        have = ", ".join(
+            f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}" for kind in asked
+        )
         raise ValueError(
             f"the run needs {asked['CPU']:g} CPU and {asked['GPU']:g} GPU in {len(bundles)} bundles; after"
             f" {timeout_s:g} s the Ray cluster has free: {have}."

@@ -91,7 +91,8 @@ class RunProcesses:
         config = self._config
         assert self._engines is not None
         specs = [
-            engine_spec(config, self._log_dir / f"sglang_{i}.log") for i in range(config.rollout.engines)
+            engine_spec(config, self._log_dir / f"sglang_{i}.log")
+            for i in range(config.rollout.engines)
         ]
         max_restarts, gpu_ids = 0, []
         if self._trainer is not None:
@@ -110,7 +111,9 @@ class RunProcesses:
 
     def watched(self, work: Awaitable[Any]) -> Any:
         """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
-        groups = [group for group in (self._trainer, self._critic, self._engines) if group is not None]
+        groups = [
+            group for group in (self._trainer, self._critic, self._engines) if group is not None
+        ]
         watches = [*(group.watch() for group in groups), *self.served.watches()]
         return self._event_loop.run(guard(work, *watches))
 
@@ -140,7 +143,11 @@ def run_processes(
             check_served_path(role, model)
     running = {role: find_served(role, model) for role, model in models.items() if model.url}
     size = RunSize.of(
-        config, models, with_engines=with_engines, with_trainer=with_trainer, with_critic=with_critic
+        config,
+        models,
+        with_engines=with_engines,
+        with_trainer=with_trainer,
+        with_critic=with_critic,
     )
     timeout_s = config.run.call_timeout_s
     with ray_session(config.cluster, size.num_cpus(config)):
@@ -148,7 +155,9 @@ def run_processes(
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
-        others = ServedEngines(models, slots.served, log_dir, timeout_s, running, size.colocated_served)
+        others = ServedEngines(
+            models, slots.served, log_dir, timeout_s, running, size.colocated_served
+        )
         event_loop = EventLoop()
         try:
             yield RunProcesses(config, log_dir, event_loop, trainer, critic, engines, others)

@@ -47,7 +47,9 @@ class ServedEngines:
 
     def _start(self, role: str, gpu_ids: Sequence[str]) -> None:
         is_colocated = role in self.colocated
-        _start_engines(self._groups[role], role, self._configs[role], self._log_dir, is_colocated, gpu_ids)
+        _start_engines(
+            self._groups[role], role, self._configs[role], self._log_dir, is_colocated, gpu_ids
+        )
 
     def wait(self) -> dict[str, ServedEndpoint]:
         """Every one of them, healthy. Raises RankError."""

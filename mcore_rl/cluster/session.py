@@ -106,7 +106,9 @@ def _join(address: str) -> None:
     except OSError as error:
         refused = "InvalidAuthToken" in str(error.__cause__)
         hint = "; it wants a token: set RAY_AUTH_MODE=token" if refused else ""
-        raise ValueError(f"cluster.address={address}: no Ray answers there ({error}){hint}") from error
+        raise ValueError(
+            f"cluster.address={address}: no Ray answers there ({error}){hint}"
+        ) from error
     _exit_on_sigterm()
 
 

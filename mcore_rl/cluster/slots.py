@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from mcore_rl.cluster.placement import Slot, colocate_engines, colocate_ranks, divide, gpus_per_node, reserve
+from mcore_rl.cluster.placement import (
+    Slot,
+    colocate_engines,
+    colocate_ranks,
+    divide,
+    gpus_per_node,
+    reserve,
+)
 from mcore_rl.config import Config
 from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
 from mcore_rl.planning.run_size import RunSize
@@ -27,7 +34,9 @@ def reserve_slots(config: Config, size: RunSize) -> RunSlots:
     of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
     plans += [of_engine] * (0 if size.engines_colocated else size.engines)
     colocated = size.colocated_served
-    served = plan_served({r: model for r, model in size.served.items() if r not in colocated}, cpus, gpus)
+    served = plan_served(
+        {r: model for r, model in size.served.items() if r not in colocated}, cpus, gpus
+    )
     own = len(plans)
     slots = reserve([*plans, *chain(*served.values())], config.run.startup_timeout_s)
     rest = iter(slots[own:])
@@ -36,7 +45,9 @@ def reserve_slots(config: Config, size: RunSize) -> RunSlots:
     if size.critic_colocated:
         critic = colocate_ranks(trainer, size.critic)
     if size.engines_colocated:
-        engines = colocate_engines(trainer, size.engines, rollout.engine_ranks, rollout.nodes_per_engine)
+        engines = colocate_engines(
+            trainer, size.engines, rollout.engine_ranks, rollout.nodes_per_engine
+        )
     for role, model in colocated.items():
         of_served[role] = colocate_engines(trainer, model.engines, model.engine_ranks, role=role)
     return RunSlots(trainer, critic, engines, of_served)

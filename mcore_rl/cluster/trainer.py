@@ -19,7 +19,12 @@ class TrainerWorker(ModelWorker):
         return Actor
 
     def compute_logprobs(
-        self, microbatches: Sequence[TrainBatch], *, reference: bool, temperature: float, sum_squares: bool
+        self,
+        microbatches: Sequence[TrainBatch],
+        *,
+        reference: bool,
+        temperature: float,
+        sum_squares: bool,
     ) -> list[TokenScores] | None:
         return self._model.compute_logprobs(
             microbatches, reference=reference, temperature=temperature, sum_squares=sum_squares

@@ -33,7 +33,9 @@ def session_pids(session: str, but: int) -> list[int]:
         if folder.name.isdigit() and int(folder.name) != but:
             with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
                 marked = mark in (folder / "environ").read_bytes().split(b"\0")
-                if marked or any(os.readlink(fd).startswith(session) for fd in (folder / "fd").iterdir()):
+                if marked or any(
+                    os.readlink(fd).startswith(session) for fd in (folder / "fd").iterdir()
+                ):
                     found.append(int(folder.name))
     return found
 
@@ -69,7 +71,9 @@ def wait_for_parent(parent: int) -> str:
     Where its raylet is gone, Ray ends a process that calls it, without a word: so who went first is noted.
     A killed process with many threads takes a while to end, and its children may be gone before it.
     """
-    killed = f"the controller (process {parent}) was killed, and all that it started is ended. {AGAIN}"
+    killed = (
+        f"the controller (process {parent}) was killed, and all that it started is ended. {AGAIN}"
+    )
     lost = ""
     watched: dict[str, int] = {}
     poller = select.poll()
@@ -109,7 +113,9 @@ def is_ending(pid: int) -> bool:
 def died_together(parent: int, names: list[str]) -> str:
     """What to tell when it cannot be told who went first."""
     others = " and ".join(f"Ray's {name} process" for name in names)
-    return f"the controller (process {parent}) and {others} died together (killed or crashed). {AGAIN}"
+    return (
+        f"the controller (process {parent}) and {others} died together (killed or crashed). {AGAIN}"
+    )
 
 
 def ray_children(parent: int) -> dict[str, int]:

@@ -127,7 +127,9 @@ class Config:
         if has_critic and self.critic.colocated:
             check_critic_fits(self.critic.parallel, self.parallel)
         shares_gpus = self.cluster.colocated or (has_critic and self.critic.colocated)
-        shares_gpus = shares_gpus or any(model.is_colocated for model in self.served_models.values())
+        shares_gpus = shares_gpus or any(
+            model.is_colocated for model in self.served_models.values()
+        )
         if self.cluster.offload and not shares_gpus:
             raise ValueError(
                 "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"

@@ -46,7 +46,9 @@ class CorrectionConfig:
     """Take the engine's log-probs as the old policy's: no pass to compute those, one ratio for both."""
 
     def __post_init__(self) -> None:
-        one_of("algorithm.correction.weight", self.weight, ("none", "token", "sequence", "geometric"))
+        one_of(
+            "algorithm.correction.weight", self.weight, ("none", "token", "sequence", "geometric")
+        )
         one_of("algorithm.correction.bound", self.bound, ("truncate", "mask"))
         one_of("algorithm.correction.reject", self.reject, ("none", "token", "sequence"))
         if not 0 <= self.low <= 1 <= self.high:
@@ -147,9 +149,13 @@ class AlgorithmConfig:
         for name in ("max_ratio", "tau_positive", "tau_negative"):
             positive(f"algorithm.{name}", getattr(self, name))
         if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for none")
+            raise ValueError(
+                f"algorithm.dual_clip={self.dual_clip}: must be above 1, or 0 for none"
+            )
         if self.dual_clip and self.loss != "ppo_clip":
-            raise ValueError(f"algorithm.dual_clip={self.dual_clip}: algorithm.loss={self.loss} has none")
+            raise ValueError(
+                f"algorithm.dual_clip={self.dual_clip}: algorithm.loss={self.loss} has none"
+            )
         if self.correction.bypass and self.needs_sum_squares:
             raise ValueError(
                 f"algorithm.advantage={self.advantage} with algorithm.correction.bypass=true: it needs the"
@@ -182,7 +188,12 @@ class AlgorithmConfig:
         """Whether the trainer's own log-probs of a rollout must be known before its first step."""
         holds_back = self.loss in ("clip_cov", "kl_cov")
         compares = self.advantage in ("dpo", "distillation")
-        return (self.kl.in_reward and self.kl.coef != 0) or holds_back or self.needs_sum_squares or compares
+        return (
+            (self.kl.in_reward and self.kl.coef != 0)
+            or holds_back
+            or self.needs_sum_squares
+            or compares
+        )
 
     @property
     def needs_reference(self) -> bool:

@@ -39,7 +39,9 @@ def check_steps(
             )
 
 
-def check_teacher(algorithm: AlgorithmConfig, teacher: ServedModelConfig, rollout: RolloutConfig) -> None:
+def check_teacher(
+    algorithm: AlgorithmConfig, teacher: ServedModelConfig, rollout: RolloutConfig
+) -> None:
     distils = algorithm.advantage == "distillation"
     if distils and not teacher.path:
         raise ValueError(

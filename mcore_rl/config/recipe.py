@@ -66,13 +66,17 @@ def leaves(cls: type = Config, prefix: str = "") -> list[str]:
     names: list[str] = []
     for field in fields(cls):
         name, kind = f"{prefix}{field.name}", hints[field.name]
-        names += leaves(kind, f"{name}.") if isinstance(kind, type) and is_dataclass(kind) else [name]
+        names += (
+            leaves(kind, f"{name}.") if isinstance(kind, type) and is_dataclass(kind) else [name]
+        )
     return names
 
 
 def leaves_of(overrides: Sequence[str]) -> list[str]:
     """The options that `overrides` set one by one; a group ("algorithm=dapo") is none."""
-    return sorted({override.partition("=")[0].lstrip("+") for override in overrides} & set(leaves()))
+    return sorted(
+        {override.partition("=")[0].lstrip("+") for override in overrides} & set(leaves())
+    )
 
 
 def _explain(error: BaseException) -> str:

@@ -68,7 +68,9 @@ class RolloutConfig:
         self._check_mode()
         for name in ("ep", "attention_dp"):
             if self.tp % getattr(self, name):
-                raise ValueError(f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}")
+                raise ValueError(
+                    f"rollout.{name}={getattr(self, name)} does not divide rollout.tp={self.tp}"
+                )
         if self.nodes_per_engine < 0 or self.engine_ranks % max(self.nodes_per_engine, 1):
             raise ValueError(
                 f"rollout.nodes_per_engine={self.nodes_per_engine} does not divide"

@@ -61,9 +61,13 @@ class JudgeConfig:
         except re.error as error:
             raise ValueError(f"reward.judge.verdict={self.verdict!r}: {error}") from None
         if num_groups != 1:
-            raise ValueError(f"reward.judge.verdict={self.verdict!r}: has {num_groups} groups, needs one")
+            raise ValueError(
+                f"reward.judge.verdict={self.verdict!r}: has {num_groups} groups, needs one"
+            )
         if self.low >= self.high:
-            raise ValueError(f"reward.judge.low={self.low} is not below reward.judge.high={self.high}")
+            raise ValueError(
+                f"reward.judge.low={self.low} is not below reward.judge.high={self.high}"
+            )
         outside = [word for word, value in self.words.items() if not self.low <= value <= self.high]
         if outside:
             raise ValueError(

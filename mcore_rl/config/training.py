@@ -41,7 +41,9 @@ class ParallelConfig:
                     f"parallel.{name}={layers} with parallel.pp={self.pp}: needs pp > 1 and layers"
                 )
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
-            raise ValueError(f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2")
+            raise ValueError(
+                f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2"
+            )
         if self.tp * self.cp * self.dp_size % (self.ep * self.etp):
             raise ValueError(
                 f"parallel.ep * parallel.etp = {self.ep * self.etp} does not divide"
@@ -107,7 +109,11 @@ class TrainConfig:
         for name in ("router_aux_loss_coef", "router_sequence_aux_loss_coef", "router_bias_rate"):
             value = getattr(self, name)
             if value < 0 or (value and self.freeze_router):
-                why = "a frozen router learns no balance" if self.freeze_router else "must not be negative"
+                why = (
+                    "a frozen router learns no balance"
+                    if self.freeze_router
+                    else "must not be negative"
+                )
                 raise ValueError(f"train.{name}={value}: {why}; set train.{name}=0")
 
 

@@ -70,9 +70,14 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
     held_out, train = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAIN]
     demonstrated = problems[NUM_HELD_OUT + NUM_TRAIN :]
     for name, split in (("train", train), ("heldout", held_out)):
-        rows = [prompt_row(p.question, str(p.answer), "arithmetic", name, i) for i, p in enumerate(split)]
+        rows = [
+            prompt_row(p.question, str(p.answer), "arithmetic", name, i)
+            for i, p in enumerate(split)
+        ]
         write_parquet(rows, out_dir / f"{name}.parquet")
-    write_parquet([{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet")
+    write_parquet(
+        [{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet"
+    )
     _write_model(out_dir / "model")
     print(
         f"{len(train)} training and {len(held_out)} held-out prompts, {len(demonstrated)} demonstrations in"
@@ -120,7 +125,9 @@ def _make_problem(rng: random.Random) -> Problem:
 def vocabulary() -> list[str]:
     """Special tokens, numbers, then the words of the templates."""
     filled = " ".join(
-        t.format(name="", other="", things="", a="", b="", c="") for ts in TEMPLATES.values() for t in ts
+        t.format(name="", other="", things="", a="", b="", c="")
+        for ts in TEMPLATES.values()
+        for t in ts
     )
     words = sorted({*filled.split(), *NAMES, *THINGS, "+", "-", "=", ";"})
     return [*SPECIAL_TOKENS, *map(str, range(MAX_NUMBER + 1)), *words]

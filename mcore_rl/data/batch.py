@@ -26,20 +26,28 @@ def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = 
     return TrainBatch(
         token_ids_T=_flat((s.prompt.token_ids + s.response_ids for s in sequences), torch.int64),
         loss_mask_T=_flat(
-            ([False] * n + [True] * len(s.response_ids) for n, s in zip(prompt_lens, sequences, strict=True)),
+            (
+                [False] * n + [True] * len(s.response_ids)
+                for n, s in zip(prompt_lens, sequences, strict=True)
+            ),
             torch.bool,
         ),
         lens_N=lens_N,
         rollout_logprobs_T=_flat(
-            ([0.0] * n + list(s.logprobs) for n, s in zip(prompt_lens, sequences, strict=True)), torch.float32
+            ([0.0] * n + list(s.logprobs) for n, s in zip(prompt_lens, sequences, strict=True)),
+            torch.float32,
         ),
-        stale_T=None if version is None else _flat((_stale(s, version) for s in sequences), torch.bool),
+        stale_T=None
+        if version is None
+        else _flat((_stale(s, version) for s in sequences), torch.bool),
         routed_experts_TLK=_routed_experts(sequences),
     )
 
 
 def _stale(sample: Sample, version: WeightVersion) -> list[bool]:
-    of_response = [span.version != version for span in sample.versions for _ in range(span.start, span.stop)]
+    of_response = [
+        span.version != version for span in sample.versions for _ in range(span.start, span.stop)
+    ]
     return [False] * len(sample.prompt.token_ids) + of_response
 
 
@@ -56,7 +64,9 @@ def without_truncated(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatc
     """The batch made of `samples` with no loss on responses that were cut off; DAPO, arXiv:2503.14476,
     section 3.4.
     """
-    whole_N = torch.tensor([sample.finish_reason != "length" for sample in samples if sample.response_ids])
+    whole_N = torch.tensor(
+        [sample.finish_reason != "length" for sample in samples if sample.response_ids]
+    )
     whole_T = whole_N.repeat_interleave(torch.tensor(batch.lens_N))
     return replace(batch, loss_mask_T=batch.loss_mask_T & whole_T)
 
@@ -65,7 +75,9 @@ def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """The sequences at `indices`, in that order."""
     stops = list(accumulate(batch.lens_N))
     rows = [slice(stops[i] - batch.lens_N[i], stops[i]) for i in indices]
-    picked = {name: torch.cat([value[r] for r in rows]) for name, value in batch.token_fields().items()}
+    picked = {
+        name: torch.cat([value[r] for r in rows]) for name, value in batch.token_fields().items()
+    }
     return replace(batch, lens_N=tuple(batch.lens_N[i] for i in indices), **picked)
 
 
@@ -74,7 +86,9 @@ def split_by_lens(values_T: Tensor, lens_N: Sequence[int]) -> tuple[Tensor, ...]
     return values_T.split(list(lens_N))
 
 
-def plan_mini_batches(num_sequences: int, mini_batches: int, epochs: int, seed: int) -> list[list[int]]:
+def plan_mini_batches(
+    num_sequences: int, mini_batches: int, epochs: int, seed: int
+) -> list[list[int]]:
     """Sequence indices of each optimizer step: every sequence once per epoch, shuffled anew in each.
 
     Sizes differ by at most one; with one mini-batch the order is kept.

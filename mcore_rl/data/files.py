@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def prompt_row(question: str, answer: str, data_source: str, split: str, index: int) -> dict[str, Any]:
+def prompt_row(
+    question: str, answer: str, data_source: str, split: str, index: int
+) -> dict[str, Any]:
     """One problem as verl's columns: prompt, data_source, ability, reward_model, extra_info."""
     return {
         "prompt": [{"role": "user", "content": question}],

@@ -40,11 +40,15 @@ def final_answer(answer: str) -> str:
 
 def _conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]:
     content = f"{question} {INSTRUCTION}"
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    }
 
 
 def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
-    files = sorted(p for p in folder.rglob("*") if split in p.name and p.suffix in (".parquet", ".jsonl"))
+    files = sorted(
+        p for p in folder.rglob("*") if split in p.name and p.suffix in (".parquet", ".jsonl")
+    )
     if not files:
         raise ValueError(f"{folder}: no .parquet or .jsonl file with {split!r} in its name")
     for path in files:
@@ -54,13 +58,19 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
             rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         for i, row in enumerate(rows):
             if not {"question", "answer"} <= row.keys():
-                raise ValueError(f"{path} row {i}: expected `question` and `answer`, found {sorted(row)}")
+                raise ValueError(
+                    f"{path} row {i}: expected `question` and `answer`, found {sorted(row)}"
+                )
             yield row["question"], row["answer"]
 
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"]))

@@ -39,7 +39,10 @@ def load_pairs(files: Sequence[str], tokenizer: Tokenizer, max_len: int) -> list
     Pairs with a sequence of more than `max_len` tokens, and those of two equal sequences, are dropped and
     counted. ValueError names the row that is none, or the files if no pair is left.
     """
-    pairs = [tuple(tokenize(m, tokenizer) for m in conversations(row, at)) for at, row in load_rows(files)]
+    pairs = [
+        tuple(tokenize(m, tokenizer) for m in conversations(row, at))
+        for at, row in load_rows(files)
+    ]
     short = [(a, b) for a, b in pairs if max(len(a[0]), len(b[0])) <= max_len]
     kept = [(a, b) for a, b in short if a != b]
     logger.info(
@@ -106,7 +109,9 @@ def batches_of(pairs: Sequence[Pair], num_pairs: int) -> list[TrainBatch]:
     return [make_pair_batch(pairs[i : i + num_pairs]) for i in range(0, len(pairs), num_pairs)]
 
 
-def preference_row(prompt: Sequence[Mapping[str, str]], chosen: str, rejected: str) -> dict[str, Any]:
+def preference_row(
+    prompt: Sequence[Mapping[str, str]], chosen: str, rejected: str
+) -> dict[str, Any]:
     """A row of a preference file."""
     return {
         "prompt": [dict(message) for message in prompt],

@@ -29,7 +29,9 @@ def load_prompts(
     overlong   what happens to prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
                "error" raises ValueError with their number and the first of them
     """
-    prompts = [_make_prompt(i, where, row, tokenizer) for i, (where, row) in enumerate(load_rows(files))]
+    prompts = [
+        _make_prompt(i, where, row, tokenizer) for i, (where, row) in enumerate(load_rows(files))
+    ]
     too_long = [p for p in prompts if len(p.token_ids) > max_prompt_len]
     if too_long and overlong == "error":
         first = too_long[0]
@@ -39,7 +41,9 @@ def load_prompts(
             f" is row {first.index} with {len(first.token_ids)} tokens: raise it, or set data.overlong=filter"
         )
     kept = [p for p in prompts if len(p.token_ids) <= max_prompt_len]
-    logger.info("%d prompts from %s, %d overlong dropped", len(kept), ", ".join(files), len(too_long))
+    logger.info(
+        "%d prompts from %s, %d overlong dropped", len(kept), ", ".join(files), len(too_long)
+    )
     if not kept:
         raise ValueError(
             f"{', '.join(files)}: no prompt of at most {max_prompt_len} tokens among {len(prompts)}"

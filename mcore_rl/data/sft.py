@@ -30,7 +30,9 @@ class SftStream:
             max_len,
         )
         if not kept:
-            raise ValueError(f"{', '.join(files)}: no conversation of at most sft.max_len={max_len} tokens")
+            raise ValueError(
+                f"{', '.join(files)}: no conversation of at most sft.max_len={max_len} tokens"
+            )
         self._stream = ShuffledStream(kept, seed)
 
     def next_batch(self, num_sequences: int) -> TrainBatch:

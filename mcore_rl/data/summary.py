@@ -6,7 +6,9 @@ from statistics import fmean, pstdev
 from mcore_rl.types import Sample, Scores, StepStats
 
 
-def summarize_samples(samples: Sequence[Sample], scores: Scores, seconds: float) -> dict[str, float]:
+def summarize_samples(
+    samples: Sequence[Sample], scores: Scores, seconds: float
+) -> dict[str, float]:
     """Rewards, lengths and generation speed of one rollout that took `seconds`."""
     rewards_N = scores.rewards_N
     lens_N = [len(sample.response_ids) for sample in samples]

@@ -105,7 +105,9 @@ def _require_transformer_engine() -> None:
     from importlib.util import find_spec
 
     if find_spec("transformer_engine") is None:
-        raise ValueError("CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'")
+        raise ValueError(
+            "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
+        )
 
 
 def _install_cpu_patches() -> None:

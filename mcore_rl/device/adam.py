@@ -25,8 +25,12 @@ class FusedAdam(torch.optim.Optimizer):
     ) -> None:
         if not bias_correction:
             raise ValueError("bias_correction=False: torch's fused Adam always corrects the bias")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._kernel: Callable[..., None] = getattr(torch, "_fused_adamw_" if adam_w_mode else "_fused_adam_")
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+        self._kernel: Callable[..., None] = getattr(
+            torch, "_fused_adamw_" if adam_w_mode else "_fused_adam_"
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -35,7 +39,9 @@ class FusedAdam(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
                 if not self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    self.state[p].update(
+                        exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                    )
             if params:
                 self._update(params, group)
 

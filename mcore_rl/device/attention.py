@@ -138,7 +138,13 @@ def zigzag_positions(lens_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tup
 
 
 def context_parallel_attention(
-    q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], form: Form, rank: int, size: int
+    q_Thd: Tensor,
+    k_Thd: Tensor,
+    v_Thd: Tensor,
+    lens_N: tuple[int, ...],
+    form: Form,
+    rank: int,
+    size: int,
 ) -> Tensor:
     """Attention of this rank's queries to all ranks' keys (`k_Thd`, `v_Thd` gathered in rank order); [T /
     size, h * d].

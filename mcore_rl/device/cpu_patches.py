@@ -149,7 +149,9 @@ def uneven_collectives() -> None:
             return gather(x, group, None, use_global_buffer)
         sizes = [int(n) for n in output_split_sizes]
         out = x.new_empty([sum(sizes), *x.shape[1:]])
-        dist.all_to_all_single(out, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group)
+        dist.all_to_all_single(
+            out, torch.cat([x] * len(sizes)), sizes, [len(x)] * len(sizes), group=group
+        )
         return out
 
     def scatter_uneven(
@@ -178,7 +180,9 @@ def contiguous_collectives() -> None:
     def broadcast_contiguous(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.is_contiguous():
             return broadcast(tensor, *args, **kwargs)
-        assert not kwargs.get("async_op"), "an asynchronous broadcast of a strided tensor is not supported"
+        assert not kwargs.get("async_op"), (
+            "an asynchronous broadcast of a strided tensor is not supported"
+        )
         packed = tensor.contiguous()
         broadcast(packed, *args, **kwargs)
         tensor.copy_(packed)

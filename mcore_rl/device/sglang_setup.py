@@ -32,7 +32,9 @@ def use_cpu(arguments: list[str]) -> list[str]:
     """
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    num_ranks = int(_option(arguments, "--tp-size", "1")) * int(_option(arguments, "--pp-size", "1"))
+    num_ranks = int(_option(arguments, "--tp-size", "1")) * int(
+        _option(arguments, "--pp-size", "1")
+    )
     if num_ranks > 1:
         cpus = rank_cpus(num_ranks, sorted(os.sched_getaffinity(0)))
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cpus)
@@ -43,7 +45,9 @@ def use_cpu(arguments: list[str]) -> list[str]:
     apply_patches()
     added = [part for item in CPU_ARGUMENTS.items() if item[0] not in arguments for part in item]
     added.append("--disable-hybrid-swa-memory")  # which torch_native's attention would read wrongly
-    kept = [argument for argument in arguments if argument != "--enable-memory-saver"]  # host memory stays
+    kept = [
+        argument for argument in arguments if argument != "--enable-memory-saver"
+    ]  # host memory stays
     return [*kept, *added]
 
 

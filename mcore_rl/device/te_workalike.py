@@ -15,7 +15,10 @@ from megatron.core.parallel_state import get_context_parallel_group, get_tensor_
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -62,12 +65,16 @@ class DotProductAttention(MegatronModule):
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
         self.cp_group = getattr(pg_collection, "cp", None) or get_context_parallel_group()
         self.tp_group = getattr(pg_collection, "tp", None) or get_tensor_model_parallel_group()
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
         self.window = config.window_size[0] if windowed else None
         self.softmax_offset: Any = None
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // self.tp_group.size()
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(num_heads, dtype=config.params_dtype)
+            )
 
     def forward(
         self,
@@ -114,9 +121,13 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = self._norm_parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight = self._norm_parameter(
+            torch.ones(input_size, dtype=config.params_dtype)
+        )
         if config.normalization == "LayerNorm":
-            self.layer_norm_bias = self._norm_parameter(torch.zeros(input_size, dtype=config.params_dtype))
+            self.layer_norm_bias = self._norm_parameter(
+                torch.zeros(input_size, dtype=config.params_dtype)
+            )
 
     def _norm_parameter(self, value: Tensor) -> torch.nn.Parameter:
         parameter: Any = torch.nn.Parameter(value)
@@ -179,7 +190,9 @@ class _GroupedLinear(torch.nn.Module):
     def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
         """The biases are added, or come with the product, for the caller to add."""
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.has_bias else None
+        biases = (
+            [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.has_bias else None
+        )
         added = [None] * self.num_gemms if biases is None or self.skip_bias_add else biases
         parts = zip(torch.split(x, list(counts)), weights, added, strict=True)
         out = torch.cat([F.linear(tokens, weight, bias) for tokens, weight, bias in parts])
@@ -257,4 +270,6 @@ class SpecProvider(BackendSpecProvider):
                 linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear
             )
             return TEGroupedMLP, linears
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        return SequentialMLP, MLPSubmodules(
+            linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+        )

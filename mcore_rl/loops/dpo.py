@@ -69,7 +69,9 @@ def with_pair_gradient(
     ones_T = torch.ones_like(logprobs_T)
     likelihoods = Likelihoods(of_responses(batch, logprobs_T), of_responses(batch, ones_T), ref_N)
     weights_N, metrics = preference_weights(likelihoods, pairs_by_turns(len(batch.lens_N)), options)
-    advantages_T = weights_N.float().repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
+    advantages_T = (
+        weights_N.float().repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
+    )
     return replace(batch, old_logprobs_T=logprobs_T, advantages_T=advantages_T), metrics
 
 

@@ -29,7 +29,9 @@ def evaluate(
         "eval/reward_errors": scores.metrics()["reward/errors"],
     }
     if config.pass_k > 1:
-        sampled = reward(generator.generate(prompts, config.pass_k, greedy=False, seed=seed)).rewards_N
+        sampled = reward(
+            generator.generate(prompts, config.pass_k, greedy=False, seed=seed)
+        ).rewards_N
         groups = [sampled[i : i + config.pass_k] for i in range(0, len(sampled), config.pass_k)]
         for k in (1, config.pass_k):
             estimates = [pass_at_k(len(group), sum(r > 0 for r in group), k) for group in groups]

@@ -32,7 +32,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
             trained = train_policy_and_critic(config, roles, batch, step)
         synced = sync_weights(roles, timer, WeightVersion(step), batch)
         metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | trained
-        roles.log.log(step, {**metrics, **sampling, **estimated, **synced, **timer.metrics(waiting=WAITING)})
+        roles.log.log(
+            step, {**metrics, **sampling, **estimated, **synced, **timer.metrics(waiting=WAITING)}
+        )
         roles.log.log_samples(step, samples, scores)
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
@@ -40,7 +42,10 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         if is_due(step, config.checkpoint.every_steps, config.run.steps):
             # after the step was logged: a resumed run drops the rows beyond its checkpoint, and no others
             with timer("checkpoint"):
-                state = {"prompts": roles.prompts.state_dict(), "advantages": roles.advantages.state_dict()}
+                state = {
+                    "prompts": roles.prompts.state_dict(),
+                    "advantages": roles.advantages.state_dict(),
+                }
                 if roles.critic:
                     roles.critic.save(step)
                 roles.trainer.save(step, {"step": step, **state})
@@ -53,7 +58,9 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
             roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
         )
     versions = {span.version for sample in samples for span in sample.versions}
-    assert versions <= {step}, f"evaluation of version {step} was drawn from weights {sorted(versions)}"
+    assert versions <= {step}, (
+        f"evaluation of version {step} was drawn from weights {sorted(versions)}"
+    )
     roles.log.log(step, metrics)
     roles.log.log_samples(step, samples, scores, split="eval")
 

@@ -64,11 +64,16 @@ def sample_now(
     kept, kept_scores, sampled, all_rewards = [], Scores([]), 0, 0.0
     num_rounds, missing = 0, options.prompts_per_step
     while True:
-        num_prompts = math.ceil(missing * options.oversampling) if options.dynamic_sampling else missing
+        num_prompts = (
+            math.ceil(missing * options.oversampling) if options.dynamic_sampling else missing
+        )
         with timer("rollout"):
             prompts = roles.prompts.take(num_prompts)
             samples = roles.generator.generate(
-                prompts, options.samples_per_prompt, greedy=False, seed=seed + num_rounds * ROUND_SEEDS
+                prompts,
+                options.samples_per_prompt,
+                greedy=False,
+                seed=seed + num_rounds * ROUND_SEEDS,
             )
         with timer("reward"):
             scores = roles.reward(samples)
@@ -80,12 +85,17 @@ def sample_now(
         all_rewards += sum(scores.rewards_N)
         differing = groups_with_signal(scores.rewards_N, options.samples_per_prompt)
         chosen = differing[: missing * options.samples_per_prompt]
-        kept, kept_scores = [*kept, *(samples[i] for i in chosen)], kept_scores.joined(scores.select(chosen))
+        kept, kept_scores = (
+            [*kept, *(samples[i] for i in chosen)],
+            kept_scores.joined(scores.select(chosen)),
+        )
         missing = options.prompts_per_step - len(kept) // options.samples_per_prompt
         if not missing or num_rounds == options.max_rounds:
             break
     if missing:
-        _log.warning("%d groups with differing rewards are missing after %d rounds", missing, num_rounds)
+        _log.warning(
+            "%d groups with differing rewards are missing after %d rounds", missing, num_rounds
+        )
     metrics = {
         "sampling/rounds": float(num_rounds),
         "sampling/samples": float(sampled),
@@ -96,7 +106,12 @@ def sample_now(
 
 
 def _with_greedy(
-    scores: Scores, prompts: Sequence[Prompt], group_size: int, roles: Roles, timer: PhaseTimer, seed: int
+    scores: Scores,
+    prompts: Sequence[Prompt],
+    group_size: int,
+    roles: Roles,
+    timer: PhaseTimer,
+    seed: int,
 ) -> Scores:
     """With the reward of each prompt's greedy response, at each sample of the prompt."""
     with timer("rollout"):

@@ -7,7 +7,9 @@ from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
 
 
-def fine_tune(config: Config, batches: BatchStream, trainer: Trainer, log: Log, start_step: int = 0) -> None:
+def fine_tune(
+    config: Config, batches: BatchStream, trainer: Trainer, log: Log, start_step: int = 0
+) -> None:
     """Run steps start_step + 1 .. sft.steps of sft.batch_size sequences each."""
     for step in range(start_step + 1, config.sft.steps + 1):
         timer = PhaseTimer(step)

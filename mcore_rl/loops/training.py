@@ -21,7 +21,9 @@ def add_logprobs_and_values(config: Config, roles: Roles, batch: TrainBatch) -> 
     return replace(batch, values_T=values_T)
 
 
-def train_policy_and_critic(config: Config, roles: Roles, batch: TrainBatch, step: int) -> dict[str, float]:
+def train_policy_and_critic(
+    config: Config, roles: Roles, batch: TrainBatch, step: int
+) -> dict[str, float]:
     """The optimizer steps of both on the batch; the policy's once the critic is warm."""
     critic = roles.critic
     if critic is None:
@@ -34,7 +36,9 @@ def train_policy_and_critic(config: Config, roles: Roles, batch: TrainBatch, ste
     return of_policy | of_critic
 
 
-def train_policy(config: Config, trainer: Trainer, batch: TrainBatch, seed: int) -> dict[str, float]:
+def train_policy(
+    config: Config, trainer: Trainer, batch: TrainBatch, seed: int
+) -> dict[str, float]:
     algorithm, train = config.algorithm, config.train
     stats = []
     for i, part in enumerate(mini_batches(batch, train.mini_batches, train.epochs, seed)):
@@ -50,7 +54,10 @@ def train_critic(config: Config, critic: Critic, batch: TrainBatch, seed: int) -
 
 def mini_batches(batch: TrainBatch, number: int, epochs: int, seed: int) -> Iterator[TrainBatch]:
     """The batch of each optimizer step."""
-    return (select(batch, indices) for indices in plan_mini_batches(len(batch.lens_N), number, epochs, seed))
+    return (
+        select(batch, indices)
+        for indices in plan_mini_batches(len(batch.lens_N), number, epochs, seed)
+    )
 
 
 def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBatch:

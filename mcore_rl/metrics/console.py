@@ -132,7 +132,9 @@ class LiveConsole:
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     """Phases of time/<phase> that took a noticeable part of the step."""
     seconds = {
-        name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")
+        name.removeprefix("time/"): value
+        for name, value in metrics.items()
+        if name.startswith("time/")
     }
     seconds.pop("step", None)
     return {phase: value for phase, value in seconds.items() if value >= 0.05}

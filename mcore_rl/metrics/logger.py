@@ -47,7 +47,9 @@ class MetricsLogger:
             self._trackers.append(MLflow(self.run_dir, last_step, mlflow_uri, config or {}))
         self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step)
         self._samples = RowFile(self.run_dir / "samples.jsonl", last_step)
-        self._console = make_console(sys.stdout, self.run_dir.name, total_steps) if console else None
+        self._console = (
+            make_console(sys.stdout, self.run_dir.name, total_steps) if console else None
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One row; several of the same step (training, evaluation) are fine. No metrics, no row."""
@@ -61,7 +63,9 @@ class MetricsLogger:
         if self._console:
             self._console.show(step, metrics)
 
-    def log_samples(self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train") -> None:
+    def log_samples(
+        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+    ) -> None:
         """The first SAMPLES_PER_LOG of them and those whose reward failed; split: where prompts come from."""
         errors = scores.errors or [""] * len(samples)
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))

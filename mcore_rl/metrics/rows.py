@@ -52,5 +52,7 @@ def _cut_after(path: Path, last_step: int) -> None:
 
 def _to_line(row: Mapping[str, Any]) -> str:
     """JSON has no NaN or infinity: such numbers become null."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    clean = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
+    }
     return json.dumps(clean, ensure_ascii=False, default=str) + "\n"

@@ -30,7 +30,9 @@ class PhaseTimer:
         in which the trainer is `waiting`, their share of the step as idle/trainer.
         """
         whole = time.perf_counter() - self._start
-        metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()} | {"time/step": whole}
+        metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()} | {
+            "time/step": whole
+        }
         if waiting:
             metrics["idle/trainer"] = sum(self.seconds.get(phase, 0.0) for phase in waiting) / whole
         return metrics

@@ -34,7 +34,9 @@ class TensorBoard:
 class WandB:
     """Weights & Biases, `step` as the x axis; a resumed run goes on under the id in <run_dir>/wandb_id."""
 
-    def __init__(self, run_dir: Path, last_step: int | None, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, last_step: int | None, project: str, config: Mapping[str, Any]
+    ) -> None:
         wandb = _import("wandb", f"log.wandb_project={project!r}", "wandb")
         self._run = wandb.init(
             project=project,
@@ -57,7 +59,9 @@ class WandB:
 class MLflow:
     """MLflow experiment mcore_rl at `uri`; a resumed run goes on under the id in <run_dir>/mlflow_id."""
 
-    def __init__(self, run_dir: Path, last_step: int | None, uri: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, last_step: int | None, uri: str, config: Mapping[str, Any]
+    ) -> None:
         mlflow = _import("mlflow", f"log.mlflow_uri={uri!r}", "mlflow")
         self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient(tracking_uri=uri)
@@ -76,7 +80,9 @@ class MLflow:
 
     def _create_run(self, run_dir: Path, config: Mapping[str, Any]) -> str:
         experiment = self._client.get_experiment_by_name("mcore_rl")
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment("mcore_rl")
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment("mcore_rl")
+        )
         run_id = self._client.create_run(experiment_id, run_name=run_dir.name).info.run_id
         for name, value in _flatten(config).items():
             self._client.log_param(run_id, name, value[:500])

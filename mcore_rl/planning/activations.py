@@ -52,7 +52,9 @@ class Activations:
         """On top of what is kept, while the layer itself runs or is run again."""
         if self._is_moe(layer):
             rows = self._routed_tokens
-            buffers = 2 * rows * (self._sizes["hidden"] + 2 * self._sizes["expert_ffn"] / self._step.etp)
+            buffers = (
+                2 * rows * (self._sizes["hidden"] + 2 * self._sizes["expert_ffn"] / self._step.etp)
+            )
         else:
             buffers = 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
         again = self._inner(layer) if self._step.recompute == "full" else 0.0
@@ -97,7 +99,10 @@ class Activations:
 
     @property
     def _dense(self) -> float:
-        return self._norm + 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp * self._step.itemsize
+        return (
+            self._norm
+            + 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp * self._step.itemsize
+        )
 
     @property
     def _experts(self) -> float:

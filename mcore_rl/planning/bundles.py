@@ -13,7 +13,11 @@ def plan_ranks(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list
 
 
 def plan_engine(
-    num_ranks: int, cpus_per_rank: float, gpus_per_node: int, num_nodes: int = 0, role: str = "rollout"
+    num_ranks: int,
+    cpus_per_rank: float,
+    gpus_per_node: int,
+    num_nodes: int = 0,
+    role: str = "rollout",
 ) -> list[Bundle]:
     """One bundle per node that the engine spans, `num_nodes` or, for 0, as many as its GPUs fill.
 
@@ -33,7 +37,9 @@ def plan_engine(
             f"{role}.nodes_per_engine={num_nodes} puts {on_each} ranks on a node, which has {gpus_per_node}"
             " GPUs; take more nodes, or 0"
         )
-    return [make_bundle(cpus_per_rank * on_each, on_each if gpus_per_node else 0)] * max(num_nodes, 1)
+    return [make_bundle(cpus_per_rank * on_each, on_each if gpus_per_node else 0)] * max(
+        num_nodes, 1
+    )
 
 
 def make_bundle(cpus: float, gpus: float) -> Bundle:
@@ -47,6 +53,8 @@ def plan_served(
     """By role, the bundles of each engine; nothing for a server that runs already."""
 
     def of_role(role: str, config: ServedModelConfig) -> list[list[Bundle]]:
-        return [plan_engine(config.engine_ranks, cpus_per_rank, gpus_per_node, role=role)] * config.engines
+        return [
+            plan_engine(config.engine_ranks, cpus_per_rank, gpus_per_node, role=role)
+        ] * config.engines
 
     return {role: of_role(role, config) for role, config in configs.items() if config.path}

@@ -34,15 +34,25 @@ def check_engines(config: Config) -> None:
     try:
         refuse_unserved(hf_config, engine_sizes(config), config.model.dtype)
     except ValueError as error:
-        raise ValueError(f"model.path={config.model.path} in the recipe's engines: {error}") from None
+        raise ValueError(
+            f"model.path={config.model.path} in the recipe's engines: {error}"
+        ) from None
 
 
 def check_lens(config: Config, hf_config: HfConfig) -> None:
     longest = config.data.max_prompt_len + config.rollout.max_response_len
     for name, limit, remedy in (
-        ("train.max_tokens_per_microbatch", config.train.max_tokens_per_microbatch, "raise the latter"),
+        (
+            "train.max_tokens_per_microbatch",
+            config.train.max_tokens_per_microbatch,
+            "raise the latter",
+        ),
         ("rollout.kv_cache_len", config.rollout.kv_cache_len, "raise the latter"),
-        ("max_position_embeddings", hf_config["max_position_embeddings"], "lower one of the former"),
+        (
+            "max_position_embeddings",
+            hf_config["max_position_embeddings"],
+            "lower one of the former",
+        ),
     ):
         if longest > limit:
             of = " of config.json" if "." not in name else ""

@@ -50,7 +50,9 @@ def make_deployment(config: Config) -> Deployment:
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
     engine_ranks = target.num_ranks // rollout.engines
-    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays(config))
+    return Deployment(
+        source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays(config)
+    )
 
 
 def relays(config: Config) -> bool:

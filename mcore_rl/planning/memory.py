@@ -71,7 +71,9 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
     critic = _critic(config, hf_config) if config.has_critic and config.critic.colocated else []
     engines = _engines(config, hf_config) if config.cluster.colocated else []
     served = {
-        role: _served_bytes(model) for role, model in config.served_models.items() if model.is_colocated
+        role: _served_bytes(model)
+        for role, model in config.served_models.items()
+        if model.is_colocated
     }
     if critic or engines or served:
         return shared_gpus(config, trainer, critic, engines, served)
@@ -79,11 +81,15 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
 
 
 def _critic(config: Config, hf_config: HfConfig) -> list[Uses]:
-    critic = with_value_head(read_hf_config(config.critic.path) if config.critic.path else hf_config)
+    critic = with_value_head(
+        read_hf_config(config.critic.path) if config.critic.path else hf_config
+    )
     return _trained(config, critic, config.critic.parallel, sends=False)
 
 
-def _trained(config: Config, hf_config: HfConfig, parallel: ParallelConfig, *, sends: bool) -> list[Uses]:
+def _trained(
+    config: Config, hf_config: HfConfig, parallel: ParallelConfig, *, sends: bool
+) -> list[Uses]:
     """What a rank of each pipeline stage of a model in training needs."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
@@ -112,7 +118,9 @@ def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, d
     }
 
 
-def _passes(activations: Activations, parallel: ParallelConfig, runs: Sequence[range], stage: int) -> float:
+def _passes(
+    activations: Activations, parallel: ParallelConfig, runs: Sequence[range], stage: int
+) -> float:
     """`runs`: the layers of each of the stage's model chunks."""
     layers = [layer for run in runs for layer in run]
     in_flight = _in_flight(parallel, stage) / len(runs)

@@ -42,7 +42,9 @@ def nearest_that_fits(config: Config) -> Settings | None:
     settings: dict[str, Any] = {}
     sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config))]
     for side in dict.fromkeys(sides):
-        candidates = _engine_candidates(config) if side == "engine" else _trained_candidates(config, side)
+        candidates = (
+            _engine_candidates(config) if side == "engine" else _trained_candidates(config, side)
+        )
         found = next((c for c in candidates if _fits(config, c, side)), None)
         if found is None:
             return None
@@ -115,8 +117,12 @@ def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
     shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
     for growth in GROWTH:
         candidates = []
-        for layout, distance in _layouts(now, now.world_size * growth, sizes, config.plan.ranks_per_host):
-            settings = {f"{group}.{name}": value for group in groups for name, value in layout.items()}
+        for layout, distance in _layouts(
+            now, now.world_size * growth, sizes, config.plan.ranks_per_host
+        ):
+            settings = {
+                f"{group}.{name}": value for group in groups for name, value in layout.items()
+            }
             for recompute, offload in product(RECOMPUTE, {config.cluster.offload, shares}):
                 steps = RECOMPUTE.index(recompute) - RECOMPUTE.index(config.train.recompute)
                 away = distance + abs(steps) + (offload != config.cluster.offload)
@@ -136,7 +142,14 @@ def _layouts(
         if rest or not dp or (tp * cp * dp) % (ep * etp):
             continue
         ratios = (tp / now.tp, pp / now.pp, cp / now.cp, ep / now.ep, etp / now.etp)
-        layout: dict[str, int | None] = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp": dp}
+        layout: dict[str, int | None] = {
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "ep": ep,
+            "etp": etp,
+            "dp": dp,
+        }
         if pp != now.pp:
             layout |= _uneven(sizes["layers"], pp)
         yield layout, sum(abs(log2(ratio)) for ratio in ratios)
@@ -155,5 +168,8 @@ def _powers(largest: int) -> list[int]:
 
 def _changes(config: Config, settings: Mapping[str, Any]) -> Settings:
     """Those that differ from the recipe's."""
-    sizes = {"parallel.dp": config.parallel.dp_size, "critic.parallel.dp": config.critic.parallel.dp_size}
+    sizes = {
+        "parallel.dp": config.parallel.dp_size,
+        "critic.parallel.dp": config.critic.parallel.dp_size,
+    }
     return {k: value for k, value in settings.items() if sizes.get(k, value_of(config, k)) != value}

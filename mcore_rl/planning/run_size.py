@@ -42,14 +42,20 @@ class RunSize:
 
     @property
     def colocated_served(self) -> dict[str, ServedModelConfig]:
-        return {role: model for role, model in self.served.items() if model.is_colocated and self.trainer}
+        return {
+            role: model
+            for role, model in self.served.items()
+            if model.is_colocated and self.trainer
+        }
 
     def num_cpus(self, config: Config) -> float:
         """All that is reserved."""
         engine_ranks = 0 if self.engines_colocated else self.engines * config.rollout.engine_ranks
         critic_ranks = 0 if self.critic_colocated else self.critic
         own = [
-            model for role, model in self.served.items() if role not in self.colocated_served and model.path
+            model
+            for role, model in self.served.items()
+            if role not in self.colocated_served and model.path
         ]
         served = sum(model.engine_ranks * model.engines for model in own)
         ranks = self.trainer * self.tenants + critic_ranks + engine_ranks + served

@@ -67,7 +67,11 @@ def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, T
 
 
 def _summarise(
-    config: Config, deployment: Deployment, traffic: Traffic, direct: Traffic, rival: GatherBroadcast
+    config: Config,
+    deployment: Deployment,
+    traffic: Traffic,
+    direct: Traffic,
+    rival: GatherBroadcast,
 ) -> PlanSummary:
     hosts, link_gbps = deployment.hosts, config.plan.link_gbps
     buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), engine_links(config))
@@ -81,7 +85,9 @@ def _summarise(
         engine_in_per_rank=_range(traffic.engines.network_in),
         relay_out_per_rank=_range(traffic.engines.network_out),
         engine_local_in_per_rank=_range(traffic.engines.local_in),
-        trainer_out_per_host=_range(by_host(traffic.trainer.network_out, hosts.source_host).values()),
+        trainer_out_per_host=_range(
+            by_host(traffic.trainer.network_out, hosts.source_host).values()
+        ),
         engine_in_per_host=_range(by_host(traffic.engines.network_in, hosts.target_host).values()),
         busiest_link_bytes=traffic.busiest_link,
         lower_bound_bytes=traffic.lower_bound,
@@ -102,7 +108,9 @@ def _summarise(
     )
 
 
-def _buffer_bytes(deployment: Deployment, bucket_bytes: int, num_links: int) -> tuple[list[int], list[int]]:
+def _buffer_bytes(
+    deployment: Deployment, bucket_bytes: int, num_links: int
+) -> tuple[list[int], list[int]]:
     """Buffers of a few ranks of each side: NUM_SLOTS buckets per link. A trainer rank has a link to each
     engine, an engine rank `num_links`.
     """
@@ -126,7 +134,9 @@ def _into_engines(traffic: Traffic) -> list[int]:
     return [network + local for network, local in sides]
 
 
-def flows_table(config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary) -> Table:
+def flows_table(
+    config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary
+) -> Table:
     """Who sends what to whom: a row per pipeline stage, and what the engines pass on."""
     table = Table(
         title=f"{config.model.path}: {summary.model_bytes / GIB:.1f} GiB,"
@@ -141,14 +151,24 @@ def flows_table(config: Config, deployment: Deployment, traffic: Traffic, summar
     stage_ranks = deployment.stage_ranks
     for first in range(0, summary.trainer_ranks, stage_ranks):
         ranks = slice(first, first + stage_ranks)
-        what = ", ".join(_layers(layers) for layers in deployment.source.stage_layers(first // stage_ranks))
+        what = ", ".join(
+            _layers(layers) for layers in deployment.source.stage_layers(first // stage_ranks)
+        )
         for counts, to in (
             (traffic.trainer.network_out, engines),
             (traffic.trainer.local_out, f"{engines}, same host"),
         ):
-            _add_row(table, f"trainer ranks {first}-{first + stage_ranks - 1}", what, to, counts[ranks])
+            _add_row(
+                table, f"trainer ranks {first}-{first + stage_ranks - 1}", what, to, counts[ranks]
+            )
     _add_row(table, "engine ranks", "what they get", "the next engine", traffic.engines.network_out)
-    _add_row(table, "engine ranks", "what they get", "the next engine, same host", traffic.engines.local_out)
+    _add_row(
+        table,
+        "engine ranks",
+        "what they get",
+        "the next engine, same host",
+        traffic.engines.local_out,
+    )
     return table
 
 
@@ -158,7 +178,11 @@ def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int
 
 
 def comparison_table(summary: PlanSummary) -> Table:
-    gib = {name: f"{value / GIB:.2f}" for name, value in asdict(summary).items() if isinstance(value, int)}
+    gib = {
+        name: f"{value / GIB:.2f}"
+        for name, value in asdict(summary).items()
+        if isinstance(value, int)
+    }
     staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
     buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"
     table = Table(
@@ -189,7 +213,10 @@ def comparison_table(summary: PlanSummary) -> Table:
         gib["gather_broadcast_network_bytes"],
     )
     table.add_row(
-        "busiest link", gib["busiest_link_bytes"], gib["direct_busiest_link_bytes"], gib["lower_bound_bytes"]
+        "busiest link",
+        gib["busiest_link_bytes"],
+        gib["direct_busiest_link_bytes"],
+        gib["lower_bound_bytes"],
     )
     seconds = (
         summary.seconds,

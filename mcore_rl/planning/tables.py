@@ -23,7 +23,9 @@ def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
         uses = sorted(rank.uses.items(), key=lambda use: -use[1])
         shown = ", ".join(f"{what} {size / GIB:.1f}" for what, size in uses if size / GIB >= 0.05)
         available = available_bytes(config, rank) / GIB
-        table.add_row(rank.who, rank.moment, shown, f"{rank.num_bytes / GIB:.1f}", f"{available:.1f}")
+        table.add_row(
+            rank.who, rank.moment, shown, f"{rank.num_bytes / GIB:.1f}", f"{available:.1f}"
+        )
     return table
 
 
@@ -50,7 +52,8 @@ def _advice(settings: Settings | None) -> str:
     if settings is None:
         return "No layout on up to eight times as many GPUs fits."
     return "The nearest layout that fits: " + " ".join(
-        f"{key}={'null' if value is None else str(value).lower()}" for key, value in settings.items()
+        f"{key}={'null' if value is None else str(value).lower()}"
+        for key, value in settings.items()
     )
 
 
@@ -89,7 +92,8 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 def _memory(config: Config, ranks: Sequence[RankMemory]) -> str:
     fullest = {
-        rank.side: max((r for r in ranks if r.side == rank.side), key=lambda r: r.num_bytes) for rank in ranks
+        rank.side: max((r for r in ranks if r.side == rank.side), key=lambda r: r.num_bytes)
+        for rank in ranks
     }
     parts = []
     for rank in fullest.values():

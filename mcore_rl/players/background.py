@@ -75,7 +75,9 @@ class BackgroundSampler:
             waits=rollout.stale == "wait",
         )
         self._with_greedy = config.algorithm.advantage == "remax"
-        self._max_in_flight = rollout.max_in_flight or max(client.max_in_flight, rollout.samples_per_prompt)
+        self._max_in_flight = rollout.max_in_flight or max(
+            client.max_in_flight, rollout.samples_per_prompt
+        )
         self._tasks: dict[Group, asyncio.Task[None]] = {}
         self._again: list[tuple[int, Prompt]] = []
         """Prompts whose samples were lost."""
@@ -93,7 +95,10 @@ class BackgroundSampler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._running.cancel()
 
@@ -170,7 +175,9 @@ class BackgroundSampler:
     async def _sample(self, group: Group) -> tuple[list[Sample], list[Sample]]:
         """The samples, and the greedy one where the advantages are made with it."""
         generate, seed = self._session.generate, self._seed + group.position
-        sampled, greedily = (make_sampling(self._rollout, greedy=g, seed=seed) for g in (False, True))
+        sampled, greedily = (
+            make_sampling(self._rollout, greedy=g, seed=seed) for g in (False, True)
+        )
         try:
             samples = await generate([group.prompt], self._rollout.samples_per_prompt, sampled)
             greedy = await generate([group.prompt], 1, greedily) if self._with_greedy else []
@@ -182,7 +189,11 @@ class BackgroundSampler:
 
     def _score(self, samples: Sequence[Sample], greedy: Sequence[Sample]) -> Scores:
         scores = self._reward(samples)
-        return replace(scores, greedy_N=self._reward(greedy).rewards_N * len(samples)) if greedy else scores
+        return (
+            replace(scores, greedy_N=self._reward(greedy).rewards_N * len(samples))
+            if greedy
+            else scores
+        )
 
     def _is_replaced(self, scores: Scores) -> bool:
         """Whether another group takes the place of this one; at most as many do as in max_rounds rounds."""
@@ -205,7 +216,9 @@ class BackgroundSampler:
                 break
             if self._lost is not None:
                 await self._recover(self._lost)
-            assert buffer.num_unfinished or buffer.room() > 0, "a step waits for groups, but none will come"
+            assert buffer.num_unfinished or buffer.room() > 0, (
+                "a step waits for groups, but none will come"
+            )
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._may_take.wait(), LOOK_S)
         self._prompts.end([group.position for group in groups])
@@ -236,7 +249,9 @@ class BackgroundSampler:
 
     async def _finish_sampling(self) -> None:
         """Of all groups that there is room for, those that take the place of others included."""
-        while (self._is_sampling() or self._has_room()) and not (self._lost or self._running.done()):
+        while (self._is_sampling() or self._has_room()) and not (
+            self._lost or self._running.done()
+        ):
             self._may_take.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._may_take.wait(), LOOK_S)

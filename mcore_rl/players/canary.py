@@ -84,6 +84,7 @@ class Canary:
 
 def _mean_difference(expected: Sequence[Tensor], answer: Sequence[Sequence[float]]) -> float:
     differences = [
-        (want - torch.tensor(got, dtype=want.dtype)).abs() for want, got in zip(expected, answer, strict=True)
+        (want - torch.tensor(got, dtype=want.dtype)).abs()
+        for want, got in zip(expected, answer, strict=True)
     ]
     return torch.cat(differences).mean().item()

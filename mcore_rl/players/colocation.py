@@ -54,7 +54,9 @@ class EngineMemory:
 
     async def for_rollout(self) -> None:
         """The engines, which have their weights, can generate."""
-        assert WEIGHTS not in self._released, "engines that gave up their weights generate after a sync only"
+        assert WEIGHTS not in self._released, (
+            "engines that gave up their weights generate after a sync only"
+        )
         await self._occupy({KV_CACHE} & self._released)
 
     async def take_back(self) -> None:

@@ -40,14 +40,25 @@ class GroupBuffer:
     """The groups that were begun and not taken, oldest first."""
 
     def __init__(
-        self, groups_per_step: int, bound: int, version: WeightVersion, *, in_order: bool, waits: bool
+        self,
+        groups_per_step: int,
+        bound: int,
+        version: WeightVersion,
+        *,
+        in_order: bool,
+        waits: bool,
     ) -> None:
         """`bound`: versions between a sample's oldest token and the weights that train on it, at most.
 
         in_order   a step takes the groups that were begun first, whatever else is finished
         waits      a step waits for groups that would have no place any more before they are too stale
         """
-        self._per_step, self._bound, self._in_order, self._waits = groups_per_step, bound, in_order, waits
+        self._per_step, self._bound, self._in_order, self._waits = (
+            groups_per_step,
+            bound,
+            in_order,
+            waits,
+        )
         self.version = version
         """Of the engines' weights; the next step trains on the same."""
         self._num_taken = groups_per_step * version
@@ -63,7 +74,9 @@ class GroupBuffer:
 
     def room(self) -> int:
         """How many groups more may begin now."""
-        return (self._bound + self.version + 1) * self._per_step - self._num_taken - len(self._groups)
+        return (
+            (self._bound + self.version + 1) * self._per_step - self._num_taken - len(self._groups)
+        )
 
     def begin(self, position: int, prompt: Prompt) -> Group:
         group = Group(position, prompt, self.version)

@@ -46,7 +46,9 @@ class CriticCalls(Protocol):
 
     def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[Tensor]]: ...
 
-    def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats: ...
+    def train_step(
+        self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int
+    ) -> StepStats: ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
 
@@ -98,11 +100,15 @@ class PackedTrainer:
             _cut(batch, plan), reference=reference, temperature=temperature, sum_squares=sum_squares
         )
         flat = _flat(plan, answers)
-        logprobs_T = _put_back(batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat])
+        logprobs_T = _put_back(
+            batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat]
+        )
         flips = [(i, s.router_flips_T) for i, s in flat if s.router_flips_T is not None]
         squares = [(i, s.sum_squares_T) for i, s in flat if s.sum_squares_T is not None]
         experts = [(i, s.routed_experts_TLK) for i, s in flat if s.routed_experts_TLK is not None]
-        others = [_put_back(batch.lens_N, parts) if parts else None for parts in (flips, squares, experts)]
+        others = [
+            _put_back(batch.lens_N, parts) if parts else None for parts in (flips, squares, experts)
+        ]
         return TokenScores(logprobs_T, *others)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
@@ -123,7 +129,12 @@ class PackedCritic:
     """The same for the critic, whose ranks get what they read of a batch."""
 
     def __init__(
-        self, ranks: CriticCalls, folder: RunFolder, *, packing: Packing, checkpoint: CheckpointConfig
+        self,
+        ranks: CriticCalls,
+        folder: RunFolder,
+        *,
+        packing: Packing,
+        checkpoint: CheckpointConfig,
     ) -> None:
         self._ranks, self._folder, self._packing = ranks, folder, packing
         self._checkpoint = checkpoint
@@ -157,7 +168,9 @@ def _for_critic(batch: TrainBatch) -> TrainBatch:
 
 def _flat(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:
     """Each micro-batch's indices with its answer."""
-    return [pair for of_rank in zip(plan, answers, strict=True) for pair in zip(*of_rank, strict=True)]
+    return [
+        pair for of_rank in zip(plan, answers, strict=True) for pair in zip(*of_rank, strict=True)
+    ]
 
 
 def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:

@@ -88,7 +88,9 @@ class EngineSync:
         while True:
             await self._look()
             for life in self._rotation.lives:
-                out_of_link = life.url not in self._sync_controller.linked and life.url not in reasons
+                out_of_link = (
+                    life.url not in self._sync_controller.linked and life.url not in reasons
+                )
                 if life.healthy and (out_of_link or self._is_new(life)):
                     reasons |= await self._link_one(life)
             if self._in_link():

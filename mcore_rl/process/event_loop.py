@@ -19,7 +19,9 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="event loop", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="event loop", daemon=True
+        )
         self._thread.start()
 
     def start(self, work: Awaitable[T]) -> "Future[T]":

@@ -24,10 +24,14 @@ def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
     steps = [step for step, _ in rewards]
     values = [value for _, value in rewards]
     axes[0].plot(steps, values, color="#4c78a8", alpha=0.35, linewidth=1.2, label="each step")
-    axes[0].plot(steps, moving_average(values), color="#4c78a8", linewidth=2.4, label="moving average")
+    axes[0].plot(
+        steps, moving_average(values), color="#4c78a8", linewidth=2.4, label="moving average"
+    )
     axes[0].set_ylabel("mean reward")
     axes[0].set_title(f"{path.parent.resolve().name}: training reward", loc="left")
-    for (label, points), color in zip(held_out.items(), ("#f58518", "#54a24b", "#b279a2"), strict=False):
+    for (label, points), color in zip(
+        held_out.items(), ("#f58518", "#54a24b", "#b279a2"), strict=False
+    ):
         axes[1].plot(*zip(*points, strict=True), marker="o", color=color, linewidth=2, label=label)
     if held_out:
         axes[1].set_ylim(-0.02, 1.02)

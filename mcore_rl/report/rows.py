@@ -15,7 +15,9 @@ NUM_SAMPLES_SHOWN = 3
 def load_metrics(run_dir: Path) -> list[Row]:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
-        raise ValueError(f"{run_dir}: no metrics.jsonl; give the run.dir of an `mcore-rl train` run")
+        raise ValueError(
+            f"{run_dir}: no metrics.jsonl; give the run.dir of an `mcore-rl train` run"
+        )
     rows: list[Row] = [*read_rows(path)]
     if not series(rows, "reward/mean"):
         raise ValueError(f"{path}: no row has reward/mean; no training step was completed")

@@ -33,7 +33,9 @@ def make_report(run_dir: str | Path) -> Summary:
 
 
 def _make_table(summary: Summary) -> Table:
-    table = Table(show_header=False, title="held-out accuracy and cost of the run", title_justify="left")
+    table = Table(
+        show_header=False, title="held-out accuracy and cost of the run", title_justify="left"
+    )
     before, after = summary["warm_start_accuracy"], summary["final_accuracy"]
     table.add_row("accuracy before", _format(before, ".1%"))
     table.add_row("accuracy after", _format(after, ".1%"), style="bold")
@@ -44,14 +46,20 @@ def _make_table(summary: Summary) -> Table:
     table.add_row("training time", _format(summary["train_seconds"], ",.0f", " s"))
     table.add_row("samples per second", _format(summary["samples_per_second"], ",.1f"))
     table.add_row("weight sync, median", _format(summary["sync_seconds_median"], ".3f", " s"))
-    table.add_row("log-prob difference at start", _format(summary["step0_logprob_diff_mean"], ".1e"))
+    table.add_row(
+        "log-prob difference at start", _format(summary["step0_logprob_diff_mean"], ".1e")
+    )
     return table
 
 
 def _make_panel(row: Row) -> Panel:
     reward = _format(row["reward"], "g")
-    title = f"{row['split']} sample, step {row['step']}: reward {reward}, truth {row['ground_truth']}"
-    text = Text.assemble((row["prompt"].strip(), "dim"), "\n", row["response"].strip() or "(no text)")
+    title = (
+        f"{row['split']} sample, step {row['step']}: reward {reward}, truth {row['ground_truth']}"
+    )
+    text = Text.assemble(
+        (row["prompt"].strip(), "dim"), "\n", row["response"].strip() or "(no text)"
+    )
     color = "green" if (row["reward"] or 0) > 0 else "red"
     return Panel(text, title=Text(title), title_align="left", border_style=color)
 

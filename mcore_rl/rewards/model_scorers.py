@@ -51,7 +51,9 @@ class JudgeScorer:
         prompt = sample.prompt
         try:
             text = self._template.render(
-                prompt=next((m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), ""),
+                prompt=next(
+                    (m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), ""
+                ),
                 response=sample.text,
                 ground_truth=prompt.ground_truth,
                 messages=prompt.messages,
@@ -129,10 +131,14 @@ class RewardModelScorer:
             [value] = answer["embedding"]
             return float(value)
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"the reward model's answer is not one number: {_shown(answer)}") from None
+            raise ValueError(
+                f"the reward model's answer is not one number: {_shown(answer)}"
+            ) from None
 
 
-async def ask(question: ModelScorer, post: Post, samples: Sequence[Sample]) -> list[float | Exception]:
+async def ask(
+    question: ModelScorer, post: Post, samples: Sequence[Sample]
+) -> list[float | Exception]:
     """The number for each sample, or why there is none."""
     bodies = [_tried(question.request, sample) for sample in samples]
     sent = [i for i, body in enumerate(bodies) if not isinstance(body, Exception)]

@@ -20,7 +20,13 @@ from pebble import ProcessExpired, ProcessPool
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
-from mcore_rl.rewards.user_function import Fields, UserFunction, load_function, numbers_of, run_in_worker
+from mcore_rl.rewards.user_function import (
+    Fields,
+    UserFunction,
+    load_function,
+    numbers_of,
+    run_in_worker,
+)
 from mcore_rl.types import Sample, Scores
 
 _log = logging.getLogger(__name__)
@@ -33,7 +39,10 @@ class Scorer:
     """Scores samples by a recipe. `with Scorer(...) as scorer:` ends its processes."""
 
     def __init__(
-        self, config: RewardConfig, max_response_len: int, questions: Mapping[str, ModelScorer] | None = None
+        self,
+        config: RewardConfig,
+        max_response_len: int,
+        questions: Mapping[str, ModelScorer] | None = None,
     ) -> None:
         """`questions`: by role, what served models are asked; `connect` says where they are.
 
@@ -55,7 +64,9 @@ class Scorer:
                 " use reward.workers=0"
             )
 
-    def connect(self, posts: Mapping[str, Post], watched: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+    def connect(
+        self, posts: Mapping[str, Post], watched: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
         """`posts`: by role, how to reach the served models. `watched` runs a coroutine, them watched."""
         self._posts, self._watched = posts, watched
 
@@ -72,18 +83,24 @@ class Scorer:
             if name != "score" or len(names) > 1
         }
         penalties = [
-            overlong_penalty(len(s.response_ids), self._max_response_len, self._config) for s in samples
+            overlong_penalty(len(s.response_ids), self._max_response_len, self._config)
+            for s in samples
         ]
         if self._config.overlong_buffer_len:
             parts["overlong_penalty"] = penalties
-        rewards_N = [reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)]
+        rewards_N = [
+            reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)
+        ]
         return Scores(rewards_N, parts, errors)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._pool is not None:
             self._pool.stop()
@@ -100,7 +117,9 @@ class Scorer:
         for role, values in self._asked(samples).items():
             for i, value in enumerate(values):
                 if role in numbers[i]:
-                    errors[i] = errors[i] or f"the function gives a number {role!r}, as the {role} does"
+                    errors[i] = (
+                        errors[i] or f"the function gives a number {role!r}, as the {role} does"
+                    )
                 elif isinstance(value, Exception):
                     errors[i] = errors[i] or _told(value)
                 else:
@@ -123,7 +142,9 @@ class Scorer:
         if missing := sorted(set(self._weights) - set(numbers)):
             return self._config.error_value, f"no number {missing[0]!r} among {sorted(numbers)}"
         reward = sum(weight * numbers[name] for name, weight in self._weights.items())
-        return (reward, "") if math.isfinite(reward) else (self._config.error_value, f"it is {reward}")
+        return (
+            (reward, "") if math.isfinite(reward) else (self._config.error_value, f"it is {reward}")
+        )
 
     def _answers(self, function: UserFunction, rows: Sequence[Fields]) -> list[Answer]:
         if self._config.workers:
@@ -136,7 +157,9 @@ class Scorer:
     async def _all_at_once(self, function: UserFunction, rows: Sequence[Fields]) -> list[Answer]:
         async def one(row: Fields) -> Answer:
             try:
-                return numbers_of(await asyncio.wait_for(function.call_async(row), self._config.timeout_s))
+                return numbers_of(
+                    await asyncio.wait_for(function.call_async(row), self._config.timeout_s)
+                )
             except TimeoutError:
                 return self._too_late()
             except Exception as error:  # the user's code may raise anything
@@ -153,7 +176,9 @@ class Scorer:
                 self._pool = ProcessPool(max_workers=config.workers, context=context)
             pool = self._pool
         futures = [
-            pool.schedule(run_in_worker, args=(config.path, config.name, row), timeout=config.timeout_s)
+            pool.schedule(
+                run_in_worker, args=(config.path, config.name, row), timeout=config.timeout_s
+            )
             for row in rows
         ]
         answers: list[Answer] = []

@@ -71,7 +71,9 @@ def load_function(path: str, name: str) -> UserFunction:
     function = getattr(module, name, None)
     if not callable(function):
         names = sorted(
-            n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
+            n
+            for n, v in vars(module).items()
+            if inspect.isfunction(v) and v.__module__ == module.__name__
         )
         raise ValueError(
             f"reward.name={name}: {path} has no such function; it has {', '.join(names) or 'none'}"
@@ -84,7 +86,9 @@ def load_function(path: str, name: str) -> UserFunction:
         except TypeError:
             continue
         return UserFunction(function, takes_all, is_async)
-    raise ValueError(f"{path}:{name} must take the keyword arguments {', '.join(ONE)}, or {', '.join(ALL)}")
+    raise ValueError(
+        f"{path}:{name} must take the keyword arguments {', '.join(ONE)}, or {', '.join(ALL)}"
+    )
 
 
 def find_file(option: str, path: str) -> Path:

@@ -101,7 +101,9 @@ class RolloutClient:
         """Seconds without a request so far, mean over the engines."""
         return fmean(engine.idle_s for engine in self._engines)
 
-    async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[Sample]:
         """`RolloutSession.generate` in a session of its own."""
         async with self.open() as session:
             return await session.generate(prompts, num_samples, sampling)
@@ -151,7 +153,10 @@ class RolloutClient:
         """Have the engines end what they were asked; requests tell of an engine that does not answer."""
         for engine in self._engines:
             if engine.num_in_flight:
-                url, timeout = f"{engine.address.url}/abort_request", aiohttp.ClientTimeout(_ABORT_S)
+                url, timeout = (
+                    f"{engine.address.url}/abort_request",
+                    aiohttp.ClientTimeout(_ABORT_S),
+                )
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with http.post(url, json={"abort_all": True}, timeout=timeout):
                         pass
@@ -217,7 +222,9 @@ class RolloutSession:
     def is_held(self) -> bool:
         return not self._may_go.is_set()
 
-    async def generate(self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling) -> list[Sample]:
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[Sample]:
         """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
 
         Connection losses, timeouts and aborted requests are tried again, on another engine if there is one.
@@ -235,7 +242,9 @@ class RolloutSession:
             raise failures.exceptions[0] from None
         return [task.result() for task in started]
 
-    def _begin(self, tasks: asyncio.TaskGroup, request: Request, sampling: Sampling) -> asyncio.Task[Sample]:
+    def _begin(
+        self, tasks: asyncio.TaskGroup, request: Request, sampling: Sampling
+    ) -> asyncio.Task[Sample]:
         def done(task: asyncio.Task[Sample]) -> None:
             self.num_open -= 1
             self._on_done()

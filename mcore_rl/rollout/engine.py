@@ -72,7 +72,9 @@ class EngineSpec:
         if self.tp % self.ep:
             raise ValueError(f"ep={self.ep} does not divide tp={self.tp}")
         if self.num_nodes > 1 and self.dist_init_addr is None:
-            raise ValueError(f"num_nodes={self.num_nodes} needs dist_init_addr, host:port of node 0")
+            raise ValueError(
+                f"num_nodes={self.num_nodes} needs dist_init_addr, host:port of node 0"
+            )
 
     def arguments(self) -> list[str]:
         """The command line of mcore_rl.rollout.server, for a spec whose port is known."""
@@ -108,7 +110,9 @@ class EngineSpec:
             flags.append("--enable-return-routed-experts")
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
-        return [str(part) for item in options.items() for part in item] + flags + list(self.extra_args)
+        return (
+            [str(part) for item in options.items() for part in item] + flags + list(self.extra_args)
+        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,10 @@ class EngineProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -166,7 +173,13 @@ class EngineProcess:
         self._process = started.result()
 
     def _start_and_wait(self, started: "Future[subprocess.Popen[bytes]]") -> None:
-        command = [sys.executable, "-m", "mcore_rl.rollout.server", "--parent-pid", str(os.getpid())]
+        command = [
+            sys.executable,
+            "-m",
+            "mcore_rl.rollout.server",
+            "--parent-pid",
+            str(os.getpid()),
+        ]
         try:
             with open(self.spec.log_path, "ab") as log:
                 process = subprocess.Popen(
@@ -251,7 +264,9 @@ class EngineProcess:
 
         Raises TimeoutError naming the processes that do not go away.
         """
-        if self._process is None or self._temp_dir is None:  # once stopped, its pid may be another process's
+        if (
+            self._process is None or self._temp_dir is None
+        ):  # once stopped, its pid may be another process's
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -270,5 +285,8 @@ class EngineProcess:
 def _group_members(group_id: int) -> Iterator[int]:
     for process in psutil.process_iter(["pid", "status"]):
         with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == group_id and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if (
+                os.getpgid(process.pid) == group_id
+                and process.info["status"] != psutil.STATUS_ZOMBIE
+            ):
                 yield process.pid

@@ -64,6 +64,8 @@ class EngineHealth:
                 if reason:
                     _log.info("engine %s serves again", url)
             else:
-                self._why_out[url] = reasons.get(url) or reason or "it does not hold the current weights"
+                self._why_out[url] = (
+                    reasons.get(url) or reason or "it does not hold the current weights"
+                )
                 if self._why_out[url] != reason:
                     _log.warning("engine %s is out of rotation: %s", url, self._why_out[url])

@@ -43,7 +43,9 @@ class Request:
         return f"prompt {self.prompt.index} of {self.prompt.data_source!r}, sample {self.sample_index},"
 
 
-def make_body(request: Request, sampling: Sampling, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+def make_body(
+    request: Request, sampling: Sampling, stop_token_ids: Sequence[int]
+) -> dict[str, Any]:
     """What SGLang's /generate is sent."""
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_response_len,
@@ -53,7 +55,9 @@ def make_body(request: Request, sampling: Sampling, stop_token_ids: Sequence[int
         "stop_token_ids": list(stop_token_ids),
     }
     if sampling.seed is not None:
-        parameters["sampling_seed"] = sample_seed(sampling.seed, request.prompt.index, request.sample_index)
+        parameters["sampling_seed"] = sample_seed(
+            sampling.seed, request.prompt.index, request.sample_index
+        )
     return {
         "input_ids": request.prompt.token_ids,
         "sampling_params": parameters,
@@ -64,7 +68,9 @@ def make_body(request: Request, sampling: Sampling, stop_token_ids: Sequence[int
 
 def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     """A seed in [0, 2**63) that differs between the samples of a run."""
-    digest = hashlib.blake2b(f"{seed} {prompt_index} {sample_index}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"{seed} {prompt_index} {sample_index}".encode(), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -80,7 +86,9 @@ def make_sample(
     logprobs, logprob_ids = zip(
         *((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True
     )
-    assert logprob_ids == response_ids, f"{request} log-probs are of {logprob_ids}, tokens are {response_ids}"
+    assert logprob_ids == response_ids, (
+        f"{request} log-probs are of {logprob_ids}, tokens are {response_ids}"
+    )
     num_run = len(request.prompt.token_ids) + len(response_ids) - 1
     return Sample(
         prompt=request.prompt,

@@ -21,7 +21,9 @@ async def score_sequences(
     RolloutError names the engine and what it answered, if not that.
     """
     async with open_session(timeout_s) as http:
-        return list(await asyncio.gather(*(score_tokens(http, url, tokens, 0) for tokens in sequences)))
+        return list(
+            await asyncio.gather(*(score_tokens(http, url, tokens, 0) for tokens in sequences))
+        )
 
 
 async def score_tokens(
@@ -42,7 +44,9 @@ async def score_tokens(
                 raise kind(f"engine {url} scored nothing: HTTP {response.status}: {text[:500]}")
             answer = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise UnreachableError(f"engine {url} scored nothing: {type(error).__name__}: {error}") from error
+        raise UnreachableError(
+            f"engine {url} scored nothing: {type(error).__name__}: {error}"
+        ) from error
     # The token ids beside the log-probs prove nothing: SGLang gives the vocabulary's last one as 0.
     entries = answer["meta_info"]["input_token_logprobs"]
     if len(entries) != len(tokens) - start:

@@ -42,9 +42,17 @@ class ServedClient:
             return await asyncio.gather(*(self._one(session, slots, path, body) for body in bodies))
 
     async def _one(
-        self, session: aiohttp.ClientSession, slots: asyncio.Semaphore, path: str, body: Mapping[str, Any]
+        self,
+        session: aiohttp.ClientSession,
+        slots: asyncio.Semaphore,
+        path: str,
+        body: Mapping[str, Any],
     ) -> Any:
-        timeout_s, reason, role = self._model.config.request_timeout_s, "no answer", self._model.role
+        timeout_s, reason, role = (
+            self._model.config.request_timeout_s,
+            "no answer",
+            self._model.role,
+        )
         async with slots:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -60,9 +68,13 @@ class ServedClient:
             except ServedRequestError as error:
                 return error
             except TimeoutError:
-                return ServedRequestError(f"{role}.request_timeout_s={timeout_s:g} is over; last: {reason}")
+                return ServedRequestError(
+                    f"{role}.request_timeout_s={timeout_s:g} is over; last: {reason}"
+                )
 
-    async def _post(self, session: aiohttp.ClientSession, path: str, body: Mapping[str, Any]) -> Any:
+    async def _post(
+        self, session: aiohttp.ClientSession, path: str, body: Mapping[str, Any]
+    ) -> Any:
         engine = self._pick()
         self._in_flight[engine.url] += 1
         try:

@@ -44,7 +44,9 @@ def check_served_path(role: str, config: ServedModelConfig) -> None:
     needed = ["config.json", *(["tokenizer_config.json"] if role in TAKES_TEXT else [])]
     for name in needed:
         if not (folder / name).is_file():
-            raise ValueError(f"{role}.path={config.path}: there is no {name}; name a HuggingFace directory")
+            raise ValueError(
+                f"{role}.path={config.path}: there is no {name}; name a HuggingFace directory"
+            )
 
 
 def find_served(role: str, config: ServedModelConfig) -> ServedEndpoint:
@@ -55,7 +57,9 @@ def find_served(role: str, config: ServedModelConfig) -> ServedEndpoint:
     url = config.url.rstrip("/").removesuffix("/v1")
     key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
     if config.api_key_env and not key:
-        raise ValueError(f"{role}.api_key_env={config.api_key_env}: there is no such environment variable")
+        raise ValueError(
+            f"{role}.api_key_env={config.api_key_env}: there is no such environment variable"
+        )
     names = _listed_models(f"{url}/v1/models", role, config, key)
     if not names or config.url_model not in ("", *names):
         raise ValueError(
@@ -63,7 +67,9 @@ def find_served(role: str, config: ServedModelConfig) -> ServedEndpoint:
             f" {', '.join(names) or 'none'}; set {role}.url_model"
         )
     address = EngineAddress(url, _NOT_OURS)
-    return ServedEndpoint(role, config, (address,), EngineHealth([url]), config.url_model or names[0], key)
+    return ServedEndpoint(
+        role, config, (address,), EngineHealth([url]), config.url_model or names[0], key
+    )
 
 
 def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> list[str]:

@@ -11,10 +11,14 @@ def staleness_metrics(
 ) -> dict[str, float]:
     """Of samples that weights `version` train on; fails if one is older than `bound` allows (None: any)."""
     ages = [
-        version - min(span.version for span in sample.versions) for sample in samples if sample.response_ids
+        version - min(span.version for span in sample.versions)
+        for sample in samples
+        if sample.response_ids
     ]
     if bound is not None:
-        assert max(ages, default=0) <= bound, f"samples of age {ages} for version {version}, bound {bound}"
+        assert max(ages, default=0) <= bound, (
+            f"samples of age {ages} for version {version}, bound {bound}"
+        )
     partial = sum(len({span.version for span in sample.versions}) > 1 for sample in samples)
     return {
         "staleness/mean": fmean(ages) if ages else 0.0,

@@ -34,11 +34,14 @@ class Teacher:
 
     async def _score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         slots = asyncio.Semaphore(self._served.config.max_concurrency * len(self._served.engines))
-        async with open_session(None, self._served.headers) as http:  # _in_time has a limit for all tries
+        async with open_session(
+            None, self._served.headers
+        ) as http:  # _in_time has a limit for all tries
             try:
                 async with asyncio.TaskGroup() as tasks:
                     started = [
-                        tasks.create_task(self._in_time(http, slots, i, s)) for i, s in enumerate(samples)
+                        tasks.create_task(self._in_time(http, slots, i, s))
+                        for i, s in enumerate(samples)
                     ]
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
@@ -84,7 +87,9 @@ class Vocabulary(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
 
-def check_same_vocabulary(ours: Vocabulary, theirs: Vocabulary, model_path: str, teacher_path: str) -> None:
+def check_same_vocabulary(
+    ours: Vocabulary, theirs: Vocabulary, model_path: str, teacher_path: str
+) -> None:
     """ValueError unless every token has the same id in both: a teacher is asked about token ids."""
     here, there = ours.get_vocab(), theirs.get_vocab()
     differ = sorted(token for token in {**here, **there} if here.get(token) != there.get(token))

@@ -54,7 +54,9 @@ def run_train(config: Config) -> None:
     inputs = read_train_inputs(config)
     prompts, scorer, advantages = inputs.prompts, inputs.scorer, inputs.advantages
     served = ("judge", "reward_model", "teacher")
-    run = _run(config, with_engines=True, with_trainer=True, with_critic=config.has_critic, served=served)
+    run = _run(
+        config, with_engines=True, with_trainer=True, with_critic=config.has_critic, served=served
+    )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
         trainer, critic, gpus = started.trainer, started.critic, started.gpus
@@ -115,7 +117,9 @@ def run_dpo(config: Config) -> None:
     stream = PreferenceStream(load_pairs(options.data, tokenizer, options.max_len), config.run.seed)
     held_out = load_pairs(options.held_out, tokenizer, options.max_len) if options.held_out else []
     batches = batches_of(held_out, options.batch_size)
-    loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference))
+    loss = make_policy_loss(
+        AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
+    )
     with _run(config, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         trainer.wait_built()
@@ -123,7 +127,9 @@ def run_dpo(config: Config) -> None:
             trainer.snapshot_reference()
         start_step = resume(trainer, {"pairs": stream}, newest)
         with make_log(config, folder, options.steps, start_step) as log:
-            optimise_preferences(config, stream, batches, pack(config, trainer, folder), log, start_step)
+            optimise_preferences(
+                config, stream, batches, pack(config, trainer, folder), log, start_step
+            )
         finish_training(config, trainer, folder)
     print(folder.export)
 
@@ -145,7 +151,9 @@ def run_pairs(config: Config) -> None:
         generator = EngineGenerator(client, config.rollout, processes.watched)
         for name, prompts in splits.items():
             if prompts:
-                rows = sample_pairs(generator, scorer, prompts, num_samples, num_pairs, config.run.seed)
+                rows = sample_pairs(
+                    generator, scorer, prompts, num_samples, num_pairs, config.run.seed
+                )
                 write_pairs(rows, folder.path / f"{name}.parquet", len(prompts))
 
 
@@ -161,7 +169,9 @@ def run_eval(config: Config) -> None:
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with make_log(config, folder, None, 0) as log:
-            metrics, samples, scores = evaluate(generator, held_out, scorer, config.eval, config.run.seed)
+            metrics, samples, scores = evaluate(
+                generator, held_out, scorer, config.eval, config.run.seed
+            )
             log.log(0, metrics)
             log.log_samples(0, samples, scores, split="eval")
     print(folder.path)

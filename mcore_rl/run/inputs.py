@@ -81,7 +81,9 @@ def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
             )
         open_hf_dir(path)
         if carried := sorted(carried_tensors(path, hf_config)):
-            print(f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ...")
+            print(
+                f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ..."
+            )
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -98,8 +100,14 @@ def without_replay(config: Config) -> Config:
     return replace(config, train=train)
 
 
-def load_split(config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    return load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong) if files else []
+def load_split(
+    config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    return (
+        load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong)
+        if files
+        else []
+    )
 
 
 def make_scorer(config: Config) -> Scorer:
@@ -130,7 +138,9 @@ def check_critic(config: Config) -> None:
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     path = config.teacher.path
     try:
-        check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(path), config.model.path, path)
+        check_same_vocabulary(
+            tokenizer, AutoTokenizer.from_pretrained(path), config.model.path, path
+        )
     except OSError as error:
         raise ValueError(f"teacher.path={path}: no tokenizer there ({error})") from None
 

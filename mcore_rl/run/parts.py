@@ -47,7 +47,9 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
     return served
 
 
-def make_client(config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase) -> RolloutClient:
+def make_client(
+    config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
+) -> RolloutClient:
     """Waits for the engines."""
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -55,13 +57,22 @@ def make_client(config: Config, engines: EngineGroup, tokenizer: PreTrainedToken
 
     stop = tokenizer.eos_token_id
     if not isinstance(stop, int):
-        raise ValueError(f"the tokenizer in {config.model.path} has no eos_token: responses would never stop")
+        raise ValueError(
+            f"the tokenizer in {config.model.path} has no eos_token: responses would never stop"
+        )
     return RolloutClient(
-        engines.wait_built(), config.rollout, [stop], decode, experts_shape(config), engines.rotation
+        engines.wait_built(),
+        config.rollout,
+        [stop],
+        decode,
+        experts_shape(config),
+        engines.rotation,
     )
 
 
-def pack(config: Config, trainer: TrainerGroup, folder: RunFolder, temperature: float = 1.0) -> PackedTrainer:
+def pack(
+    config: Config, trainer: TrainerGroup, folder: RunFolder, temperature: float = 1.0
+) -> PackedTrainer:
     return PackedTrainer(
         trainer,
         folder,
@@ -86,7 +97,9 @@ def make_teacher(
     return SharingScorer(Teacher(served["teacher"], watched), ("teacher",), gpus)
 
 
-def make_sync(config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]) -> EngineSync:
+def make_sync(
+    config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]
+) -> EngineSync:
     """What brings the trainer's weights to the engines and sees that they compute alike."""
     timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
     sync_controller = SyncController(
@@ -116,7 +129,9 @@ def sample_beside(
         return nullcontext()
     version = WeightVersion(start_step)
     watched, start = processes.watched, processes.start_watched
-    return BackgroundSampler(config, version, prompts, client, scorer, watched, start, weights.revive)
+    return BackgroundSampler(
+        config, version, prompts, client, scorer, watched, start, weights.revive
+    )
 
 
 def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
@@ -135,7 +150,9 @@ def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
     return state["step"]
 
 
-def make_log(config: Config, folder: RunFolder, total_steps: int | None, start_step: int) -> MetricsLogger:
+def make_log(
+    config: Config, folder: RunFolder, total_steps: int | None, start_step: int
+) -> MetricsLogger:
     log = config.log
     return MetricsLogger(
         folder.path,

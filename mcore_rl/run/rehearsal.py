@@ -72,11 +72,17 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         ),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
-        train=replace(config.train, max_tokens_per_microbatch=MAX_TOKENS, mini_batches=mini_batches),
+        train=replace(
+            config.train, max_tokens_per_microbatch=MAX_TOKENS, mini_batches=mini_batches
+        ),
         critic=replace(critic, mini_batches=min(critic.mini_batches, SMALLEST), warmup_steps=0),
-        data=replace(config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN),
+        data=replace(
+            config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
+        ),
         rollout=replace(
-            _smallest_engines(config.rollout, parallel.world_size if config.cluster.colocated else None),
+            _smallest_engines(
+                config.rollout, parallel.world_size if config.cluster.colocated else None
+            ),
             prompts_per_step=PROMPTS if is_group else PROMPTS * SAMPLES,
             samples_per_prompt=SAMPLES if is_group else 1,
             max_response_len=MAX_RESPONSE_LEN,
@@ -88,7 +94,9 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             workers=min(config.reward.workers, 1),
             overlong_buffer_len=min(config.reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
         ),
-        eval=replace(config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1),
+        eval=replace(
+            config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
+        ),
         cluster=replace(config.cluster, cpus_per_rank=0.1, object_store_mib=128),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
@@ -156,7 +164,11 @@ def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
 def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """config.json of a model of the same family with `num_layers` layers, of which at most one is dense."""
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
-    tiny |= {"vocab_size": len(vocabulary()), "num_hidden_layers": num_layers, "num_nextn_predict_layers": 0}
+    tiny |= {
+        "vocab_size": len(vocabulary()),
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": 0,
+    }
     if hf_config.get("num_key_value_heads") == hf_config["num_attention_heads"]:
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     if (hf_config.get("n_group") or 1) > 1:

@@ -23,7 +23,9 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
     if not (path / ".metadata").is_file():
         refuse_unsupported(unquantised(parse_hf_config(path)), path / "config.json")
         if not (path / "tokenizer_config.json").is_file():
-            raise ValueError(f"{path} has no tokenizer_config.json: chats need the model's tokenizer")
+            raise ValueError(
+                f"{path} has no tokenizer_config.json: chats need the model's tokenizer"
+            )
         return path
     merged = path.with_name(f"{path.name}_hf")
     if (merged / "config.json").is_file():
@@ -77,5 +79,7 @@ def ask(engine: EngineProcess, question: str) -> str:
     except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
         raise RuntimeError(f"{engine.name} answered no chat completion: {error}") from error
     if not answer:
-        raise RuntimeError(f"{engine.name} answered a chat completion with nothing; log:\n{engine.tail()}")
+        raise RuntimeError(
+            f"{engine.name} answered a chat completion with nothing; log:\n{engine.tail()}"
+        )
     return answer

@@ -55,7 +55,14 @@ def _enter_namespaces() -> None:
             _write_maps(this, maps)
         os._exit(0)
     os.close(unshared)
-    spaces = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+    spaces = (
+        _CLONE_NEWUSER
+        | _CLONE_NEWNS
+        | _CLONE_NEWPID
+        | _CLONE_NEWNET
+        | _CLONE_NEWIPC
+        | _CLONE_NEWUTS
+    )
     _check(_libc.unshare(spaces), "unshare")
     if not is_root:
         _write_maps(this, maps)
@@ -106,7 +113,12 @@ def _make_read_only(target: str) -> None:
     """With all that is mounted below. Linux 5.12."""
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     result = _libc.syscall(
-        _SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, ctypes.sizeof(attributes)
+        _SYS_MOUNT_SETATTR,
+        _AT_FDCWD,
+        target.encode(),
+        _AT_RECURSIVE,
+        attributes,
+        ctypes.sizeof(attributes),
     )
     _check(result, f"mount_setattr {target}")
 

@@ -106,7 +106,12 @@ def _job(source: str, root: Path, stdin: Path, limits: Limits, report_fd: int) -
 @lru_cache
 def _folders() -> list[str]:
     """What the interpreter needs to see, shortest first: the system's libraries, Python and its packages."""
-    wanted = {*_SYSTEM_FOLDERS, sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
+    wanted = {
+        *_SYSTEM_FOLDERS,
+        sys.prefix,
+        sys.base_prefix,
+        str(Path(sys.executable).resolve().parents[1]),
+    }
     return sorted((folder for folder in wanted if os.path.isdir(folder)), key=len)
 
 

@@ -31,7 +31,9 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop) or not all(map(lt, self.start, self.stop)):
-            raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose nothing")
+            raise ValueError(
+                f"box of {self.name}: start {self.start} and stop {self.stop} enclose nothing"
+            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,9 +60,13 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     start, stop = list(box.start), list(box.stop)
     for axis in range(len(start)):
         if start[axis] < hole.start[axis]:
-            rest.append(Box(box.name, tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :])))
+            rest.append(
+                Box(box.name, tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :]))
+            )
         if hole.stop[axis] < stop[axis]:
-            rest.append(Box(box.name, (*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop)))
+            rest.append(
+                Box(box.name, (*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop))
+            )
         start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
     return rest
 
@@ -89,11 +95,15 @@ class Shard:
         """The part of this shard that holds `box`, which must lie inside it."""
         assert self.box.intersect(box) == box, f"{box} is not inside {self.box}"
         steps = (b - a for a, b in zip(self.box.start, box.start, strict=True))
-        offset = self.offset + sum(n * stride for n, stride in zip(steps, self.strides, strict=True))
+        offset = self.offset + sum(
+            n * stride for n, stride in zip(steps, self.strides, strict=True)
+        )
         return Shard(box, self.tensor, offset, self.strides, self.dtype)
 
     def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
         """The shard's elements, shape `box.shape`, as a view of the contiguous tensor that holds them."""
         tensor = tensors[self.tensor]
         assert tensor.is_contiguous(), f"{self.tensor} is not contiguous"
-        return tensor.as_strided(self.box.shape, self.strides, tensor.storage_offset() + self.offset)
+        return tensor.as_strided(
+            self.box.shape, self.strides, tensor.storage_offset() + self.offset
+        )

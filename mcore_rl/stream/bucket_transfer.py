@@ -50,7 +50,8 @@ class Arrivals:
         """The sums of bucket `index`, once it is there; TransferError if it does not come."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._sums) > index or self._failure, max(0.0, deadline_s - time.monotonic())
+                lambda: len(self._sums) > index or self._failure,
+                max(0.0, deadline_s - time.monotonic()),
             )
             if len(self._sums) > index:
                 return self._sums[index]
@@ -169,7 +170,10 @@ class BucketTransfer:
                 far[device].append(bucket.num_words)
         slots = {
             device: cycle(
-                [torch.zeros(max(sizes), dtype=torch.int64, device=device) for _ in sizes[:NUM_SLOTS]]
+                [
+                    torch.zeros(max(sizes), dtype=torch.int64, device=device)
+                    for _ in sizes[:NUM_SLOTS]
+                ]
             )
             for device, sizes in far.items()
         }
@@ -177,7 +181,9 @@ class BucketTransfer:
             next(slots[device])[: bucket.num_words]
             if memory is None
             else memory[start : start + bucket.num_words]
-            for bucket, memory, device, start in zip(self._buckets, shared, devices, starts, strict=True)
+            for bucket, memory, device, start in zip(
+                self._buckets, shared, devices, starts, strict=True
+            )
         ]
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:

@@ -101,13 +101,18 @@ def plan_buckets(
     Every rank that works through its own buckets in the order given here makes progress: the order is
     the same on both ends of each pair, and the first unfinished message of all is first in line on both.
     """
-    buckets = [bucket for pair, own in flows.items() for bucket in _pair_buckets(pair, own, bucket_bytes)]
+    buckets = [
+        bucket for pair, own in flows.items() for bucket in _pair_buckets(pair, own, bucket_bytes)
+    ]
     return sorted(
-        buckets, key=lambda b: (b.index, (b.target_rank - b.source_rank) % num_targets, b.source_rank)
+        buckets,
+        key=lambda b: (b.index, (b.target_rank - b.source_rank) % num_targets, b.source_rank),
     )
 
 
-def _pair_buckets(pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int) -> list[Bucket]:
+def _pair_buckets(
+    pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int
+) -> list[Bucket]:
     groups: list[list[Slice]] = [[]]
     filled_bytes = 0
     for parts in _bounded(slices, bucket_bytes):
@@ -171,7 +176,9 @@ def holdings(bucket: Bucket, shards: Mapping[str, Sequence[Shard]]) -> list[Hold
                 within = tuple(slice(start - first, stop - first) for start, stop, first in steps)
                 found.append(Holding(i, within, shard.within(common)))
                 num_held += common.numel
-        assert num_held >= box.numel, f"{box} is planned, but only {num_held} elements of it are here"
+        assert num_held >= box.numel, (
+            f"{box} is planned, but only {num_held} elements of it are here"
+        )
     return found
 
 
@@ -231,7 +238,9 @@ class PlacedBucket:
         first_word = bucket.pieces[0].first_word
         ends = [piece.first_word // ROW_WORDS + piece.num_rows - 1 for piece in bucket.pieces]
         self._last_rows_P = torch.tensor(ends, device=words_W.device)
-        self._checksums = Checksums(first_word, [piece.num_rows for piece in bucket.pieces], words_W.device)
+        self._checksums = Checksums(
+            first_word, [piece.num_rows for piece in bucket.pieces], words_W.device
+        )
 
     @property
     def message_u8(self) -> Tensor:
@@ -264,7 +273,9 @@ class PlacedBucket:
         bucket = self.bucket
         if self._message_W is not self._words_W:
             self._words_W.copy_(self._message_W)
-        told_W = torch.cat((self._words_W[: self._sums_at.stop], self._checksums(self._words_W))).cpu()
+        told_W = torch.cat(
+            (self._words_W[: self._sums_at.stop], self._checksums(self._words_W))
+        ).cpu()
         header = told_W[:_HEADER_WORDS].tolist()
         if header != [version, bucket.index]:
             raise TransferError(

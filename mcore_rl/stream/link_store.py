@@ -56,7 +56,9 @@ class LinkStore:
     @staticmethod
     def open(link: Link, *, waits_for_orders: bool = False) -> "LinkStore":
         timeout = _FOREVER if waits_for_orders else timedelta(seconds=link.timeout_s)
-        return LinkStore(TcpStore(link.store_host, link.store_port, is_master=False, timeout=timeout))
+        return LinkStore(
+            TcpStore(link.store_host, link.store_port, is_master=False, timeout=timeout)
+        )
 
     @property
     def port(self) -> int:
@@ -93,7 +95,9 @@ class LinkStore:
             if failure is None and time.monotonic() < deadline_s:
                 continue
             missing = [
-                names[r] for r, key in zip(ranks, keys, strict=True) if not self.tcp_store.check([key])
+                names[r]
+                for r, key in zip(ranks, keys, strict=True)
+                if not self.tcp_store.check([key])
             ]
             waited_s = time.monotonic() - began_s
             message = f"{waiting} waited {waited_s:.1f} s for the {what} of {', '.join(missing)}"
@@ -122,7 +126,9 @@ class LinkStore:
     def failure(self) -> str | None:
         """The first failure that a rank of the link told of, if any."""
         try:
-            return self.tcp_store.get(_FAILURE).decode() if self.tcp_store.check([_FAILURE]) else None
+            return (
+                self.tcp_store.get(_FAILURE).decode() if self.tcp_store.check([_FAILURE]) else None
+            )
         except RuntimeError as error:
             return f"the controller's store is gone ({error})"
 

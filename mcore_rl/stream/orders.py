@@ -75,7 +75,9 @@ class _Follower:
         return report
 
     @torch.no_grad()
-    def _pass_on(self, link: Link, version: int, tensors: Mapping[str, Tensor], arrivals: Arrivals) -> None:
+    def _pass_on(
+        self, link: Link, version: int, tensors: Mapping[str, Tensor], arrivals: Arrivals
+    ) -> None:
         """A failure is the next engine's, which then gets its slices from the trainer ranks."""
         passage, self._downstream = self._downstream, None
         try:
@@ -85,7 +87,9 @@ class _Follower:
             passage = passage or self._connection.open_passage(link)
             passage.send(version, tensors, time.monotonic() + link.timeout_s, arrivals)
         except (TransferError, RuntimeError) as error:
-            logger.warning("version %d is not passed on to engine %s: %s", version, link.engine, error)
+            logger.warning(
+                "version %d is not passed on to engine %s: %s", version, link.engine, error
+            )
             if passage is not None:
                 passage.close()
         else:
@@ -116,7 +120,9 @@ def attempt(name: str, work: Callable[[], Report]) -> Report:
         return work()
     except Exception as error:
         logger.exception("weight update failed")
-        message = str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error) if isinstance(error, TransferError) else f"{type(error).__name__}: {error}"
+        )
         lost = isinstance(error, TransferError) and error.peer_lost
         return Report(name, seconds=time.monotonic() - began_s, error=message, peer_lost=lost)
 

@@ -87,11 +87,17 @@ class PlanHandshake:
             return None
         with self._store.errors_published("layout check", self._rank):
             found = self._check_recorded(make_shards)
-            self._store.publish("layout check", self._rank, found.encode() if isinstance(found, str) else b"")
-        problems = [data.decode() for data in self._collect("layout check", range(len(self._link.names)))]
+            self._store.publish(
+                "layout check", self._rank, found.encode() if isinstance(found, str) else b""
+            )
+        problems = [
+            data.decode() for data in self._collect("layout check", range(len(self._link.names)))
+        ]
         wrong = [f"{n}: {p}" for n, p in zip(self._link.names, problems, strict=True) if p]
         if wrong:
-            logger.warning("shards are listed, as recorded layouts are wrong for %s", "; ".join(wrong))
+            logger.warning(
+                "shards are listed, as recorded layouts are wrong for %s", "; ".join(wrong)
+            )
             return None
         assert not isinstance(found, str)
         return found
@@ -119,7 +125,9 @@ class PlanHandshake:
             shards = make_shards(hf_tensors(held))
             self._store.publish("layout", self._rank, encode_shards(shards))
         encoded = self._collect("layout", range(len(self._link.names)))
-        digest = hashlib.sha256(b"".join(hashlib.sha256(data).digest() for data in encoded)).hexdigest()
+        digest = hashlib.sha256(
+            b"".join(hashlib.sha256(data).digest() for data in encoded)
+        ).hexdigest()
         lists = [decode_shards(data) for data in encoded]
         source, target = ListedLayout(lists[:num_senders]), ListedLayout(lists[num_senders:])
         return _Found(shards, source, target, "listed", digest)
@@ -140,7 +148,9 @@ class PlanHandshake:
             self._store.publish("plan", self._rank, json.dumps(digests).encode())
         self._compare(digests)
         pairs = {tuple(sorted((self._rank, peer))): flow for peer, flow in flows.items()}
-        return {(sender, receiver - num_senders): f.slices for (sender, receiver), f in pairs.items()}
+        return {
+            (sender, receiver - num_senders): f.slices for (sender, receiver), f in pairs.items()
+        }
 
     def _find_hosts(self) -> ListedHosts:
         """Ranks on one machine prefer one another."""

@@ -56,13 +56,17 @@ class WeightReceiver:
             if action == "connect":
                 return self._connect(link, rank, load_weights, tensors)
             if self._connection is None or self._link != link:
-                raise TransferError(f"engine {link.engine} is not connected by this link; connect it again")
+                raise TransferError(
+                    f"engine {link.engine} is not connected by this link; connect it again"
+                )
             assert version is not None, f"{action} needs a version"
             if action == "swap":
                 assert self._staging is not None, "only a staged link is swapped"
                 self._staging.swap(version, tensors)
                 return Report(link.names[rank], self._connection.digest)
-            assert not link.staged, "what is received over a staged link is ordered through its store"
+            assert not link.staged, (
+                "what is received over a staged link is ordered through its store"
+            )
             return self._connection.receive(version, tensors, link.timeout_s)
 
         report = attempt(link.names[rank], work)
@@ -86,7 +90,9 @@ class WeightReceiver:
         self._store = LinkStore.open(link)
 
         def trace(hf_tensors: HfTensors) -> Sequence[Shard]:
-            typed = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()}
+            typed = {
+                name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()
+            }
             return trace_load_weights(load_weights, typed, tensors)
 
         device = common_device(tensors.values())
@@ -128,7 +134,11 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 def _loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Those that a checkpoint fills; SGLang marks the others, such as the scales of its KV cache."""
     parameters = model.named_parameters()
-    return {name: tensor for name, tensor in parameters if not getattr(tensor, "_skip_weight_check", False)}
+    return {
+        name: tensor
+        for name, tensor in parameters
+        if not getattr(tensor, "_skip_weight_check", False)
+    }
 
 
 def _connect_beside(

@@ -61,7 +61,9 @@ class WeightSender:
             raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
         if len(engines) == 1:
             return {engines[0]: self._send_to(engines[0], version, timeout_s)}
-        with ThreadPoolExecutor(max_workers=max(1, len(engines)), thread_name_prefix="weights") as pool:
+        with ThreadPoolExecutor(
+            max_workers=max(1, len(engines)), thread_name_prefix="weights"
+        ) as pool:
             reports = pool.map(lambda engine: self._send_to(engine, version, timeout_s), engines)
             return dict(zip(engines, reports, strict=True))
 

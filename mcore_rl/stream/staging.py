@@ -14,7 +14,9 @@ class Staging:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         with torch.inference_mode(False):
-            self.tensors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+            self.tensors = {
+                name: parameter.detach().clone() for name, parameter in parameters.items()
+            }
         self.version: int | None = None
         """What `tensors` holds whole, if anything."""
 
@@ -25,7 +27,9 @@ class Staging:
         and so does a parameter that shares its memory with others.
         """
         if self.version != version:
-            raise TransferError(f"version {version} is to be swapped in, but {self.version} is staged")
+            raise TransferError(
+                f"version {version} is to be swapped in, but {self.version} is staged"
+            )
         self.version = None
         for name, parameter in parameters.items():
             staged = self.tensors[name]

@@ -41,7 +41,9 @@ class _Run:
 class Checksums:
     """Checksums of slices that lie end to end, each padded to whole rows."""
 
-    def __init__(self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST) -> None:
+    def __init__(
+        self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
+    ) -> None:
         """`num_rows`: of each slice, in order; runs of equal slices are summed in one pass, on `device`."""
         self._multipliers_W = _multipliers(device)
         self._runs = []
@@ -56,5 +58,7 @@ class Checksums:
 
     def _sums(self, words_W: Tensor, run: _Run) -> Tensor:
         num_words = run.count * run.num_rows * ROW_WORDS
-        block = words_W[run.first_word : run.first_word + num_words].view(run.count, run.num_rows, ROW_WORDS)
+        block = words_W[run.first_word : run.first_word + num_words].view(
+            run.count, run.num_rows, ROW_WORDS
+        )
         return (block.sum(1) * self._multipliers_W).sum(1)

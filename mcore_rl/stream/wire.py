@@ -48,7 +48,10 @@ class Link:
             sending = [f"rank {rank} of engine {self.upstream}" for rank in senders]
         else:
             sending = [f"trainer rank {rank}" for rank in senders]
-        return (*sending, *(f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)))
+        return (
+            *sending,
+            *(f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)),
+        )
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,10 @@ def decode_report(data: bytes) -> Report:
 
 def encode_shards(shards: Sequence[Shard]) -> bytes:
     """Columns of JSON, deflated: a layout repeats the same few strides and dtypes thousands of times."""
-    rows = [(s.box.name, s.box.start, s.box.stop, s.tensor, s.offset, s.strides, s.dtype) for s in shards]
+    rows = [
+        (s.box.name, s.box.start, s.box.stop, s.tensor, s.offset, s.strides, s.dtype)
+        for s in shards
+    ]
     return zlib.compress(json.dumps(list(zip(*rows, strict=True))).encode(), level=1)
 
 

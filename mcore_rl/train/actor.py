@@ -50,13 +50,19 @@ class Actor(TrainedModel):
             report = {"logprobs": logprobs_T}
             if sum_squares:
                 group, size = ps.get_tensor_model_parallel_group(), self.hf_config["vocab_size"]
-                report["sum_squares"] = vocab_parallel_sum_squares(logits_TV, group, size, temperature)
+                report["sum_squares"] = vocab_parallel_sum_squares(
+                    logits_TV, group, size, temperature
+                )
             return logits_TV.new_zeros(()), report
 
         batches = self._rank_batches(microbatches)
         with self._reference_weights() if reference else nullcontext():
-            replay, record = (self._replay == mode and not reference for mode in ("engine", "old_pass"))
-            reports, records = self._run(batches, output, forward_only=True, replay=replay, record=record)
+            replay, record = (
+                self._replay == mode and not reference for mode in ("engine", "old_pass")
+            )
+            reports, records = self._run(
+                batches, output, forward_only=True, replay=replay, record=record
+            )
         if not on_last_stage():
             return None
         scores = []
@@ -76,7 +82,12 @@ class Actor(TrainedModel):
         return scores if rank_coordinate().owns_output else None
 
     def train_step(
-        self, microbatches: Sequence[TrainBatch], loss_fn: TokenLoss, *, temperature: float, num_tokens: int
+        self,
+        microbatches: Sequence[TrainBatch],
+        loss_fn: TokenLoss,
+        *,
+        temperature: float,
+        num_tokens: int,
     ) -> StepStats | None:
         """One optimizer step on sum(loss_weights * loss); stats on the owning rank, None on the others.
 
@@ -88,7 +99,11 @@ class Actor(TrainedModel):
             loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch, _sequence_sum(batch))
             assert batch.batch.loss_weights_T is not None
             loss = (loss_T * batch.batch.loss_weights_T).sum()
-            report = {"loss": loss.detach().clone(), "metrics": metrics_T, "logprobs": logprobs_T.detach()}
+            report = {
+                "loss": loss.detach().clone(),
+                "metrics": metrics_T,
+                "logprobs": logprobs_T.detach(),
+            }
             return loss * num_tokens, report
 
         replay = self._replay != "none"
@@ -123,7 +138,9 @@ class Actor(TrainedModel):
             report = {**report, "metrics": {**report["metrics"], **attributed}}
         return super()._sums(report, batch, record)
 
-    def _logprobs(self, batch: RankBatch, logits_TV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, batch: RankBatch, logits_TV: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         group = ps.get_tensor_model_parallel_group()
         return vocab_parallel_logprobs(
             logits_TV, batch.labels_T, group, self.hf_config["vocab_size"], temperature

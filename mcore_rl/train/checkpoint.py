@@ -29,7 +29,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import device, synchronize
-from mcore_rl.slices.hf.checksums import FileSums, read_manifest, sum_file, sum_small_files, write_manifest
+from mcore_rl.slices.hf.checksums import (
+    FileSums,
+    read_manifest,
+    sum_file,
+    sum_small_files,
+    write_manifest,
+)
 from mcore_rl.train.rng import rng_state, set_rng_state
 
 INCOMPLETE = ".incomplete"
@@ -95,7 +101,9 @@ class Checkpointer:
         state = self._state
         common = dist_checkpointing.load_common_state_dict(str(folder))
         same_layout = common["layout"] == _layout(state.parallel)
-        sharded = _sharded_state(state, is_loading=True) | ({"rng": _rng_object()} if same_layout else {})
+        sharded = _sharded_state(state, is_loading=True) | (
+            {"rng": _rng_object()} if same_layout else {}
+        )
         if "optimizer" not in common:
             del sharded["optimizer"]
         loaded = dist_checkpointing.load(sharded, str(folder))
@@ -137,7 +145,9 @@ def _rng_object() -> ShardedObject:
 
 
 def _layout(parallel: ParallelConfig) -> dict[str, Any]:
-    return {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp_size")}
+    return {
+        name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp_size")
+    }
 
 
 def start_save(sharded: dict[str, Any], folder: Path) -> "Save":
@@ -164,7 +174,9 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self._in_use = in_use
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any
+    ) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
         if request.async_fn is None:  # nothing to write on this rank
             return request

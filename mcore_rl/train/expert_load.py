@@ -38,11 +38,16 @@ class StepLoad:
         Collective over all ranks, which hold other layers (PP) or other tokens (TP, CP, DP).
         """
         zeros = torch.zeros(self._shape[0], dtype=torch.float64, device=device())
-        parts = [self._load_LE.double(), *(self._losses.get(name, zeros)[:, None] for name in loss_names)]
+        parts = [
+            self._load_LE.double(),
+            *(self._losses.get(name, zeros)[:, None] for name in loss_names),
+        ]
         whole = torch.cat(parts, dim=1)
         dist.all_reduce(whole)
         load_LE, *losses = whole.split([self._shape[1], *[1] * len(loss_names)], dim=1)
-        return load_LE, {name: loss.sum().item() for name, loss in zip(loss_names, losses, strict=True)}
+        return load_LE, {
+            name: loss.sum().item() for name, loss in zip(loss_names, losses, strict=True)
+        }
 
 
 def load_metrics(load_LE: Tensor, moe_layers: Sequence[int]) -> Mapping[str, float]:

@@ -75,7 +75,9 @@ def _plan_round(
 
 
 @torch.no_grad()
-def exchange(plan: SlicePlan, rank: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+def exchange(
+    plan: SlicePlan, rank: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
+) -> None:
     """Carry out this rank's part of a plan between the ranks of the default group, one message per peer."""
     inboxes = []
     for peer, transfers in _by_peer(plan.recvs(rank), "source_rank"):
@@ -103,7 +105,9 @@ def exchange(plan: SlicePlan, rank: int, source: Mapping[str, Tensor], target: M
 
 def _by_peer(transfers: Sequence[Transfer], attribute: str) -> list[tuple[int, list[Transfer]]]:
     ordered = sorted(transfers, key=lambda t: getattr(t, attribute))
-    return [(peer, list(group)) for peer, group in groupby(ordered, key=lambda t: getattr(t, attribute))]
+    return [
+        (peer, list(group)) for peer, group in groupby(ordered, key=lambda t: getattr(t, attribute))
+    ]
 
 
 def _bytes_of(transfer: Transfer, source: Mapping[str, Tensor]) -> Tensor:

@@ -23,7 +23,9 @@ def with_halves(linear: type) -> type:
     class AlternatingLinear(_Alternating, linear):
         def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
             out, bias = super().forward(*args, **kwargs)
-            assert bias is None, "the bias belongs to the rows as they are: it has to be added before"
+            assert bias is None, (
+                "the bias belongs to the rows as they are: it has to be added before"
+            )
             return out.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), None
 
     return AlternatingLinear

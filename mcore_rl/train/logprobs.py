@@ -13,7 +13,11 @@ FAR_BELOW = -1e30
 
 
 def vocab_parallel_logprobs(
-    logits_TV: Tensor, targets_T: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """float32 (log-prob of each target [T], entropy [T]) of softmax(logits / temperature) over the ranks
     of `group`.
@@ -34,7 +38,9 @@ def vocab_parallel_sum_squares(
     x[:, num_real:] = FAR_BELOW
     x -= _reduce(x.amax(-1), dist.ReduceOp.MAX, group)[:, None]
     exp = x.exp_()
-    total, squares = _reduce(torch.stack([exp.sum(-1), exp.square().sum(-1)]), dist.ReduceOp.SUM, group)
+    total, squares = _reduce(
+        torch.stack([exp.sum(-1), exp.square().sum(-1)]), dist.ReduceOp.SUM, group
+    )
     return squares / total.square()
 
 

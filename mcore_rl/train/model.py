@@ -41,7 +41,8 @@ def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | 
         vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
-        share_embeddings_and_output_weights=not value_head and hf_config.get("tie_word_embeddings", False),
+        share_embeddings_and_output_weights=not value_head
+        and hf_config.get("tie_word_embeddings", False),
         parallel_output=True,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),

@@ -25,7 +25,9 @@ WEIGHTS, TRAINING = "weights", "training"
 class DeviceMemory:
     """Of one rank's model chunks and their optimizer; at first all of it is held."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
+    ) -> None:
         weights = _storages(local_tensors(chunks).values())
         training = _storages([*_optimizer_tensors(optimizer), *_gradients(chunks)])
         known = {memory.key for memory in weights}
@@ -88,7 +90,11 @@ def _storages(tensors: Iterable[Tensor]) -> list[_Memory]:
 
 
 def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    return [buffer.grad_data for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    return [
+        buffer.grad_data
+        for chunk in chunks
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ]
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
@@ -97,5 +103,7 @@ def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
     for part in parts_of(optimizer):
         inner = part.optimizer
         tensors += [parameter.data for group in inner.param_groups for parameter in group["params"]]
-        tensors += [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
+        tensors += [
+            v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)
+        ]
     return tensors

@@ -84,7 +84,9 @@ def _sharded_state(
         values = _empty(updated) if is_loading else _gather(optimizer, updated, mine)
         if values:
             replica = 0 if mine == updated.owner else 1 + mine.rank
-            state[number] = {kind: _like(sharded, kind, value, replica) for kind, value in values.items()}
+            state[number] = {
+                kind: _like(sharded, kind, value, replica) for kind, value in values.items()
+            }
     return state
 
 

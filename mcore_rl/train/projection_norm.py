@@ -31,11 +31,15 @@ class ProjectionNorm(torch.nn.Module):
     gradients of such norms over these ranks. A token costs one all-reduce of 4 bytes, forward and backward.
     """
 
-    def __init__(self, num_heads: int, hidden_size: int, config: TransformerConfig, eps: float) -> None:
+    def __init__(
+        self, num_heads: int, hidden_size: int, config: TransformerConfig, eps: float
+    ) -> None:
         """`num_heads` in all, query heads or key-value heads; `hidden_size` is that of one head."""
         super().__init__()
         self._num_heads, self._eps = num_heads, eps
-        self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.ones(num_heads * hidden_size, dtype=config.params_dtype)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_THd: Tensor) -> Tensor:

@@ -70,7 +70,12 @@ class ExpertChoice:
         self.own_TK = self.taken_TK = torch.empty(0)
 
     def get_replay_topk(
-        self, scores_TE: Tensor, topk: int, num_groups: Any, group_topk: Any, compute_topk: Callable[..., Any]
+        self,
+        scores_TE: Tensor,
+        topk: int,
+        num_groups: Any,
+        group_topk: Any,
+        compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
         """(scores, numbers) of each token's experts; called by topk_routing_with_score_function."""
         scores_TK, self.own_TK = compute_topk(scores_TE, topk, num_groups, group_topk)
@@ -103,7 +108,9 @@ class TokenWeightedRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         assert self.layer_number is not None
         choice: Any = self.router_replay
-        call = self._call = self.routing_pass.start_call(self.layer_number, logits.shape[:-1].numel())
+        call = self._call = self.routing_pass.start_call(
+            self.layer_number, logits.shape[:-1].numel()
+        )
         choice.given_TK = call.given_TK if call.replays else None
         probs_TE, routing_map_TE = super().routing(logits, padding_mask=padding_mask)
         self.routing_pass.end_call(call, choice.own_TK, choice.taken_TK, routing_map_TE)
@@ -124,7 +131,11 @@ class TokenWeightedRouter(TopKRouter):
         return self
 
     def _apply_aux_loss(
-        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+        self,
+        probs: Tensor,
+        scores_for_aux_loss: Tensor,
+        routing_map: Tensor,
+        with_padding_mask: bool = False,
     ) -> Tensor:
         first_T = torch.zeros_like(self._call.batch.sequences_T)
         return self._with_balance_loss(AUX_LOSS, probs, scores_for_aux_loss, routing_map, first_T)
@@ -144,7 +155,12 @@ class TokenWeightedRouter(TopKRouter):
         )
 
     def _with_balance_loss(
-        self, name: str, probs_TE: Tensor, scores_TE: Tensor, routing_map_TE: Tensor, groups_T: Tensor
+        self,
+        name: str,
+        probs_TE: Tensor,
+        scores_TE: Tensor,
+        routing_map_TE: Tensor,
+        groups_T: Tensor,
     ) -> Tensor:
         """Attach coef * sum over groups of (tokens of the group * balance loss of the group).
 

@@ -62,7 +62,12 @@ class Routing:
             router.expert_bias += rate * torch.sign(load_E.mean() - load_E).to(router.expert_bias)
 
     def begin(
-        self, batches: Sequence[RankBatch], *, forward_only: bool, replay: bool = False, record: bool = False
+        self,
+        batches: Sequence[RankBatch],
+        *,
+        forward_only: bool,
+        replay: bool = False,
+        record: bool = False,
     ) -> None:
         """A pass over these micro-batches; `replay`: send tokens where `routed_experts_TLK` says."""
         self._batch, self._forward_only, self._replays = None, forward_only, replay
@@ -78,15 +83,22 @@ class Routing:
     def start_call(self, layer_number: int, num_rows: int) -> RouterCall:
         """Router `layer_number`, counted from 1, is about to run on this rank's `num_rows` tokens."""
         batch, again = self._batch_of(layer_number)
-        assert num_rows in (len(batch.tokens_T), len(batch.tokens_T) // _tp_size()), (num_rows, layer_number)
-        first = ps.get_tensor_model_parallel_rank() * num_rows if num_rows < len(batch.tokens_T) else 0
+        assert num_rows in (len(batch.tokens_T), len(batch.tokens_T) // _tp_size()), (
+            num_rows,
+            layer_number,
+        )
+        first = (
+            ps.get_tensor_model_parallel_rank() * num_rows if num_rows < len(batch.tokens_T) else 0
+        )
         rows = slice(first, first + num_rows)
         given_TK = None
         if batch.routed_experts_TLK is not None:
             given_TK = batch.routed_experts_TLK[rows, layer_number - 1].long()
         return RouterCall(layer_number, rows, batch, given_TK, replays=self._replays, again=again)
 
-    def end_call(self, call: RouterCall, own_TK: Tensor, taken_TK: Tensor, routing_map_TE: Tensor) -> None:
+    def end_call(
+        self, call: RouterCall, own_TK: Tensor, taken_TK: Tensor, routing_map_TE: Tensor
+    ) -> None:
         """The router would have chosen `own_TK` and took `taken_TK`; tokens go where the map is True."""
         if call.again:
             return
@@ -98,7 +110,9 @@ class Routing:
         if record.flips_T is not None:
             assert call.given_TK is not None and record.replaced_T is not None
             known_T = (call.given_TK >= 0).all(1)
-            record.flips_T[call.rows] += known_T & ~_went_to(routing_map_TE, call.given_TK.clamp(min=0))
+            record.flips_T[call.rows] += known_T & ~_went_to(
+                routing_map_TE, call.given_TK.clamp(min=0)
+            )
             record.replaced_T[call.rows] += ~_went_to(routing_map_TE, own_TK)
         if record.experts_TLK is not None:
             record.experts_TLK[call.rows, call.layer_number - 1] = (taken_TK + 1).to(torch.int16)
@@ -116,7 +130,9 @@ class Routing:
         records = [self._records[id(batch)] for batch in batches]
         for record in records:
             if record.flips_T is not None and record.replaced_T is not None:
-                record.flips_T, record.replaced_T = _sum(torch.stack([record.flips_T, record.replaced_T]))
+                record.flips_T, record.replaced_T = _sum(
+                    torch.stack([record.flips_T, record.replaced_T])
+                )
             if record.experts_TLK is not None:
                 record.experts_TLK = _sum(record.experts_TLK.int()).to("cpu", torch.int16)
         self._records, self._batch = {}, None
@@ -138,7 +154,11 @@ class Routing:
         return self._batch, False
 
     def _make_record(self, batch: RankBatch, record: bool) -> RoutingRecord:
-        given, num_tokens, device = batch.routed_experts_TLK, len(batch.tokens_T), batch.tokens_T.device
+        given, num_tokens, device = (
+            batch.routed_experts_TLK,
+            len(batch.tokens_T),
+            batch.tokens_T.device,
+        )
         found = RoutingRecord()
         if given is not None:
             if given.shape[1:] != self._shape:
@@ -149,7 +169,9 @@ class Routing:
             found.flips_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
             found.replaced_T = torch.zeros_like(found.flips_T)
         if record:
-            found.experts_TLK = torch.zeros(num_tokens, *self._shape, dtype=torch.int16, device=device)
+            found.experts_TLK = torch.zeros(
+                num_tokens, *self._shape, dtype=torch.int16, device=device
+            )
         return found
 
 

@@ -68,7 +68,9 @@ def _forward_step(
     return out, partial(_report, output_fn, batch)
 
 
-def _report(output_fn: OutputFn, batch: RankBatch, logits_1TV: Tensor) -> tuple[Tensor, Tensor, Report]:
+def _report(
+    output_fn: OutputFn, batch: RankBatch, logits_1TV: Tensor
+) -> tuple[Tensor, Tensor, Report]:
     """The 3-tuple of calculate_per_token_loss: gradients are divided by the sum of the token counts of all
     ranks.
     """
@@ -98,5 +100,7 @@ def _padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | None:
     mask = batch.padding_T
     chunk = unwrap_model(model)
     if chunk.config.sequence_parallel and not chunk.pre_process:
-        mask = mask.chunk(ps.get_tensor_model_parallel_world_size())[ps.get_tensor_model_parallel_rank()]
+        mask = mask.chunk(ps.get_tensor_model_parallel_world_size())[
+            ps.get_tensor_model_parallel_rank()
+        ]
     return mask[None].contiguous()

@@ -50,7 +50,9 @@ def weight_layout(
     chunks: Sequence[torch.nn.Module], hf_config: HfConfig
 ) -> tuple[list[Shard], dict[str, Tensor]]:
     """(shards of HF tensors, the local tensors they lie in). Fill or read the tensors in place."""
-    return training_shards(local_parts(chunks), family_of(hf_config), hf_config), local_tensors(chunks)
+    return training_shards(local_parts(chunks), family_of(hf_config), hf_config), local_tensors(
+        chunks
+    )
 
 
 @torch.no_grad()

@@ -26,7 +26,9 @@ def token_sums(
     return sums
 
 
-def reduce_sums(reports: Sequence[Mapping[str, Tensor]], num_tokens: int) -> tuple[float, dict[str, float]]:
+def reduce_sums(
+    reports: Sequence[Mapping[str, Tensor]], num_tokens: int
+) -> tuple[float, dict[str, float]]:
     """(loss, metrics averaged over the step's masked tokens) from the last stage's reports of
     `token_sums`.
     """

@@ -111,7 +111,12 @@ class TrainedModel:
         export_hf(shards, tensors, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
 
     def _optimizer_step(
-        self, microbatches: Sequence[TrainBatch], output: OutputFn, num_tokens: int, *, replay: bool = False
+        self,
+        microbatches: Sequence[TrainBatch],
+        output: OutputFn,
+        num_tokens: int,
+        *,
+        replay: bool = False,
     ) -> StepStats | None:
         """One step on the sum of the losses of `output`; stats on the owning rank, None on the others.
 
@@ -177,7 +182,9 @@ class TrainedModel:
             return {}
         load_LE, losses = self._routing.load.reduce(balance_losses(self._config))
         self._routing.move_bias(load_LE, self._bias_rate)
-        means = {f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()}
+        means = {
+            f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()
+        }
         return {**load_metrics(load_LE, layers), **means}
 
 

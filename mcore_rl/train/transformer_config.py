@@ -19,7 +19,11 @@ from mcore_rl.slices.layouts.check import check_layout
 
 RECOMPUTE: Mapping[str, dict[str, Any]] = {
     "none": {},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
@@ -82,7 +86,9 @@ def rotary_options(config: HfConfig) -> dict[str, Any]:
 def _yarn(config: HfConfig) -> dict[str, Any]:
     """What GPTModel asks the configuration for where its rotary embedding is scaled by yarn."""
     rope = rope_of(config)
-    if rope["rope_type"] != "yarn" or family_of(config).options(config).get("multi_latent_attention"):
+    if rope["rope_type"] != "yarn" or family_of(config).options(config).get(
+        "multi_latent_attention"
+    ):
         return {}
     return {
         "yarn_rotary_scaling_factor": float(rope["factor"]),

@@ -26,5 +26,7 @@ class ValueHead(MegatronModule):
         """[T / tp, 1, hidden] under sequence parallelism, else [T, 1, hidden] -> [T, 1, 1]."""
         values_T11 = F.linear(hidden_THx.float(), self.weight.float())
         if self.sequence_parallel:
-            values_T11 = gather_from_sequence_parallel_region(values_T11, tensor_parallel_output_grad=False)
+            values_T11 = gather_from_sequence_parallel_region(
+                values_T11, tensor_parallel_output_grad=False
+            )
         return values_T11, None

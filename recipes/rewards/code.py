@@ -60,7 +60,9 @@ def _passes(program: str, stdin: str, expected: Any, mark: str) -> bool:
         return False
     if not mark:
         return _plain(outcome.stdout) == _plain(expected)
-    found = [line.removeprefix(mark) for line in outcome.stdout.splitlines() if line.startswith(mark)]
+    found = [
+        line.removeprefix(mark) for line in outcome.stdout.splitlines() if line.startswith(mark)
+    ]
     try:
         return len(found) == 1 and json.loads(found[0]) == expected
     except json.JSONDecodeError:

@@ -15,13 +15,21 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
-from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
+from math_verify import (
+    ExprExtractionConfig,
+    LatexExtractionConfig,
+    StringExtractionConfig,
+    parse,
+    verify,
+)
 
 BOXED = "\\boxed{"
 FORMULAS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 LETTERS = (StringExtractionConfig(),)
 SECONDS = 5
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every comparison without a timeout
+logging.getLogger("math_verify").setLevel(
+    logging.ERROR
+)  # it warns of every comparison without a timeout
 
 
 def reward(

@@ -14,7 +14,9 @@ from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.config import AlgorithmConfig
 
 REWARDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 1e3])
-GROUPED = st.lists(st.tuples(REWARDS, st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=24)
+GROUPED = st.lists(
+    st.tuples(REWARDS, st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=24
+)
 Rows = Sequence[tuple[float, int, int]]
 
 
@@ -88,7 +90,9 @@ def whitened(values: list[float]) -> list[float]:
 
 @given(rows=GROUPED, gamma=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_reinforce_plus_plus_is_the_normalised_reward_to_go(rows: Rows, gamma: float, seed: int) -> None:
+def test_reinforce_plus_plus_is_the_normalised_reward_to_go(
+    rows: Rows, gamma: float, seed: int
+) -> None:
     num_tokens = sum(n for _, _, n in rows)
     penalties = torch.randn(num_tokens, generator=torch.Generator().manual_seed(seed)).tolist()
     to_go, left = [], list(penalties)
@@ -104,7 +108,9 @@ def test_reinforce_plus_plus_is_the_normalised_reward_to_go(rows: Rows, gamma: f
 
 @given(rows=GROUPED)
 @settings(max_examples=40, deadline=None)
-def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_mean(rows: Rows) -> None:
+def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_mean(
+    rows: Rows,
+) -> None:
     advantages_R = ADVANTAGES["reinforce_plus_plus_baseline"](outcomes_of(rows), AlgorithmConfig())
     distances = [dr_grpo(rows, i) for i, (_, _, n) in enumerate(rows) for _ in range(n)]
     distances = [0.0 if abs(d) < 1e-9 else d for d in distances]
@@ -115,7 +121,11 @@ def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_m
 @given(rows=GROUPED, seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
 def test_gdpo_is_the_normalised_sum_of_each_parts_grpo(rows: Rows, seed: int) -> None:
-    other = torch.randint(3, (len(rows),), generator=torch.Generator().manual_seed(seed)).double().tolist()
+    other = (
+        torch.randint(3, (len(rows),), generator=torch.Generator().manual_seed(seed))
+        .double()
+        .tolist()
+    )
     rows_of_other = [(value, group, n) for value, (_, group, n) in zip(other, rows, strict=True)]
     rewards_N = torch.tensor([r for r, _, _ in rows], dtype=torch.float64)
     parts = [(1.0, rewards_N), (0.3, torch.tensor(other, dtype=torch.float64))]
@@ -131,14 +141,20 @@ def test_gdpo_is_the_normalised_sum_of_each_parts_grpo(rows: Rows, seed: int) ->
 def test_remax_is_the_reward_to_go_beyond_the_greedy_reward() -> None:
     outcomes = outcomes_of([(1.0, 0, 2), (0.0, 1, 1), (5.0, 1, 0)], [-0.1, -0.2, -0.3])
     outcomes = replace(outcomes, greedy_N=torch.tensor([0.5, 1.0, 1.0]))
-    assert ADVANTAGES["remax"](outcomes, AlgorithmConfig()).tolist() == pytest.approx([0.2, 0.3, -1.3])
+    assert ADVANTAGES["remax"](outcomes, AlgorithmConfig()).tolist() == pytest.approx(
+        [0.2, 0.3, -1.3]
+    )
 
 
 @given(rows=GROUPED, seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_optimal_token_baseline_weighs_each_step_by_the_energy_so_far(rows: Rows, seed: int) -> None:
+def test_optimal_token_baseline_weighs_each_step_by_the_energy_so_far(
+    rows: Rows, seed: int
+) -> None:
     num_tokens = sum(n for _, _, n in rows)
-    energy = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    energy = torch.rand(
+        num_tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     outcomes = replace(outcomes_of(rows), energy_R=energy)
     starts = [sum(n for _, _, n in rows[:i]) for i in range(len(rows))]
 
@@ -150,7 +166,9 @@ def test_optimal_token_baseline_weighs_each_step_by_the_energy_so_far(rows: Rows
         for t in range(n):
             there = [i for i, (_, g, m) in enumerate(rows) if g == group and m > t]
             total = sum(weight(i, t) for i in there) + 1e-8
-            baseline = sum(weight(i, t) * rows[i][0] for i in there) / total if len(there) > 1 else 0.0
+            baseline = (
+                sum(weight(i, t) * rows[i][0] for i in there) / total if len(there) > 1 else 0.0
+            )
             expected.append(reward - baseline)
     advantages_R = ADVANTAGES["optimal_token_baseline"](outcomes, AlgorithmConfig())
     torch.testing.assert_close(advantages_R, torch.tensor(expected), rtol=1e-4, atol=1e-4)
@@ -185,7 +203,9 @@ def test_distillation_pulls_each_token_to_the_teacher_and_adds_the_task() -> Non
     rows = [(1.0, 0, 2), (0.0, 0, 1)]
     student, teacher = [-1.0, -2.0, -0.5], [-0.4, -3.0, -0.5]
     scored = replace(
-        outcomes_of(rows), logprobs_R=torch.tensor(student), teacher_logprobs_R=torch.tensor(teacher)
+        outcomes_of(rows),
+        logprobs_R=torch.tensor(student),
+        teacher_logprobs_R=torch.tensor(teacher),
     )
     config = AlgorithmConfig(advantage="distillation")
     assert ADVANTAGES["distillation"](scored, config).tolist() == pytest.approx([0.6, -1.0, 0.0])
@@ -208,11 +228,17 @@ def test_the_expected_step_of_distillation_lowers_the_reverse_kl() -> None:
     logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64)
     log_q, leaf = other.log_softmax(-1), logits.requires_grad_()
     log_p = leaf.log_softmax(-1)
-    (gradient,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), leaf, retain_graph=True)
-    scored = replace(
-        outcomes_of([(0.0, i, 1) for i in range(5)]), logprobs_R=log_p.detach(), teacher_logprobs_R=log_q
+    (gradient,) = torch.autograd.grad(
+        (log_p.exp() * (log_p - log_q)).sum(), leaf, retain_graph=True
     )
-    advantages = ADVANTAGES["distillation"](scored, AlgorithmConfig(advantage="distillation")).double()
+    scored = replace(
+        outcomes_of([(0.0, i, 1) for i in range(5)]),
+        logprobs_R=log_p.detach(),
+        teacher_logprobs_R=log_q,
+    )
+    advantages = ADVANTAGES["distillation"](
+        scored, AlgorithmConfig(advantage="distillation")
+    ).double()
     (step,) = torch.autograd.grad((log_p.exp().detach() * advantages * log_p).sum(), leaf)
     torch.testing.assert_close(step, -gradient, rtol=0, atol=1e-6)
 
@@ -242,5 +268,7 @@ def test_refuses_what_has_no_advantage() -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.advantage='gpro' \(did you mean 'grpo'\?\).*'dr_grpo'"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.advantage='gpro' \(did you mean 'grpo'\?\).*'dr_grpo'"
+    ):
         ADVANTAGES["gpro"]

@@ -38,10 +38,14 @@ def test_equals_the_published_sum(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", AGGREGATIONS.names)
-@pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]], [[1], [3, 0, 2]]])
+@pytest.mark.parametrize(
+    "split", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2, 0], [3, 1]], [[1], [3, 0, 2]]]
+)
 def test_the_gradient_does_not_depend_on_micro_batches(kind: str, split: list[list[int]]) -> None:
     weights = loss_weights(kind, MASK, LENS, MAX_LEN).double().split(LENS)
-    features = torch.randn(sum(LENS), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    features = torch.randn(
+        sum(LENS), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     theta = torch.ones(3, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad((torch.cat(weights) * (features @ theta).sin()).sum(), theta)
     for microbatch in split:

@@ -48,7 +48,9 @@ def test_loss_is_ratio_plus_kl_minus_entropy() -> None:
     assert batch.ref_logprobs_T is not None and batch.rollout_logprobs_T is not None
     x, h = logprobs.detach(), entropy.detach()
     ratio = (x - batch.old_logprobs_T).exp()
-    surrogate = torch.minimum(ratio * batch.advantages_T, ratio.clamp(0.8, 1.28) * batch.advantages_T)
+    surrogate = torch.minimum(
+        ratio * batch.advantages_T, ratio.clamp(0.8, 1.28) * batch.advantages_T
+    )
     to_ref = batch.ref_logprobs_T - x
     kl = to_ref.exp() - to_ref - 1
     difference = batch.old_logprobs_T - batch.rollout_logprobs_T
@@ -78,7 +80,9 @@ def test_loss_is_ratio_plus_kl_minus_entropy() -> None:
 def test_nothing_off_the_mask_counts(junk: float) -> None:
     logprobs, entropy, batch = make_inputs()
     fields = ("advantages_T", "old_logprobs_T", "ref_logprobs_T", "rollout_logprobs_T")
-    spoiled = replace(batch, **{name: getattr(batch, name).masked_fill(~MASK, junk) for name in fields})
+    spoiled = replace(
+        batch, **{name: getattr(batch, name).masked_fill(~MASK, junk) for name in fields}
+    )
     loss_fn = make_policy_loss(CONFIG)
     loss, metrics = loss_fn(logprobs, entropy, batch)
     spoiled_loss, spoiled_metrics = loss_fn(logprobs, entropy, spoiled)
@@ -133,7 +137,9 @@ def test_the_loss_travels_to_other_processes() -> None:
     logprobs, entropy, batch = make_inputs()
     loss_fn = make_policy_loss(CONFIG)
     copy = pickle.loads(pickle.dumps(loss_fn))
-    torch.testing.assert_close(copy(logprobs, entropy, batch)[0], loss_fn(logprobs, entropy, batch)[0])
+    torch.testing.assert_close(
+        copy(logprobs, entropy, batch)[0], loss_fn(logprobs, entropy, batch)[0]
+    )
 
 
 def test_sft_loss_is_the_negative_log_likelihood() -> None:
@@ -155,7 +161,9 @@ def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
     ]  # fmt: skip
 
 
-def advantages_of(advantages: Advantages, scores: Scores, samples: list[Sample], batch: TrainBatch) -> Tensor:
+def advantages_of(
+    advantages: Advantages, scores: Scores, samples: list[Sample], batch: TrainBatch
+) -> Tensor:
     advantages_T = advantages(scores, samples, batch)[0].advantages_T
     assert advantages_T is not None
     return advantages_T
@@ -182,12 +190,18 @@ def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
     advantages_T = advised.advantages_T
     assert advantages_T is not None
     assert metrics["kl/coef"] == 0.5
-    assert metrics["kl/reward"] == pytest.approx((old - ref)[batch.loss_mask_T].mean().item(), abs=1e-6)
+    assert metrics["kl/reward"] == pytest.approx(
+        (old - ref)[batch.loss_mask_T].mean().item(), abs=1e-6
+    )
     penalties = 0.5 * (old - ref)
     first, second = 1 - penalties[2] - penalties[3], -penalties[6]
     expected = (first - second) / 2
-    torch.testing.assert_close(advantages_T[batch.loss_mask_T], torch.stack([expected, expected, -expected]))
-    loss, metrics = make_policy_loss(config)(old, old * 0, replace(batch, advantages_T=advantages_T))
+    torch.testing.assert_close(
+        advantages_T[batch.loss_mask_T], torch.stack([expected, expected, -expected])
+    )
+    loss, metrics = make_policy_loss(config)(
+        old, old * 0, replace(batch, advantages_T=advantages_T)
+    )
     torch.testing.assert_close(loss, metrics["loss/policy"])
     assert metrics["kl/ref"][batch.loss_mask_T].all()
     with pytest.raises(ValueError, match=r"algorithm.kl.in_reward needs log-probs"):
@@ -205,7 +219,9 @@ def test_the_coefficient_of_a_kl_in_the_reward_is_steered_to_its_target() -> Non
         advantages(Scores([1.0, 0.0]), samples, batch)
         return advantages.state_dict()["kl_coef"]
 
-    assert coef_after(first, batch) == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))  # 0.3 / 0.2 - 1, clipped
+    assert coef_after(first, batch) == pytest.approx(
+        0.5 * (1 + 0.2 * 2 / 10)
+    )  # 0.3 / 0.2 - 1, clipped
     near = replace(batch, ref_logprobs_T=torch.full((7,), -0.19))
     assert coef_after(first, near) == pytest.approx(0.52 * (1 - 0.05 * 2 / 10))
     resumed = Advantages(AlgorithmConfig(kl=kl))
@@ -242,9 +258,9 @@ def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> N
         [0.7071, -0.7071], abs=1e-4
     )
     remax = Advantages(AlgorithmConfig(advantage="remax"))
-    assert advantages_of(remax, scores, samples, batch)[batch.loss_mask_T].tolist() == pytest.approx(
-        [0.7, -0.3]
-    )
+    assert advantages_of(remax, scores, samples, batch)[
+        batch.loss_mask_T
+    ].tolist() == pytest.approx([0.7, -0.3])
     with pytest.raises(ValueError, match=r"algorithm.advantage=remax needs the rewards of greedy"):
         remax(Scores([1.0, 0.0]), samples, batch)
     with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):
@@ -254,7 +270,9 @@ def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> N
 def test_the_correction_weighs_the_policy_loss_alone() -> None:
     logprobs, entropy, batch = make_inputs()
     correction = CorrectionConfig(weight="token", high=1.1)
-    loss, metrics = make_policy_loss(replace(CONFIG, correction=correction))(logprobs, entropy, batch)
+    loss, metrics = make_policy_loss(replace(CONFIG, correction=correction))(
+        logprobs, entropy, batch
+    )
     plain, _ = make_policy_loss(CONFIG)(logprobs, entropy, batch)
     assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
     weight = (batch.old_logprobs_T - batch.rollout_logprobs_T).exp().clamp(max=1.1)
@@ -271,7 +289,9 @@ def test_bypassed_the_engines_log_probs_are_the_old_ones_and_the_drift_is_still_
     alone = replace(batch, old_logprobs_T=None, ref_logprobs_T=None)
     loss, metrics = make_policy_loss(config)(logprobs, entropy, alone)
     as_old = replace(alone, old_logprobs_T=batch.rollout_logprobs_T)
-    torch.testing.assert_close(loss, make_policy_loss(AlgorithmConfig())(logprobs, entropy, as_old)[0])
+    torch.testing.assert_close(
+        loss, make_policy_loss(AlgorithmConfig())(logprobs, entropy, as_old)[0]
+    )
     assert batch.rollout_logprobs_T is not None
     drift = (logprobs.detach() - batch.rollout_logprobs_T).abs()
     torch.testing.assert_close(metrics["logprob_diff/mean"][MASK], drift[MASK])
@@ -303,9 +323,13 @@ def test_no_loss_depends_on_micro_batches_or_on_where_sequences_lie(loss: str) -
             barrier.wait(30)
 
         index = indices[rank]
-        fields: dict[str, Any] = {name: value[index] for name, value in batch.token_fields().items()}
+        fields: dict[str, Any] = {
+            name: value[index] for name, value in batch.token_fields().items()
+        }
         sums = sequence_sum(lens[rank], torch.device("cpu"), add_others)
-        return loss_fn(logprobs[index], entropy[index], TrainBatch(lens_N=lens[rank], **fields), sums)[0]
+        return loss_fn(
+            logprobs[index], entropy[index], TrainBatch(lens_N=lens[rank], **fields), sums
+        )[0]
 
     with ThreadPoolExecutor(2) as pool:
         on_ranks = list(pool.map(on_rank, range(2)))

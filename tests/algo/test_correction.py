@@ -58,9 +58,13 @@ def test_tokens_and_sequences_too_far_away_are_rejected() -> None:
     by_token, metrics = weights(CorrectionConfig(reject="token", reject_above=0.1))
     assert by_token == [float(kl(x) <= 0.1) for x in LOG_RATIOS]
     assert metrics["correction/rejected_share"] == [1 - w for w in by_token]
-    by_sequence, _ = weights(CorrectionConfig(weight="token", high=9.0, reject="sequence", reject_above=0.3))
+    by_sequence, _ = weights(
+        CorrectionConfig(weight="token", high=9.0, reject="sequence", reject_above=0.3)
+    )
     means = per_sequence(lambda xs: sum(map(kl, xs)) / len(xs))
-    assert by_sequence == pytest.approx([w if m <= 0.3 else 0.0 for w, m in zip(TOKEN, means, strict=True)])
+    assert by_sequence == pytest.approx(
+        [w if m <= 0.3 else 0.0 for w, m in zip(TOKEN, means, strict=True)]
+    )
     assert 0 < sum(w == 0 for w in by_sequence) < len(by_sequence)
 
 
@@ -68,7 +72,10 @@ def test_tokens_and_sequences_too_far_away_are_rejected() -> None:
     ("options", "message"),
     [
         ({"weight": "tokens"}, r"algorithm.correction.weight='tokens'"),
-        ({"low": 1.5}, r"algorithm.correction.low=1.5 and high=2.0: a weight of 1 must lie between"),
+        (
+            {"low": 1.5},
+            r"algorithm.correction.low=1.5 and high=2.0: a weight of 1 must lie between",
+        ),
         ({"reject": "token"}, r"algorithm.correction.reject_above"),
         ({"bypass": True, "weight": "token"}, r"bypass=true with weight=token and reject=none"),
     ],

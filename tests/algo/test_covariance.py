@@ -43,7 +43,9 @@ def test_kl_cov_holds_back_the_largest_share() -> None:
 
 
 def test_clip_cov_holds_back_a_random_share_of_those_between_the_bounds() -> None:
-    config = AlgorithmConfig(loss="clip_cov", covariance=CovarianceConfig(share=0.15, low=0.5, high=4.0))
+    config = AlgorithmConfig(
+        loss="clip_cov", covariance=CovarianceConfig(share=0.15, low=0.5, high=4.0)
+    )
     between = {t for t in range(1, 8) if 0.5 < covariances()[t] < 4.0}
     picked = [tuple(held_back(config, seed)) for seed in range(30)]
     assert all(len(tokens) == 1 for tokens in picked)
@@ -62,7 +64,9 @@ def test_other_losses_hold_back_nothing_and_missing_inputs_are_refused() -> None
 
 def test_without_a_pass_of_the_trainer_the_engines_log_probs_serve() -> None:
     config = AlgorithmConfig(
-        loss="kl_cov", covariance=CovarianceConfig(share=0.3), correction=CorrectionConfig(bypass=True)
+        loss="kl_cov",
+        covariance=CovarianceConfig(share=0.3),
+        correction=CorrectionConfig(bypass=True),
     )
     batch = replace(make_batch(), old_logprobs_T=None, rollout_logprobs_T=torch.tensor(OLD))
     whole = with_held_back(make_batch(), replace(config, correction=CorrectionConfig()), 0)

@@ -14,7 +14,9 @@ from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.config.recipe import load_recipe
 
 DOCUMENT = Path("docs/algorithms.md").read_text()
-ROWS = [row for row in re.findall(r"^\| (.+?) \| (.+) \|$", DOCUMENT, re.MULTILINE) if "=" in row[1]]
+ROWS = [
+    row for row in re.findall(r"^\| (.+?) \| (.+) \|$", DOCUMENT, re.MULTILINE) if "=" in row[1]
+]
 
 
 def overrides_of(cell: str) -> list[list[str]]:
@@ -34,10 +36,14 @@ def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "registry", [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES], ids=lambda r: r.option
+    "registry",
+    [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES],
+    ids=lambda r: r.option,
 )
 def test_every_choice_is_named(registry) -> None:
     missing = [
-        name for name in registry.names if not re.search(rf"(`|loss=){name.removesuffix('+')}\b", DOCUMENT)
+        name
+        for name in registry.names
+        if not re.search(rf"(`|loss=){name.removesuffix('+')}\b", DOCUMENT)
     ]
     assert not missing

@@ -30,7 +30,9 @@ def test_values_and_gradients(name: str) -> None:
     p = torch.tensor(POLICY, dtype=torch.float64)
     log_ratio = (p.log() - torch.tensor(REFERENCE, dtype=torch.float64).log()).requires_grad_()
     expected = [FORMULAS[name](a, b) for a, b in zip(POLICY, REFERENCE, strict=True)]
-    torch.testing.assert_close(KL_ESTIMATORS[name](log_ratio), torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(
+        KL_ESTIMATORS[name](log_ratio), torch.tensor(expected, dtype=torch.float64)
+    )
     away_from_0 = log_ratio.detach()[[0, 2, 3]].requires_grad_()
     assert torch.autograd.gradcheck(KL_ESTIMATORS[name], (away_from_0,))
 

@@ -48,9 +48,9 @@ def make_case(spread: float = FAR) -> Case:
     noise, old = torch.randn(2, *mask.shape, generator=generator, dtype=torch.float64)
     old = -old.abs() - 0.3
     logprobs = (old + spread * noise).clamp(max=-0.01)
-    advantages = torch.tensor([1.5, -0.7, 0.0, -2.0, -1.0, 0.5], dtype=torch.float64)[:, None].expand(
-        mask.shape
-    )
+    advantages = torch.tensor([1.5, -0.7, 0.0, -2.0, -1.0, 0.5], dtype=torch.float64)[
+        :, None
+    ].expand(mask.shape)
     held_back = (torch.rand(mask.shape, generator=generator) < 0.4) & mask
     return Case((logprobs * mask).requires_grad_(), old * mask, advantages * mask, mask, held_back)
 
@@ -84,7 +84,9 @@ def gmpo(c: Case) -> Tensor:
         for t in range(n):
             ratio = (c.logprobs - c.old)[i, t].exp()
             clipped = ratio.clamp(math.exp(-LOW), math.exp(HIGH))
-            product = product * (torch.minimum if c.advantages[i, t] > 0 else torch.maximum)(ratio, clipped)
+            product = product * (torch.minimum if c.advantages[i, t] > 0 else torch.maximum)(
+                ratio, clipped
+            )
         means.append(product ** (1 / n))
     return -(c.advantages[:, 0] * torch.stack(means)).mean()
 
@@ -211,15 +213,23 @@ def clip_table(ratio: float, advantage: float) -> tuple[float, float]:
 
 
 def test_the_clip_case_by_case() -> None:
-    log_ratio_T = torch.tensor([math.log(r) for r, _ in CASES], dtype=torch.float64, requires_grad=True)
+    log_ratio_T = torch.tensor(
+        [math.log(r) for r, _ in CASES], dtype=torch.float64, requires_grad=True
+    )
     advantages_T = torch.tensor([a for _, a in CASES], dtype=torch.float64)
     loss_T, metrics = clipped_surrogate(log_ratio_T, advantages_T, LOW, HIGH)
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), log_ratio_T)
     expected = torch.tensor([clip_table(*case) for case in CASES], dtype=torch.float64)
     torch.testing.assert_close(loss_T.detach(), expected[:, 0])
     torch.testing.assert_close(gradient_T, expected[:, 1])
-    assert [r for (r, _), low in zip(CASES, metrics["clip/low_share"], strict=True) if low] == [0.2, 0.79]
-    assert [r for (r, _), high in zip(CASES, metrics["clip/high_share"], strict=True) if high] == [1.31, 4.0]
+    assert [r for (r, _), low in zip(CASES, metrics["clip/low_share"], strict=True) if low] == [
+        0.2,
+        0.79,
+    ]
+    assert [r for (r, _), high in zip(CASES, metrics["clip/high_share"], strict=True) if high] == [
+        1.31,
+        4.0,
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(set(REFERENCES) - {"kl_cov", "clip_cov"}))
@@ -227,11 +237,15 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     case = make_case(0.0)
     (gradient,) = torch.autograd.grad(our_loss(case, REFERENCES[name][1])[0], case.logprobs)
     by_tokens = REFERENCES[name][1].aggregation == "token_mean"
-    weights = case.mask / case.mask.sum() if by_tokens else case.mask / case.lens[:, None] / len(LENS)
+    weights = (
+        case.mask / case.mask.sum() if by_tokens else case.mask / case.lens[:, None] / len(LENS)
+    )
     torch.testing.assert_close(gradient, -case.advantages * weights, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov"])
+@pytest.mark.parametrize(
+    "loss", ["ppo_clip", "gspo", "gmpo", "cispo", "dppo_tv", "dppo_kl", "clip_cov"]
+)
 def test_a_negative_clip_is_refused(loss: str) -> None:
     with pytest.raises(ValueError, match=r"algorithm.clip_high=-0.1"):
         LOSSES[loss](AlgorithmConfig(clip_high=-0.1))

@@ -56,7 +56,9 @@ def published(name: str, logprobs_T: Tensor, ref_T: Tensor, pairs: list[tuple[in
             losses.append(F.relu(1 - BETA * h))
         else:
             mean_w, mean_l = (policy[i].log() / LENS[i] for i in (w, r))
-            losses.append(-torch.log(1 / (1 + torch.exp(-(BETA * mean_w - BETA * mean_l - TARGET)))))
+            losses.append(
+                -torch.log(1 / (1 + torch.exp(-(BETA * mean_w - BETA * mean_l - TARGET))))
+            )
     return torch.stack(losses).mean()
 
 
@@ -71,7 +73,9 @@ CASES = {
 
 def make_pairs(pairs: list[tuple[int, int]]) -> Pairs:
     chosen_P, rejected_P = torch.tensor(pairs).T
-    return Pairs(chosen_P, rejected_P, torch.full((len(pairs),), 1 / len(pairs), dtype=torch.float64))
+    return Pairs(
+        chosen_P, rejected_P, torch.full((len(pairs),), 1 / len(pairs), dtype=torch.float64)
+    )
 
 
 def test_every_loss_is_compared_with_the_published_one() -> None:
@@ -97,9 +101,13 @@ def test_value_and_gradient_are_the_published_ones(name: str, pairs: list[tuple[
 def test_numbers_of_a_pair_worked_out_by_hand() -> None:
     """log-ratios 2 and -1 at beta 0.5: margin 1.5, loss log(1 + exp(-1.5)), weight 0.5 sigmoid(-1.5)."""
     likelihoods = Likelihoods(
-        torch.tensor([-4.0, -6.0]).double(), torch.tensor([2, 3]), torch.tensor([-6.0, -5.0]).double()
+        torch.tensor([-4.0, -6.0]).double(),
+        torch.tensor([2, 3]),
+        torch.tensor([-6.0, -5.0]).double(),
     )
-    weights_N, metrics = preference_weights(likelihoods, pairs_by_turns(2), PreferenceConfig("dpo", 0.5))
+    weights_N, metrics = preference_weights(
+        likelihoods, pairs_by_turns(2), PreferenceConfig("dpo", 0.5)
+    )
     weight = 0.5 / (1 + math.exp(1.5))
     assert weights_N.tolist() == pytest.approx([weight, -weight], abs=1e-15)
     assert metrics == pytest.approx(
@@ -122,21 +130,28 @@ def test_numbers_of_a_pair_worked_out_by_hand() -> None:
 
 def test_what_a_loss_lacks_is_refused() -> None:
     alone = Likelihoods(torch.zeros(2).double(), torch.ones(2).long())
-    with pytest.raises(ValueError, match=r"algorithm.preference.loss=dpo needs log-probs of the reference"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.preference.loss=dpo needs log-probs of the reference"
+    ):
         preference_weights(alone, pairs_by_turns(2), PreferenceConfig())
     weights_N, _ = preference_weights(alone, pairs_by_turns(2), PreferenceConfig("simpo"))
     assert weights_N.tolist() == [0.05, -0.05]
     with pytest.raises(
-        ValueError, match=r"label_smoothing=0.1 with algorithm.preference.loss=ipo: only dpo and simpo"
+        ValueError,
+        match=r"label_smoothing=0.1 with algorithm.preference.loss=ipo: only dpo and simpo",
     ):
         PreferenceConfig("ipo", label_smoothing=0.1)
-    with pytest.raises(ValueError, match=r"algorithm.preference.loss='dop' \(did you mean 'dpo'\?\)"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.preference.loss='dop' \(did you mean 'dpo'\?\)"
+    ):
         make_policy_loss(AlgorithmConfig(preference=PreferenceConfig("dop")))
     with pytest.raises(
         ValueError, match=r"set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
     ):
         AlgorithmConfig(advantage="dpo")
-    with pytest.raises(ValueError, match=r"train.mini_batches \* train.epochs = 2: .* set both to 1"):
+    with pytest.raises(
+        ValueError, match=r"train.mini_batches \* train.epochs = 2: .* set both to 1"
+    ):
         Config(algorithm=ONLINE, train=TrainConfig(epochs=2))
 
 
@@ -161,9 +176,15 @@ def make_sample(prompt: int, index: int, num_tokens: int) -> Sample:
     )
 
 
-def test_online_every_two_samples_of_a_group_that_differ_are_a_pair_however_the_batch_is_cut() -> None:
+def test_online_every_two_samples_of_a_group_that_differ_are_a_pair_however_the_batch_is_cut() -> (
+    None
+):
     """Prompts in any order, one without a pair, one sample without a token."""
-    rewards, prompts, lens = [1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0], [7, 3, 7, 9, 3, 7, 3], (3, 5, 2, 4, 6, 4, 0)
+    rewards, prompts, lens = (
+        [1.0, 0.0, 0.5, 1.0, 0.0, 0.0, 1.0],
+        [7, 3, 7, 9, 3, 7, 3],
+        (3, 5, 2, 4, 6, 4, 0),
+    )
     samples = [make_sample(p, i, n) for i, (p, n) in enumerate(zip(prompts, lens, strict=True))]
     generator = torch.Generator().manual_seed(2)
     batch = with_loss_weights(make_train_batch(samples), ONLINE.aggregation, 8)
@@ -204,7 +225,9 @@ def gradient_of_step(loss_fn, batch: TrainBatch, logprobs_T: Tensor) -> Tensor:
 
 def test_without_a_pair_there_is_no_gradient() -> None:
     pairs = pairs_of_groups(torch.tensor([1.0, 1.0, 0.0]), torch.tensor([0, 0, 1]))
-    likelihoods = Likelihoods(torch.zeros(3).double(), torch.ones(3).long(), torch.zeros(3).double())
+    likelihoods = Likelihoods(
+        torch.zeros(3).double(), torch.ones(3).long(), torch.zeros(3).double()
+    )
     weights_N, metrics = preference_weights(likelihoods, pairs, PreferenceConfig())
     assert not weights_N.any() and metrics["preference/loss"] == 0
 
@@ -222,5 +245,7 @@ def test_without_a_pair_there_is_no_gradient() -> None:
         ([3, 2, 1], "abc", 4, [(0, 2)]),
     ],
 )
-def test_the_best_is_paired_with_the_worst_and_no_text_twice(rewards, texts, num_pairs, pairs) -> None:
+def test_the_best_is_paired_with_the_worst_and_no_text_twice(
+    rewards, texts, num_pairs, pairs
+) -> None:
     assert best_and_worst(rewards, list(texts), num_pairs) == pairs

@@ -51,7 +51,9 @@ def by_loops(given: Outcomes, gamma: float, lam: float) -> list[float]:
 def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -> None:
     expected = torch.tensor(by_loops(outcomes(), gamma, lam), dtype=torch.float64)
     torch.testing.assert_close(generalised(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
-    got = ADVANTAGES["gae"](outcomes(), AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam))
+    got = ADVANTAGES["gae"](
+        outcomes(), AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
+    )
     whitened = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
     torch.testing.assert_close(got, whitened.float(), rtol=1e-5, atol=1e-6)
 
@@ -76,7 +78,9 @@ def test_policy_and_critic_may_have_a_lambda_each() -> None:
         )
     ]  # fmt: skip
     mask_T = torch.tensor([False, False, True, True, True])
-    batch = TrainBatch(torch.arange(5), mask_T, (5,), values_T=torch.tensor([9.0, 9.0, 0.5, 0.25, 1.0]))
+    batch = TrainBatch(
+        torch.arange(5), mask_T, (5,), values_T=torch.tensor([9.0, 9.0, 0.5, 0.25, 1.0])
+    )
     config = AlgorithmConfig(advantage="gae", gae_lambda=0.0)
     got, metrics = Advantages(config, return_lambda=1.0)(Scores([2.0]), samples, batch)
     assert got.returns_T is not None and got.returns_T.tolist() == [0, 0, 2, 2, 2]

@@ -79,7 +79,9 @@ def save_all(rank: int, world_size: int, port: int, root: Path) -> list[Any]:
             resumed = go_on_twice(rank, actor, root)
     train, optimizer = TrainConfig(), OptimizerConfig(lr=1e-3)
     parallel = ParallelConfig(**LAYOUTS["deepseek_v2"])
-    critic = Critic(ModelConfig(path=str(root / "qwen3_moe/hf")), parallel, train, optimizer, 6, seed=0)
+    critic = Critic(
+        ModelConfig(path=str(root / "qwen3_moe/hf")), parallel, train, optimizer, 6, seed=0
+    )
     critic.save(root / "critic" / "step", {})
     critic.finish_save()
     critic.export_hf(root / "critic" / "exported")
@@ -92,7 +94,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     for kind in LAYOUTS:
         write_source(kind, root / kind / "hf")
-        assert main(["from-hf", str(root / kind / "hf"), str(root / kind / "megatron"), "--workers=1"]) == 0
+        assert (
+            main(["from-hf", str(root / kind / "hf"), str(root / kind / "megatron"), "--workers=1"])
+            == 0
+        )
     resumed = run_ranks(save_all, 2, root, timeout_s=200)
     (root / "resumed.pickle").write_bytes(pickle.dumps(resumed))
     return root

@@ -37,7 +37,9 @@ def test_we_find_the_elements_of_what_torch_writes(tmp_path: Path, dtype: str) -
         found = Locator().locate(descriptor, chunk)
         data = os.pread(descriptor, tensor.nbytes, found.start)
         wrong = Chunk("t", dtype, (0, 0), (6, 4), str(path), 6, len(buffer.getvalue()), True)
-        with pytest.raises(ValueError, match=r"file: tensor 't': .* shape \(4, 6\), by the metadata"):
+        with pytest.raises(
+            ValueError, match=r"file: tensor 't': .* shape \(4, 6\), by the metadata"
+        ):
             Locator().locate(descriptor, wrong)
     finally:
         os.close(descriptor)
@@ -54,7 +56,8 @@ def test_an_archive_like_an_earlier_one_is_read_as_if_it_were_the_first(tmp_path
         archives.append(buffer.getvalue())
     first, second = archives
     chunks = [
-        Chunk("t", "float32", (0, 0), (2, 8), str(path), start, len(first), True) for start in (0, len(first))
+        Chunk("t", "float32", (0, 0), (2, 8), str(path), start, len(first), True)
+        for start in (0, len(first))
     ]
 
     def both(content: bytes) -> list[Located | str]:

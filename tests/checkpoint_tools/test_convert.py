@@ -21,7 +21,11 @@ from tests.support.policy import read
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_equal(first: Path, second: Path) -> None:
@@ -78,7 +82,9 @@ def test_a_critic_is_merged_with_its_value_head(saved: Path, tmp_path: Path, com
 
 
 @pytest.mark.gloo
-def test_what_megatron_does_not_train_is_carried_unchanged(saved: Path, tmp_path: Path, command: Any) -> None:
+def test_what_megatron_does_not_train_is_carried_unchanged(
+    saved: Path, tmp_path: Path, command: Any
+) -> None:
     source = saved / "deepseek_v3/hf"
     out = tmp_path / "out"
     arguments = ("--source-hf", source, "--dtype", "bfloat16", "--memory-budget", "5MiB")
@@ -94,7 +100,9 @@ def test_what_megatron_does_not_train_is_carried_unchanged(saved: Path, tmp_path
 
 
 @pytest.mark.gloo
-def test_training_goes_on_from_a_checkpoint_that_went_through_hf_names(saved: Path, command: Any) -> None:
+def test_training_goes_on_from_a_checkpoint_that_went_through_hf_names(
+    saved: Path, command: Any
+) -> None:
     for straight, resumed in pickle.loads((saved / "resumed.pickle").read_bytes()):
         assert straight == resumed
     names = {name.partition(".")[0] for name in read_all(saved / "adam")}
@@ -108,7 +116,9 @@ def test_the_trainer_writes_checksums_of_every_byte(saved: Path) -> None:
     for folder in (saved / "qwen3_moe/step", saved / "exported", saved / "critic/exported"):
         sums = read_manifest(folder)
         assert sums is not None
-        files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST}
+        files = {
+            path.name: path.stat().st_size for path in folder.iterdir() if path.name != MANIFEST
+        }
         assert {name: entry.num_bytes for name, entry in sums.items()} == files
     assert not list(saved.glob("*/*/*.distcp.checksums.json"))
 
@@ -143,7 +153,10 @@ def test_eight_bit_values_and_scales_are_those_of_the_trainer(tmp_path: Path, co
         quantise_into(tensor, values, scales)
         assert torch.equal(after[name].view(torch.uint8), values.view(torch.uint8)), name
         assert torch.equal(after[name + "_scale_inv"], scales), name
-    assert json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+    assert (
+        json.loads((out / "config.json").read_text())["quantization_config"]["quant_method"]
+        == "fp8"
+    )
     assert command("verify", out) == 0
 
 
@@ -172,7 +185,11 @@ def test_the_documented_commands_run(saved: Path, tmp_path: Path, monkeypatch: A
     for place, source in places.items():
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         Path(place).symlink_to(saved / source)
-    words = [found for found in commands(read(Path("docs/checkpoints.md"))) if found[0] == "mcore-rl-ckpt"]
+    words = [
+        found
+        for found in commands(read(Path("docs/checkpoints.md")))
+        if found[0] == "mcore-rl-ckpt"
+    ]
     assert {line[1] for line in words} >= {
         "to-hf",
         "from-hf",
@@ -203,12 +220,16 @@ def test_tensors_of_mixed_precision_come_out_in_one(tmp_path: Path, command: Any
     assert command("from-hf", source, tmp_path / "megatron") == 0
     assert command("to-hf", tmp_path / "megatron", tmp_path / "out", "--source-hf", source) == 0
     after = read_all(tmp_path / "out")
-    assert all(torch.equal(after[name], tensor.to(torch.bfloat16)) for name, tensor in mixed.items())
+    assert all(
+        torch.equal(after[name], tensor.to(torch.bfloat16)) for name, tensor in mixed.items()
+    )
     with safe_open(tmp_path / "out/model-00001-of-00001.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
-def test_stacked_experts_are_not_quantised(saved: Path, tmp_path: Path, command: Any, capsys: Any) -> None:
+def test_stacked_experts_are_not_quantised(
+    saved: Path, tmp_path: Path, command: Any, capsys: Any
+) -> None:
     assert command("to-fp8", saved / "gpt_oss/hf", tmp_path / "out") == 2
     assert "experts that are stacked in one tensor" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

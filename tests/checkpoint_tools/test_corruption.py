@@ -33,7 +33,9 @@ def refused(name: str, folder: Path, source: Path, out: Path) -> bool:
     return status == 2 and not out.exists()
 
 
-def damage_and_run(kind: str, original: Path, source: Path, tmp_path: Path, seed: int, capsys: Any) -> str:
+def damage_and_run(
+    kind: str, original: Path, source: Path, tmp_path: Path, seed: int, capsys: Any
+) -> str:
     """ "" if the damage of this seed to a copy of `original` was refused by name, else what happened."""
     rng = random.Random(seed)
     folder, out = tmp_path / "damaged", tmp_path / "out"
@@ -43,13 +45,19 @@ def damage_and_run(kind: str, original: Path, source: Path, tmp_path: Path, seed
     else:
         name = rng.choice(COMMANDS[kind])
         (folder / MANIFEST).unlink()
-        damage = rng.choice(SHOWN_BY_STRUCTURE["torch_dist" if kind == "torch_dist" else "hf"])(folder, rng)
+        damage = rng.choice(SHOWN_BY_STRUCTURE["torch_dist" if kind == "torch_dist" else "hf"])(
+            folder, rng
+        )
     capsys.readouterr()
     was_refused = refused(name, folder, source, out)
     error = capsys.readouterr().err
     shutil.rmtree(folder)
     shutil.rmtree(out, ignore_errors=True)
-    return "" if was_refused and names(error, damage) else f"seed {seed}, {name}: {damage.what}: {error!r}"
+    return (
+        ""
+        if was_refused and names(error, damage)
+        else f"seed {seed}, {name}: {damage.what}: {error!r}"
+    )
 
 
 def names(error: str, damage: Damage) -> bool:
@@ -70,12 +78,16 @@ def test_damage_is_refused_by_name(saved: Path, tmp_path: Path, capsys: Any) -> 
 def test_damage_to_a_quantised_model_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
     hf, fp8 = write_model("qwen3_moe", tmp_path / "hf"), tmp_path / "fp8"
     assert run("to-fp8", hf, fp8, "--max-file-bytes", "200KB") == 0
-    missed = [text for s in range(60) if (text := damage_and_run("fp8", fp8, hf, tmp_path, s, capsys))]
+    missed = [
+        text for s in range(60) if (text := damage_and_run("fp8", fp8, hf, tmp_path, s, capsys))
+    ]
     assert not missed, f"{len(missed)} of 60:\n" + "\n".join(missed)
 
 
 @pytest.mark.gloo
-def test_a_flipped_bit_is_refused_or_without_effect(saved: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_flipped_bit_is_refused_or_without_effect(
+    saved: Path, tmp_path: Path, capsys: Any
+) -> None:
     """Without checksums.json: some bits of headers mean nothing, but no other tensor ever comes out."""
     step, source, folder, out = (
         saved / "qwen3_moe/step",

@@ -21,7 +21,12 @@ from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
 from tests.support.tiny_models import write_model
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 FOUR_MIB = ("--memory-budget", "4MiB")
 """The least that one worker takes: bands of 128 Ki elements."""
@@ -39,7 +44,11 @@ def write(folder: Path, tensors: dict[str, Tensor], quantization: Any, **setting
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def assert_same_bits(found: Tensor, expected: Tensor, name: str) -> None:
@@ -54,7 +63,9 @@ def dequantised(values: Tensor, scales: Tensor, block: list[int], dtype: torch.d
 
 
 def random_bytes(*shape: int, most: int = 256) -> Tensor:
-    return torch.randint(0, most, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, most, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def random_mxfp4(name: str, experts: int, rows: int, groups: int) -> dict[str, Tensor]:
@@ -102,8 +113,13 @@ def test_fp8_values_times_scales(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_mxfp4_blocks_as_transformers_converts_them(tmp_path: Path, dtype: str, workers: int) -> None:
-    first, second = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+def test_mxfp4_blocks_as_transformers_converts_them(
+    tmp_path: Path, dtype: str, workers: int
+) -> None:
+    first, second = (
+        "model.layers.0.mlp.experts.gate_up_proj",
+        "model.layers.0.mlp.experts.down_proj",
+    )
     packed = random_mxfp4(first, 2, 1000, 10) | random_mxfp4(second, 3, 64, 1)
     biases = {f"{first}_bias": torch.randn(2, 1000).to(torch.bfloat16)}
     source, out = write(tmp_path / "mxfp4", packed | biases, MXFP4), tmp_path / "out"
@@ -144,13 +160,20 @@ def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
 
 def test_a_quantised_model_of_a_known_family_comes_back(tmp_path: Path, capsys: Any) -> None:
     """Into FP8 and out of it; only then it can be trained, and it can be served as it is."""
-    source, fp8, out = write_source("deepseek_v3", tmp_path / "hf"), tmp_path / "fp8", tmp_path / "out"
+    source, fp8, out = (
+        write_source("deepseek_v3", tmp_path / "hf"),
+        tmp_path / "fp8",
+        tmp_path / "out",
+    )
     (source / "tokenizer_config.json").write_text("{}")
     assert main(["to-fp8", str(source), str(fp8), "--workers", "1"]) == 0
     assert find_model(fp8, None, lambda *_: None) == fp8
     for command in (["from-hf", str(fp8)], ["to-fp8", str(fp8)]):
         assert main([*command, str(tmp_path / "no")]) == 2
-        assert "write its weights in bfloat16 first: mcore-rl-ckpt dequantise" in capsys.readouterr().err
+        assert (
+            "write its weights in bfloat16 first: mcore-rl-ckpt dequantise"
+            in capsys.readouterr().err
+        )
     assert main(["dequantise", str(fp8), str(out), "--workers", "1", *FOUR_MIB]) == 0
     read_hf_config(out)
     packed, found = read_all(fp8), read_all(out)
@@ -159,7 +182,9 @@ def test_a_quantised_model_of_a_known_family_comes_back(tmp_path: Path, capsys: 
     for name, tensor in found.items():
         expected = packed[name]
         if name in names:
-            expected = dequantised(expected, packed[f"{name}_scale_inv"], [128, 128], torch.bfloat16)
+            expected = dequantised(
+                expected, packed[f"{name}_scale_inv"], [128, 128], torch.bfloat16
+            )
         assert_same_bits(tensor, expected, name)
     assert main(["from-hf", str(out), str(tmp_path / "megatron"), "--workers", "1"]) == 0
     assert main(["dequantise", str(out), str(tmp_path / "no")]) == 2
@@ -190,35 +215,110 @@ def mxfp4_tensors() -> Tensors:
             {},
             "config.json: quant_method='awq' .* only 'fp8' and 'mxfp4'",
         ),
-        ({"quant_method": "compressed-tensors"}, fp8_tensors, {}, "quant_method='compressed-tensors'"),
+        (
+            {"quant_method": "compressed-tensors"},
+            fp8_tensors,
+            {},
+            "quant_method='compressed-tensors'",
+        ),
         ("fp8", fp8_tensors, {}, "quant_method=None"),
-        (FP8 | {"weight_block_size": None}, fp8_tensors, {}, "weight_block_size=None .* only blocks of"),
+        (
+            FP8 | {"weight_block_size": None},
+            fp8_tensors,
+            {},
+            "weight_block_size=None .* only blocks of",
+        ),
         (FP8 | {"fmt": "e5m2"}, fp8_tensors, {}, "fmt='e5m2'"),
-        (FP8 | {"activation_scheme": "static"}, fp8_tensors, {}, "activation_scheme='static' .* 'dynamic'"),
+        (
+            FP8 | {"activation_scheme": "static"},
+            fp8_tensors,
+            {},
+            "activation_scheme='static' .* 'dynamic'",
+        ),
         (
             FP8 | {"weight_block_size": [64, 128]},
             fp8_tensors,
             {},
             r"'a.weight_scale_inv' .* should have \(4, 3\)",
         ),
-        (FP8, fp8_tensors, {"a.weight": None}, "'a.weight_scale_inv' .* with 'a.weight', which .* lacks"),
-        (FP8, fp8_tensors, {"a.weight_scale_inv": None}, "'a.weight' is float8_e4m3fn, and no tensor"),
-        (FP8, fp8_tensors, {"a.weight": torch.ones(200, 300)}, "'a.weight' is float32 .* should be a matrix"),
-        (FP8, fp8_tensors, {"a.weight_scale_inv": torch.ones(3, 2)}, r"has shape \(3, 2\): .* have \(2, 3\)"),
-        (FP8, fp8_tensors, {"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)}, "is int32: scales"),
-        (FP8, fp8_tensors, {"b": random_bytes(4)}, "tensor 'b' is uint8, and no tensor has scales of it"),
-        (FP8, dict, {"norm.weight": torch.ones(4)}, "quant_method='fp8', but none of 1 tensors is quantised"),
-        (MXFP4, mxfp4_tensors, {"e_blocks": None}, "'e_scales' .* with 'e_blocks', which the model lacks"),
-        (MXFP4, mxfp4_tensors, {"e_scales": None}, "'e_blocks' .* with 'e_scales', which the model lacks"),
+        (
+            FP8,
+            fp8_tensors,
+            {"a.weight": None},
+            "'a.weight_scale_inv' .* with 'a.weight', which .* lacks",
+        ),
+        (
+            FP8,
+            fp8_tensors,
+            {"a.weight_scale_inv": None},
+            "'a.weight' is float8_e4m3fn, and no tensor",
+        ),
+        (
+            FP8,
+            fp8_tensors,
+            {"a.weight": torch.ones(200, 300)},
+            "'a.weight' is float32 .* should be a matrix",
+        ),
+        (
+            FP8,
+            fp8_tensors,
+            {"a.weight_scale_inv": torch.ones(3, 2)},
+            r"has shape \(3, 2\): .* have \(2, 3\)",
+        ),
+        (
+            FP8,
+            fp8_tensors,
+            {"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)},
+            "is int32: scales",
+        ),
+        (
+            FP8,
+            fp8_tensors,
+            {"b": random_bytes(4)},
+            "tensor 'b' is uint8, and no tensor has scales of it",
+        ),
+        (
+            FP8,
+            dict,
+            {"norm.weight": torch.ones(4)},
+            "quant_method='fp8', but none of 1 tensors is quantised",
+        ),
+        (
+            MXFP4,
+            mxfp4_tensors,
+            {"e_blocks": None},
+            "'e_scales' .* with 'e_blocks', which the model lacks",
+        ),
+        (
+            MXFP4,
+            mxfp4_tensors,
+            {"e_scales": None},
+            "'e_blocks' .* with 'e_scales', which the model lacks",
+        ),
         (
             MXFP4,
             mxfp4_tensors,
             {"e_scales": random_bytes(2, 4, 3)},
             r"shape \(2, 4, 3\): .* have \(2, 3, 4\)",
         ),
-        (MXFP4, mxfp4_tensors, {"e_scales": torch.ones(2, 3, 4)}, "'e_scales' is float32: scales should be"),
-        (MXFP4, mxfp4_tensors, {"e_blocks": random_bytes(2, 3, 64)}, "'e_blocks' is uint8 .* groups of 32"),
-        (MXFP4, mxfp4_tensors, {"e": torch.ones(2)}, "tensor 'e' is there twice, also as .* 'e_blocks'"),
+        (
+            MXFP4,
+            mxfp4_tensors,
+            {"e_scales": torch.ones(2, 3, 4)},
+            "'e_scales' is float32: scales should be",
+        ),
+        (
+            MXFP4,
+            mxfp4_tensors,
+            {"e_blocks": random_bytes(2, 3, 64)},
+            "'e_blocks' is uint8 .* groups of 32",
+        ),
+        (
+            MXFP4,
+            mxfp4_tensors,
+            {"e": torch.ones(2)},
+            "tensor 'e' is there twice, also as .* 'e_blocks'",
+        ),
         (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has scales of it"),
     ],
 )
@@ -240,6 +340,8 @@ def test_what_cannot_be_dequantised_is_refused_by_name(
 
 def test_an_expert_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
     source = write(tmp_path / "source", random_mxfp4("e", 1, 1000, 100), MXFP4)
-    assert main(["dequantise", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
+    assert (
+        main(["dequantise", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
+    )
     assert "leaves 4096 KiB for each worker" in (error := capsys.readouterr().err)
     assert "each worker, 'e' needs 4980 KiB" in error

@@ -68,7 +68,9 @@ def test_a_tensor_is_put_together_from_chunks_of_any_cut(tmp_path: Path, seed: i
     assert ledger.num_checked == len(stored.chunks)
 
 
-@pytest.mark.parametrize(("band_bytes", "dtype"), [(1, "bfloat16"), (60, "float32"), (4096, "bfloat16")])
+@pytest.mark.parametrize(
+    ("band_bytes", "dtype"), [(1, "bfloat16"), (60, "float32"), (4096, "bfloat16")]
+)
 def test_matrices_that_are_stored_transposed_are_turned_and_read_once(
     tmp_path: Path, band_bytes: int, dtype: str
 ) -> None:
@@ -93,7 +95,9 @@ def test_what_no_chunk_has_is_zero_and_padding_is_read_for_its_checksum(tmp_path
     path = tmp_path / "file"
     path.write_bytes(bytes(range(12)))
     chunk = Chunk("t", "uint8", (0,), (12,), str(path), 0, 12, False)
-    assembly = Assembly("t", "uint8", (10,), tuple(make_pieces(chunk, (8,), (0, (1,)), (1, (1,)), 10)))
+    assembly = Assembly(
+        "t", "uint8", (10,), tuple(make_pieces(chunk, (8,), (0, (1,)), (1, (1,)), 10))
+    )
     reader = Reader(scratch_bytes=3)
     reader.skip(Stretch(chunk, 8, 4))
     assert read(assembly, 4, reader).tolist() == [0, *range(8), 0]
@@ -106,7 +110,9 @@ def test_what_no_chunk_has_is_zero_and_padding_is_read_for_its_checksum(tmp_path
 def test_a_part_that_is_scattered_over_its_chunk_is_refused(tmp_path: Path) -> None:
     chunk = Chunk("t", "uint8", (0, 0), (4, 4), str(tmp_path / "file"), 0, 16, False)
     strides = contiguous_strides(chunk.shape)
-    with pytest.raises(ValueError, match=r"file: tensor 't': a part of shape \(4, 2\) is scattered"):
+    with pytest.raises(
+        ValueError, match=r"file: tensor 't': a part of shape \(4, 2\) is scattered"
+    ):
         list(make_pieces(chunk, (4, 2), (0, strides), (0, (2, 1)), 2))
 
 

@@ -80,25 +80,33 @@ def test_the_same_command_goes_on_and_makes_the_same(
     goes_on_and_makes_the_same("from-hf", source, killed, tmp_path, capsys)
 
 
-def goes_on_and_makes_the_same(command: str, source: Path, killed: Path, tmp_path: Path, capsys: Any) -> None:
+def goes_on_and_makes_the_same(
+    command: str, source: Path, killed: Path, tmp_path: Path, capsys: Any
+) -> None:
     assert main([command, str(source), str(tmp_path / "whole"), "--workers", "1"]) == 0
     capsys.readouterr()
     assert main([command, str(source), str(killed), "--workers", "2"]) == 0
     assert "kept from an earlier run" in capsys.readouterr().out
     assert not killed.with_name(killed.name + PARTIAL).exists()
-    assert sorted(p.name for p in killed.iterdir()) == sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert sorted(p.name for p in killed.iterdir()) == sorted(
+        p.name for p in (tmp_path / "whole").iterdir()
+    )
     for path in killed.iterdir():
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes(), path.name
 
 
-def test_weights_that_are_dequantised_go_on_as_well(source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_weights_that_are_dequantised_go_on_as_well(
+    source: Path, tmp_path: Path, capsys: Any
+) -> None:
     fp8 = tmp_path / "fp8"
     assert main(["to-fp8", str(source), str(fp8), "--workers", "1"]) == 0
     killed = kill_in_the_middle("dequantise", fp8, tmp_path / "out")
     goes_on_and_makes_the_same("dequantise", fp8, killed, tmp_path, capsys)
 
 
-def test_units_that_were_damaged_since_are_done_again(source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_units_that_were_damaged_since_are_done_again(
+    source: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     process = mp.get_context("fork").Process(
         target=convert_and_die, args=(["from-hf", str(source), str(out), "--workers", "1"],)
@@ -116,7 +124,9 @@ def test_units_that_were_damaged_since_are_done_again(source: Path, tmp_path: Pa
     assert main(["verify", str(out), "--workers", "1"]) == 0
 
 
-def test_a_source_that_changed_since_is_begun_anew(source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_source_that_changed_since_is_begun_anew(
+    source: Path, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     process = mp.get_context("fork").Process(
         target=convert_and_die, args=(["from-hf", str(source), str(out), "--workers", "1"],)
@@ -130,7 +140,9 @@ def test_a_source_that_changed_since_is_begun_anew(source: Path, tmp_path: Path,
     assert (out / MANIFEST).is_file()
 
 
-def test_two_at_once_are_refused(source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_two_at_once_are_refused(
+    source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(staging, "LOCK_WAIT_S", 0.2)
     partial = tmp_path / f"out{PARTIAL}"
     partial.mkdir()
@@ -143,7 +155,10 @@ def test_two_at_once_are_refused(source: Path, tmp_path: Path, capsys: Any, monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory-budget", "1MiB"], "--memory-budget leaves 1024 KiB for each worker, which needs 4 MiB"),
+        (
+            ["--memory-budget", "1MiB"],
+            "--memory-budget leaves 1024 KiB for each worker, which needs 4 MiB",
+        ),
         (["--memory-budget", "8MiB", "--workers", "4"], "leaves 2048 KiB for each worker"),
         (["--workers", "0"], "--workers=0: at least 1"),
     ],

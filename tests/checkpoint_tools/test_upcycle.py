@@ -45,12 +45,21 @@ def test_outputs_are_equal_at_the_start(
     assert not list(tmp_path.glob("*routers*"))
 
 
-def test_what_cannot_be_upcycled_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    qwen2, llama3 = write_model("qwen2", tmp_path / "qwen2"), write_model("llama", tmp_path / "llama3")
+def test_what_cannot_be_upcycled_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    qwen2, llama3 = (
+        write_model("qwen2", tmp_path / "qwen2"),
+        write_model("llama", tmp_path / "llama3"),
+    )
     for source, options, message in (
         (qwen2, [], "Qwen2ForCausalLM has no counterpart with experts here"),
         (llama3, [], "rope_type='llama3' in the config.json to be of"),
-        (llama3, ["--experts", "2", "--top-k", "3"], "--experts=2 --top-k=3: needs two experts or more"),
+        (
+            llama3,
+            ["--experts", "2", "--top-k", "3"],
+            "--experts=2 --top-k=3: needs two experts or more",
+        ),
         (tmp_path, [], "config.json does not exist"),
     ):
         assert main(["upcycle", str(source), str(tmp_path / "out"), *options]) == 2

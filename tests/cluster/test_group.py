@@ -70,7 +70,10 @@ def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> No
         group.call_all("fail", 1, deadline_s=60)
     assert time.monotonic() - began < 8
     first, *frames = str(caught.value).splitlines()
-    assert first == f"rank 1 (trainer, dp 0 tp 1, log {group.ranks[1].log_path}): ValueError: bad value on 1"
+    assert (
+        first
+        == f"rank 1 (trainer, dp 0 tp 1, log {group.ranks[1].log_path}): ValueError: bad value on 1"
+    )
     files = [line.split('"')[1] for line in frames if line.startswith("  File")]
     assert files == [files[0]] * 2 and files[0].endswith("cluster/workers.py"), frames
     assert "json/decoder.py" in group.ranks[1].log_path.read_text()
@@ -91,7 +94,9 @@ def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: s
     group = make_group(3)
     pids = group.pids()
     began = time.monotonic()
-    with pytest.raises(RankError, match=rf"^trainer rank 2 died \({cause}.*\) during die; log .*rank2.log$"):
+    with pytest.raises(
+        RankError, match=rf"^trainer rank 2 died \({cause}.*\) during die; log .*rank2.log$"
+    ):
         asyncio.run(group.call_all_async("die", 2, how, deadline_s=60))
     assert time.monotonic() - began < 8
     assert wait_until_gone(pids) == []
@@ -111,7 +116,9 @@ def test_a_deadline_names_the_late_ranks_and_leaves_their_stacks(make_group) -> 
 
 
 def test_start_up_errors_name_the_rank(make_group) -> None:
-    with pytest.raises(RankError, match=r"^rank 1 \(trainer, log .*\): ValueError: no rank 99 here"):
+    with pytest.raises(
+        RankError, match=r"^rank 1 \(trainer, log .*\): ValueError: no rank 99 here"
+    ):
         make_group(2, first_rank=98)
 
 
@@ -127,7 +134,10 @@ def test_a_watch_ends_work_that_needs_a_dead_process(make_group, victim: str) ->
         await asyncio.sleep(60)
 
     killed: list[float] = []
-    expected = {"child": r"rank 1 .*RuntimeError: server ended with -9", "rank": r"trainer rank 1 died"}
+    expected = {
+        "child": r"rank 1 .*RuntimeError: server ended with -9",
+        "rank": r"trainer rank 1 died",
+    }
     with pytest.raises(RankError, match=expected[victim]):
         asyncio.run(guard(work(), group.watch("check")))
     assert time.monotonic() - killed[0] < 4
@@ -153,7 +163,13 @@ def test_breakpoint_in_a_rank_answers_to_ray_debug(make_group) -> None:
         await wait_for_text(group.ranks[0].log_path, "RemotePdb session open")
         address = re.search(r"Ray at (\S+)", group.ranks[0].log_path.read_text())
         assert address is not None
-        command = [sys.executable, "-m", "ray.scripts.scripts", "debug", f"--address={address.group(1)}"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "debug",
+            f"--address={address.group(1)}",
+        ]
         environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_DEBUG": "legacy"}
         pipe = subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
@@ -186,6 +202,8 @@ def test_what_the_cluster_cannot_hold_is_refused_by_number() -> None:
 
 def wait_until_gone(pids: list[int], timeout_s: float = 5.0) -> list[int]:
     until = time.monotonic() + timeout_s
-    while (alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < until:
+    while (
+        alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    ) and time.monotonic() < until:
         time.sleep(0.05)
     return alive

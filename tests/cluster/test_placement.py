@@ -8,7 +8,14 @@ import pytest
 import ray
 
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import Slot, colocate_engines, colocate_ranks, divide, gpus_per_node, reserve
+from mcore_rl.cluster.placement import (
+    Slot,
+    colocate_engines,
+    colocate_ranks,
+    divide,
+    gpus_per_node,
+    reserve,
+)
 from mcore_rl.planning.bundles import plan_ranks
 
 NO_GROUP: Any = None
@@ -40,14 +47,22 @@ def test_engines_lie_beside_the_ranks_in_order(
 
 @pytest.mark.parametrize(("nodes", "ranks_per_engine"), [("aaab", 4), ("aaabbb", 2)])
 def test_an_engine_across_a_border_of_nodes_is_refused(nodes: str, ranks_per_engine: int) -> None:
-    with pytest.raises(ValueError, match=r"GPUs are shared, but training ranks \d to \d lie on 2 nodes"):
+    with pytest.raises(
+        ValueError, match=r"GPUs are shared, but training ranks \d to \d lie on 2 nodes"
+    ):
         colocate_engines(slots_on(nodes), len(nodes) // ranks_per_engine, ranks_per_engine)
 
 
 @pytest.fixture
 def four_gpus() -> Iterator[None]:
     """Of which Ray only believes that they are there; it assigns them all the same."""
-    ray.init(address="local", num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=80 * 2**20)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=4,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+    )
     yield
     ray.shutdown()
 
@@ -58,7 +73,10 @@ def test_every_training_rank_has_a_gpu_and_engines_take_none(tmp_path: Path) -> 
     assert gpus_per_node() == 4
     [slots] = reserve([plan_ranks(4, 1.5, 4)], timeout_s=20)
     trainer_slots = divide(slots, 3)
-    critic_slots, engine_slots = colocate_ranks(trainer_slots, 3), colocate_engines(trainer_slots, 2, 2)
+    critic_slots, engine_slots = (
+        colocate_ranks(trainer_slots, 3),
+        colocate_engines(trainer_slots, 2, 2),
+    )
     trainer = RankGroup("trainer", trainer_slots, tmp_path)
     engines = RankGroup("engine", [slot for slots in engine_slots for slot in slots], tmp_path)
     assert trainer.gpu_ids(30) == [("0",), ("1",), ("2",), ("3",)]

@@ -116,7 +116,9 @@ def make_batch(seed: int) -> TrainBatch:
     num_tokens = sum(LENS)
     starts = torch.tensor([0, *LENS[:-1]])
     return TrainBatch(
-        token_ids_T=torch.randint(5, 40, (num_tokens,), generator=torch.Generator().manual_seed(seed)),
+        token_ids_T=torch.randint(
+            5, 40, (num_tokens,), generator=torch.Generator().manual_seed(seed)
+        ),
         loss_mask_T=torch.ones(num_tokens, dtype=torch.bool).index_fill(0, starts, False),
         lens_N=LENS,
         loss_weights_T=torch.full((num_tokens,), 1.0 / (2 * num_tokens)),
@@ -137,7 +139,8 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
     run.trainer.save(str(tmp_path / "checkpoint"), {"step": 0, "words": ["a"]})
     run.trainer.finish_save()
     stats = [
-        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS)).loss for _ in range(3)
+        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS)).loss
+        for _ in range(3)
     ]
     assert stats[2] < stats[1] < stats[0]
     assert not torch.equal(logprobs(), before)
@@ -167,20 +170,26 @@ def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) 
     template = tmp_path / "template.jinja"
     template.write_text("{{ response }}")
     asked = JudgeConfig(template=str(template), verdict=r"^()", words={"": 0.5}, max_tokens=4)
-    config = RewardConfig(parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked, error_value=-9.0)
+    config = RewardConfig(
+        parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked, error_value=-9.0
+    )
     texts = ("12 + 5 = 17", "17", "17 " * 600)
     samples = [make_sample(text) for text in texts]
     with Scorer(config, 100, {"judge": JudgeScorer(asked), "reward_model": question}) as scorer:
         posts = {role: ServedClient(model).post_all for role, model in models.items()}
         scorer.connect(posts, lambda work: asyncio.run(guard(work, *run.served.watches())))
         scores = scorer(samples)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     expected = [model(torch.tensor([question.tokens(s)])).logits.item() for s in samples[:2]]
     assert scores.parts["reward_model"][:2] == pytest.approx(expected, abs=1e-4)
     assert abs(expected[0] - expected[1]) > 1e-2
     assert scores.rewards_N[:2] == pytest.approx([1.0 + score for score in expected], abs=1e-4)
     assert scores.rewards_N[2] == -9.0
-    assert re.search(r"ServedRequestError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2])
+    assert re.search(
+        r"ServedRequestError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2]
+    )
 
 
 def make_sample(text: str) -> Sample:
@@ -214,7 +223,9 @@ def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
     os.kill(server, signal.SIGKILL)
     with pytest.raises(RankError, match=r"(?s)rank 0 \(judge.*died \(status -9\); its last lines:"):
         asyncio.run(guard(asyncio.sleep(60), *run.served.watches()))
-    with pytest.raises(ValueError, match=r"judge.url=.*: GET .*/v1/models does not list models: URLError"):
+    with pytest.raises(
+        ValueError, match=r"judge.url=.*: GET .*/v1/models does not list models: URLError"
+    ):
         find_served("judge", by_url)
 
 
@@ -227,7 +238,9 @@ def ask(url: str) -> str:
         "temperature": 0,
     }
     request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)["choices"][0]["message"]["content"]
@@ -240,7 +253,9 @@ def test_a_killed_server_and_a_killed_rank_are_told_at_once(run: Run) -> None:
     [server] = run.engines.server_pids()
     os.kill(server, signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(RankError, match=r"(?s)rank 0 \(engine.*died \(status -9\); its last lines:"):
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0 \(engine.*died \(status -9\); its last lines:"
+    ):
         asyncio.run(guard(wait(), run.trainer.watch(), run.engines.watch()))
     assert time.monotonic() - began < 5
 

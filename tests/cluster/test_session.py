@@ -46,8 +46,12 @@ def test_nothing_is_left_however_two_sessions_end(start) -> None:
     of_first, of_second = processes_when_ready(first), processes_when_ready(second)
     before = [cpu_seconds(p) for p in of_second]
     time.sleep(5)
-    used = {f"{p.pid} {p.name()}": cpu_seconds(p) - s for p, s in zip(of_second, before, strict=True)}
-    assert sum(used.values()) < 1.0 and max(used.values()) < 0.3, f"who waits keeps a core busy: {used}"
+    used = {
+        f"{p.pid} {p.name()}": cpu_seconds(p) - s for p, s in zip(of_second, before, strict=True)
+    }
+    assert sum(used.values()) < 1.0 and max(used.values()) < 0.3, (
+        f"who waits keeps a core busy: {used}"
+    )
     go_on(first)
 
     folder_of_second = session_folder(of_second)
@@ -85,7 +89,9 @@ def test_nothing_is_left_of_a_start_that_was_killed(start) -> None:
 
 
 @pytest.mark.parametrize(("name", "silent"), [("raylet", True), ("gcs_server", False)])
-def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(start, name, silent) -> None:
+def test_a_lost_ray_is_named_also_where_it_ends_its_controller_in_silence(
+    start, name, silent
+) -> None:
     process = start("sleep_long")
     begun = processes_when_ready(process)
     if silent:
@@ -123,7 +129,9 @@ def processes_when_ready(controller: Controller) -> list[psutil.Process]:
 
 def session_folder(processes: list[psutil.Process]) -> Path:
     arguments = [argument for p in processes for argument in p.cmdline()]
-    [folder] = {a.split("=")[1].split("/session_")[0] for a in arguments if a.startswith("--session-dir=")}
+    [folder] = {
+        a.split("=")[1].split("/session_")[0] for a in arguments if a.startswith("--session-dir=")
+    }
     assert Path(folder).is_dir()
     return Path(folder)
 

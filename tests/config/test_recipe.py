@@ -18,7 +18,8 @@ def test_every_shipped_recipe_composes_and_has_a_headline() -> None:
 
 def test_overrides_reach_the_tree() -> None:
     config = load_recipe(
-        "tiny_moe_grpo", ["parallel.pp=2", "train.optimizer.lr=3e-4", "data.train=[a.jsonl,b.jsonl]"]
+        "tiny_moe_grpo",
+        ["parallel.pp=2", "train.optimizer.lr=3e-4", "data.train=[a.jsonl,b.jsonl]"],
     )
     assert config.parallel.pp == 2
     assert config.train.optimizer.lr == 3e-4
@@ -32,7 +33,10 @@ def test_overrides_reach_the_tree() -> None:
         (["tp=2"], r"unknown key 'tp'. Did you mean 'parallel.tp'"),
         (["rollot.tp=2"], r"unknown key 'rollot'. Did you mean 'rollout'"),
         (["+extra=1"], r"unknown key 'extra'"),
-        (["parallel.tp=two"], r"parallel.tp: Value 'two' of type 'str' could not be converted to Integer"),
+        (
+            ["parallel.tp=two"],
+            r"parallel.tp: Value 'two' of type 'str' could not be converted to Integer",
+        ),
         (["model.dtype=fp8"], r"model.dtype='fp8': expected one of 'float32', 'bfloat16'"),
         (["rollout.tp=3", "rollout.ep=2"], r"rollout.ep=2 does not divide rollout.tp=3"),
         (
@@ -52,7 +56,10 @@ def test_overrides_reach_the_tree() -> None:
             r"cluster.colocated=true with rollout.mode=async: .* set rollout.mode=sync",
         ),
         (["rollout.mode=later"], r"rollout.mode='later': expected one of 'sync'"),
-        (["rollout.partial=wait"], r"rollout.partial=wait with rollout.mode=sync, which has no use for it"),
+        (
+            ["rollout.partial=wait"],
+            r"rollout.partial=wait with rollout.mode=sync, which has no use for it",
+        ),
         (
             ["rollout.mode=one_step_off", "rollout.max_staleness=2"],
             r"rollout.max_staleness=2 with .*one_step",
@@ -61,13 +68,19 @@ def test_overrides_reach_the_tree() -> None:
             ["rollout.mode=async", "rollout.oversampling=2.0"],
             r"rollout.oversampling=2.0 with rollout.mode=async",
         ),
-        (["rollout.mode=async", "rollout.max_in_flight=4"], r"max_in_flight=4: .*samples_per_prompt=8"),
+        (
+            ["rollout.mode=async", "rollout.max_in_flight=4"],
+            r"max_in_flight=4: .*samples_per_prompt=8",
+        ),
         (
             ["rollout.mode=async", "rollout.deterministic=true"],
             r"deterministic=true: .*use rollout.mode=one_step",
         ),
         (["rollout.mode=async", "rollout.pp=2"], r"rollout.pp=2: .*use rollout.partial=wait"),
-        (["rollout.mode=async", "rollout.stale=correct"], r"rollout.stale=correct .*correction.weight=token"),
+        (
+            ["rollout.mode=async", "rollout.stale=correct"],
+            r"rollout.stale=correct .*correction.weight=token",
+        ),
         (
             ["cluster.colocated=true"],
             r"cluster.colocated=true with rollout.stage_weights=True: .* set rollout.stage_weights=false",
@@ -80,14 +93,26 @@ def test_overrides_reach_the_tree() -> None:
             ["judge.path=/a", "judge.url=http://b"],
             r"judge.path=/a with judge.url=http://b: .* leave one empty",
         ),
-        (["teacher.path=/a", "teacher.tp=3", "teacher.ep=2"], r"teacher.ep=2 does not divide teacher.tp=3"),
-        (["reward_model.path=/a", "reward_model.dtype=fp8"], r"reward_model.dtype='fp8': expected one of"),
-        (["judge.path=/a", "judge.api_key_env=KEY"], r"judge.api_key_env=KEY: .* it belongs to judge.url"),
+        (
+            ["teacher.path=/a", "teacher.tp=3", "teacher.ep=2"],
+            r"teacher.ep=2 does not divide teacher.tp=3",
+        ),
+        (
+            ["reward_model.path=/a", "reward_model.dtype=fp8"],
+            r"reward_model.dtype='fp8': expected one of",
+        ),
+        (
+            ["judge.path=/a", "judge.api_key_env=KEY"],
+            r"judge.api_key_env=KEY: .* it belongs to judge.url",
+        ),
         (
             ["algorithm.advantage=distillation"],
             r"algorithm.advantage=distillation with teacher.path='' .* set teacher.path",
         ),
-        (["teacher.path=/a"], r"teacher.path=/a with algorithm.advantage=grpo: nothing asks the teacher"),
+        (
+            ["teacher.path=/a"],
+            r"teacher.path=/a with algorithm.advantage=grpo: nothing asks the teacher",
+        ),
         (
             ["teacher.path=/a", "algorithm.advantage=distillation", "rollout.temperature=0.7"],
             r"with rollout.temperature=0.7: .* set rollout.temperature=1",
@@ -106,13 +131,19 @@ def test_overrides_reach_the_tree() -> None:
         ),
         (["train.router_bias_rate=-1"], r"train.router_bias_rate=-1.0: must not be negative"),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
-        (["algorithm.advantage=gae", "critic.mini_batches=7"], r"is not divisible by critic.mini_batches=7"),
+        (
+            ["algorithm.advantage=gae", "critic.mini_batches=7"],
+            r"is not divisible by critic.mini_batches=7",
+        ),
         (["critic.gae_lambda=1.5"], r"critic.gae_lambda=1.5: must lie in \[0, 1\]"),
         (
             ["algorithm.advantage=gae", "critic.colocated=true", "critic.parallel.tp=4"],
             r"critic.colocated=true with 4 ranks by critic.parallel: there are 2 by parallel to share",
         ),
-        (["cluster.offload=true", "critic.colocated=true"], r"cluster.offload=true: nobody else is on"),
+        (
+            ["cluster.offload=true", "critic.colocated=true"],
+            r"cluster.offload=true: nobody else is on",
+        ),
         (["run.steps"], r"overrides have the form key=value"),
     ],
 )
@@ -169,4 +200,6 @@ def test_data_parallel_size_is_the_smallest_that_fits_the_experts(
 
 
 def test_leaves_are_dotted_names_of_options() -> None:
-    assert {"run.dir", "train.optimizer.lr", "algorithm.kl.coef", "sft.optimizer.lr"} <= set(leaves())
+    assert {"run.dir", "train.optimizer.lr", "algorithm.kl.coef", "sft.optimizer.lr"} <= set(
+        leaves()
+    )

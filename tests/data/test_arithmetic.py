@@ -41,7 +41,9 @@ def test_held_out_problems_are_in_no_other_file(folder: Path) -> None:
 def test_every_text_is_covered_by_the_vocabulary(folder: Path) -> None:
     tokenizer, known = make_tokenizer(), set(vocabulary())
     rows = pq.read_table(folder / "sft.parquet").to_pylist()
-    words = {word for row in rows for message in row["messages"] for word in message["content"].split()}
+    words = {
+        word for row in rows for message in row["messages"] for word in message["content"].split()
+    }
     assert words <= known
     text = "Ada has 12 apples ; 12 - 5 = 7"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -58,7 +60,8 @@ def test_the_share_of_slips_is_what_it_says() -> None:
     assert slips == pytest.approx(SLIP_SHARE, abs=0.03)
     assert demonstrate(problem, rng, slip_share=0.0) == "20 - 5 = 15"
     assert (
-        demonstrate(Problem("", 20, (("+", 5), ("-", 3))), rng, slip_share=0.0) == "20 + 5 = 25 ; 25 - 3 = 22"
+        demonstrate(Problem("", 20, (("+", 5), ("-", 3))), rng, slip_share=0.0)
+        == "20 + 5 = 25 ; 25 - 3 = 22"
     )
 
 

@@ -18,10 +18,14 @@ from mcore_rl.data.batch import (
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 
-def make_sample(prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], index: int = 0) -> Sample:
+def make_sample(
+    prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], index: int = 0
+) -> Sample:
     spans = (VersionSpan(0, len(response_ids), WeightVersion(0)),) if response_ids else ()
     logprobs = tuple(-0.1 * (i + 1) for i in range(len(response_ids)))
-    return Sample(Prompt(index, prompt_ids, (), "unit", "x"), 0, response_ids, logprobs, "stop", spans, "")
+    return Sample(
+        Prompt(index, prompt_ids, (), "unit", "x"), 0, response_ids, logprobs, "stop", spans, ""
+    )
 
 
 def test_prompt_and_response_are_laid_end_to_end() -> None:
@@ -31,7 +35,9 @@ def test_prompt_and_response_are_laid_end_to_end() -> None:
     assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert batch.loss_mask_T.tolist() == [False] * 3 + [True] * 2 + [False] + [True] * 3
     assert batch.rollout_logprobs_T is not None
-    assert batch.rollout_logprobs_T.tolist() == pytest.approx([0, 0, 0, -0.1, -0.2, 0, -0.1, -0.2, -0.3])
+    assert batch.rollout_logprobs_T.tolist() == pytest.approx(
+        [0, 0, 0, -0.1, -0.2, 0, -0.1, -0.2, -0.3]
+    )
 
 
 def test_empty_responses_are_left_out_and_all_empty_is_refused() -> None:
@@ -82,7 +88,9 @@ def test_engine_records_follow_the_tokens() -> None:
     experts = torch.arange(2 * 3 * 2, dtype=torch.int16).view(3, 2, 2)[:, :, :1]
     spans = (VersionSpan(0, 1, WeightVersion(4)), VersionSpan(1, 2, WeightVersion(5)))
     prompt = Prompt(0, (1, 2), (), "unit", "x")
-    samples = [Sample(prompt, i, (3, 4), (-0.1, -0.2), "stop", spans, "", experts) for i in range(2)]
+    samples = [
+        Sample(prompt, i, (3, 4), (-0.1, -0.2), "stop", spans, "", experts) for i in range(2)
+    ]
     batch = make_train_batch(samples, WeightVersion(5))
     assert batch.stale_T is not None and batch.stale_T.tolist() == [False, False, True, False] * 2
     assert batch.routed_experts_TLK is not None
@@ -90,7 +98,16 @@ def test_engine_records_follow_the_tokens() -> None:
     part = select(batch, [1])
     assert part.routed_experts_TLK is not None and torch.equal(part.routed_experts_TLK[:3], experts)
     with pytest.raises(ValueError, match="routed experts of 3 tokens, expected 4"):
-        Sample(prompt, 0, (3, 4, 5), (0.0,) * 3, "stop", (VersionSpan(0, 3, WeightVersion(0)),), "", experts)
+        Sample(
+            prompt,
+            0,
+            (3, 4, 5),
+            (0.0,) * 3,
+            "stop",
+            (VersionSpan(0, 3, WeightVersion(0)),),
+            "",
+            experts,
+        )
 
 
 def test_responses_that_were_cut_off_are_left_out_of_the_loss() -> None:

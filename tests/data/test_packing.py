@@ -8,14 +8,20 @@ from mcore_rl.data.packing import plan_microbatches
 
 
 @given(
-    st.lists(st.integers(1, 64), min_size=8, max_size=60), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2])
+    st.lists(st.integers(1, 64), min_size=8, max_size=60),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
 )
-def test_plans_are_exact_within_budget_and_even(lens_N: list[int], dp_size: int, multiple_of: int) -> None:
+def test_plans_are_exact_within_budget_and_even(
+    lens_N: list[int], dp_size: int, multiple_of: int
+) -> None:
     plan = plan_microbatches(lens_N, dp_size, max_tokens=64, multiple_of=multiple_of)
     assert len(plan) == dp_size
     assert len({len(rank) for rank in plan}) == 1
     assert len(plan[0]) % multiple_of == 0
-    assert sorted(i for rank in plan for microbatch in rank for i in microbatch) == list(range(len(lens_N)))
+    assert sorted(i for rank in plan for microbatch in rank for i in microbatch) == list(
+        range(len(lens_N))
+    )
     assert all(sum(lens_N[i] for i in microbatch) <= 64 for rank in plan for microbatch in rank)
     num_empty = sum(not microbatch for rank in plan for microbatch in rank)
     assert num_empty < dp_size * multiple_of
@@ -30,7 +36,9 @@ def test_no_more_micro_batches_than_needed() -> None:
 
 def test_ranks_are_balanced() -> None:
     lens_N = [100, 90, 80, 70, 10, 10, 10, 10]
-    totals = [sum(lens_N[i] for mb in rank for i in mb) for rank in plan_microbatches(lens_N, 2, 200)]
+    totals = [
+        sum(lens_N[i] for mb in rank for i in mb) for rank in plan_microbatches(lens_N, 2, 200)
+    ]
     assert abs(totals[0] - totals[1]) <= 20
 
 

@@ -53,9 +53,15 @@ def test_every_form_is_the_same_two_conversations(row: dict[str, Any]) -> None:
             {"prompt": PROMPT, "chosen": PROMPT, "rejected": "4"},
             "here: `chosen` must end with the assistant's",
         ),
-        ({"prompt": PROMPT, "chosen": "3", "rejected": []}, "here: `rejected` must end with the assistant's"),
         (
-            {"chosen": PROMPT + answer("3"), "rejected": [{"role": "user", "content": "Ben"}, *answer("4")]},
+            {"prompt": PROMPT, "chosen": "3", "rejected": []},
+            "here: `rejected` must end with the assistant's",
+        ),
+        (
+            {
+                "chosen": PROMPT + answer("3"),
+                "rejected": [{"role": "user", "content": "Ben"}, *answer("4")],
+            },
             "here: `chosen` and `rejected` answer different prompts",
         ),
     ],
@@ -79,5 +85,7 @@ def test_batches_hold_pairs_by_turns_and_go_on_after_a_restart(tmp_path: Path) -
     second.load_state_dict(first.state_dict())
     assert first.next_batch(12).token_ids_T.tolist() == second.next_batch(12).token_ids_T.tolist()
     assert [len(part.lens_N) for part in batches_of(pairs, 3)] == [6, 6, 4]
-    with pytest.raises(ValueError, match=r"none of 10 rows is a pair of different .* dpo.max_len=7 tokens"):
+    with pytest.raises(
+        ValueError, match=r"none of 10 rows is a pair of different .* dpo.max_len=7 tokens"
+    ):
         load_pairs(write(tmp_path, [*rows, *dropped]), make_tokenizer(), max_len=7)

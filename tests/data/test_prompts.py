@@ -9,7 +9,10 @@ from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.prompts import load_conversations, load_prompts
 
-SHORT, LONG = "Ada has 3 apples", "Ada has 3 apples and gets 4 more . how many apples does Ada have now ?"
+SHORT, LONG = (
+    "Ada has 3 apples",
+    "Ada has 3 apples and gets 4 more . how many apples does Ada have now ?",
+)
 
 
 @pytest.fixture
@@ -40,7 +43,8 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(
     assert [p.index for p in kept] == [0, 2]
     assert "1 overlong dropped" in caplog.text
     with pytest.raises(
-        ValueError, match=r"1 of 3 prompts are longer than data.max_prompt_len=8, the first is row 1"
+        ValueError,
+        match=r"1 of 3 prompts are longer than data.max_prompt_len=8, the first is row 1",
     ):
         load_prompts(files, tokenizer, 8, "error")
     with pytest.raises(ValueError, match="no prompt of at most 2 tokens among 3"):
@@ -55,7 +59,9 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(
         ("x.csv", "a,b\n", r"x.csv: expected .parquet or .jsonl"),
     ],
 )
-def test_malformed_files_are_refused_by_place(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_malformed_files_are_refused_by_place(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_prompts([str(tmp_path / name)], make_tokenizer(), 8, "filter")
@@ -67,7 +73,9 @@ def test_missing_file_is_named() -> None:
 
 
 def test_conversations_must_end_with_an_answer(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    (tmp_path / "c.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n"
+    )
     with pytest.raises(
         ValueError, match=r"c.jsonl line 1: `messages` must end with a message of role 'assistant'"
     ):

@@ -37,8 +37,6 @@ def test_batches_average_over_answer_tokens(tmp_path: Path) -> None:
 
 def test_a_template_that_hides_the_answer_is_refused() -> None:
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}{{ 'Ada' if add_generation_prompt }}"
-    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}{{ 'Ada' if add_generation_prompt }}"
     with pytest.raises(ValueError, match="the loss mask cannot be placed"):
         tokenize(conversation("has", "3"), tokenizer)

@@ -8,9 +8,14 @@ from mcore_rl.data.source import ShuffledStream
 
 
 @given(
-    st.integers(1, 30), st.integers(0, 3), st.lists(st.integers(1, 17), min_size=1, max_size=6), st.booleans()
+    st.integers(1, 30),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 17), min_size=1, max_size=6),
+    st.booleans(),
 )
-def test_resume_continues_the_order(num_items: int, seed: int, takes: list[int], shuffle: bool) -> None:
+def test_resume_continues_the_order(
+    num_items: int, seed: int, takes: list[int], shuffle: bool
+) -> None:
     whole = ShuffledStream(range(num_items), seed, shuffle)
     expected = [whole.take(n) for n in takes]
     for cut in range(len(takes)):

@@ -17,7 +17,9 @@ def test_samples_are_summarized() -> None:
         make_sample(1, 6, "length"),
         make_sample(1, 8, "stop"),
     ]
-    metrics = summarize_samples(samples, Scores([1.0, 0.0, 1.0, 1.0], {"form": [1.0] * 4}), seconds=2.0)
+    metrics = summarize_samples(
+        samples, Scores([1.0, 0.0, 1.0, 1.0], {"form": [1.0] * 4}), seconds=2.0
+    )
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/groups_without_signal"] == 0.5
     assert metrics["reward/part/form"] == 1.0 and metrics["reward/errors"] == 0.0
@@ -29,7 +31,9 @@ def test_samples_are_summarized() -> None:
 
 def test_steps_are_merged_by_the_kind_of_metric() -> None:
     first = StepStats(1.0, 0.5, 1e-3, 10, {"logprob_diff/mean": 0.2, "logprob_diff/token_max": 3.0})
-    second = StepStats(3.0, 1.5, 5e-4, 30, {"logprob_diff/mean": 0.4, "logprob_diff/token_max": 1.0})
+    second = StepStats(
+        3.0, 1.5, 5e-4, 30, {"logprob_diff/mean": 0.4, "logprob_diff/token_max": 1.0}
+    )
     metrics = summarize_steps([first, second])
     assert metrics["loss/total"] == 2.0
     assert metrics["loss/grad_norm"] == 1.0

@@ -32,7 +32,9 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...], form: F
     for parts in zip(*(x.split(list(lens_N)) for x in (q, k, v)), strict=True):
         qs, ks, vs = (x.transpose(0, 1)[None] for x in parts)
         if form.sinks_h is None and form.window is None:
-            out = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=SCALE, enable_gqa=True)
+            out = F.scaled_dot_product_attention(
+                qs, ks, vs, is_causal=True, scale=SCALE, enable_gqa=True
+            )
             outs.append(out[0].transpose(0, 1).flatten(1))
         else:
             outs += [query_by_query(parts, at, form) for at in range(len(parts[0]))]
@@ -86,5 +88,7 @@ def test_context_parallel_parts_make_the_whole(cp_size: int, form: Form) -> None
     gathered = torch.cat(rows)
     wanted = one_by_one(q, k, v, lens_N, form)
     for rank in range(cp_size):
-        out = context_parallel_attention(q[rows[rank]], k[gathered], v[gathered], lens_N, form, rank, cp_size)
+        out = context_parallel_attention(
+            q[rows[rank]], k[gathered], v[gathered], lens_N, form, rank, cp_size
+        )
         torch.testing.assert_close(out, wanted[rows[rank]], rtol=0, atol=1e-6)

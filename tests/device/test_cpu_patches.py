@@ -13,7 +13,13 @@ from mcore_rl import device
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.device.cpu_patches import PATCHES
 from tests.support.distributed import run_ranks
-from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
 
 UNEVEN = {"tp": 2, "ep": 2, "etp": 2}
 EP = {"ep": 2}
@@ -32,7 +38,13 @@ CHECKED_ALONE = {"contiguous_collectives", "eager"}
 
 
 def train_without(
-    rank: int, world_size: int, port: int, without: str, path: str, layout: dict[str, int], root: Path
+    rank: int,
+    world_size: int,
+    port: int,
+    without: str,
+    path: str,
+    layout: dict[str, int],
+    root: Path,
 ) -> float | None:
     """A step, a save and a load with all patches but one."""
     for name, patch in PATCHES.items():
@@ -40,7 +52,9 @@ def train_without(
             patch()
     device._cpu_patches_installed = True
     parallel = ParallelConfig(**layout)
-    actor = make_actor(rank, world_size, port, ModelConfig(path=path), parallel, recompute="selective")
+    actor = make_actor(
+        rank, world_size, port, ModelConfig(path=path), parallel, recompute="selective"
+    )
     stats = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
     actor.save(root / "step", {})
     actor.finish_save()
@@ -64,7 +78,9 @@ def test_every_patch_has_a_test() -> None:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", [EP, UNEVEN], ids=str)
-def test_all_patches_together_are_enough(model_dir: str, tmp_path: Path, layout: dict[str, int]) -> None:
+def test_all_patches_together_are_enough(
+    model_dir: str, tmp_path: Path, layout: dict[str, int]
+) -> None:
     assert run(model_dir, tmp_path, "none", layout)[0] is not None
 
 
@@ -75,7 +91,9 @@ def test_training_fails_without_the_patch(model_dir: str, tmp_path: Path, patch:
         run(model_dir, tmp_path, patch, NEEDED_BY[patch])
 
 
-def send_strided(rank: int, world_size: int, port: int, patched: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def send_strided(
+    rank: int, world_size: int, port: int, patched: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What rank 1 gets of a broadcast and a scatter of transposed tensors."""
     if patched:
         PATCHES["contiguous_collectives"]()

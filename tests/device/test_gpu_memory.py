@@ -23,7 +23,9 @@ HOST = torch.device("cpu")
     ("places", "expected"),
     [((), "cpu"), (("cpu", "cpu"), "cpu"), (("meta", "meta"), "meta"), (("meta", "cpu"), "cpu")],
 )
-def test_tensors_that_lie_in_several_places_go_by_the_host(places: tuple[str, ...], expected: str) -> None:
+def test_tensors_that_lie_in_several_places_go_by_the_host(
+    places: tuple[str, ...], expected: str
+) -> None:
     tensors = [torch.empty(2, device=place) for place in places]
     assert common_device(tensors) == torch.device(expected)
 

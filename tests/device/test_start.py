@@ -23,7 +23,10 @@ def modules_of(program: str) -> set[str]:
     """What is imported at the end of `program`, in a process of its own."""
     tell = "\nprint(*sys.modules)"
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program + tell], capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "ignore", "-c", program + tell],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert process.returncode == 0, process.stderr
     return set(process.stdout.splitlines()[-1].split())

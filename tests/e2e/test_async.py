@@ -56,7 +56,9 @@ def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: S
     assert all(0 < line["sync/canary_diff"] < 1e-4 for line in steps)
     assert all(0 <= line[f"idle/{who}"] < 1 for line in steps for who in ("trainer", "engines"))
     for step, drawn_by in weights_of(run).items():
-        assert all(step - 1 - 2 <= min(versions) <= max(versions) <= step - 1 for versions in drawn_by)
+        assert all(
+            step - 1 - 2 <= min(versions) <= max(versions) <= step - 1 for versions in drawn_by
+        )
     assert any(len(versions) > 1 for drawn_by in weights_of(run).values() for versions in drawn_by)
 
 
@@ -79,14 +81,21 @@ def test_one_step_off_trains_on_every_prompt_in_order_also_across_a_resume(
 
 
 DROP = ["rollout.stale=drop", "rollout.partial=restart", "rollout.max_in_flight=8"]
-DAPO = ["rollout.partial=wait", "rollout.dynamic_sampling=true", "rollout.max_rounds=2", "reward.workers=1"]
+DAPO = [
+    "rollout.partial=wait",
+    "rollout.dynamic_sampling=true",
+    "rollout.max_rounds=2",
+    "reward.workers=1",
+]
 REMAX = ["rollout.stale=correct", "algorithm.advantage=remax", "rollout.engines=2"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [DROP, DAPO, REMAX], ids=["drop", "dapo", "remax"])
 def test_every_way_to_treat_stale_and_partial_samples(start: Start, options: list[str]) -> None:
-    run = start("train", *COMMON, "rollout.mode=async", *options, "run.steps=5", "eval.every_steps=2")
+    run = start(
+        "train", *COMMON, "rollout.mode=async", *options, "run.steps=5", "eval.every_steps=2"
+    )
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
     steps = steps_of(run)

@@ -20,7 +20,11 @@ def test_the_reverse_kl_to_the_teacher_falls(
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
     model.lm_head.weight.data.mul_(8.0)
     model.save_pretrained(teacher)
-    options = [f"teacher.path={teacher}", "teacher.dtype=float32", "algorithm.advantage=distillation"]
+    options = [
+        f"teacher.path={teacher}",
+        "teacher.dtype=float32",
+        "algorithm.advantage=distillation",
+    ]
     refused = start("train", *options)
     assert refused.finish() == 2 and "the policy's vocabulary" in refused.tail()
 

@@ -28,7 +28,9 @@ def test_pairs_of_own_responses_are_told_apart(start: Callable[..., Run], tmp_pa
     files = [made.run_dir / "pairs" / f"{name}.parquet" for name in ("train", "heldout")]
     assert all(path.exists() for path in files), made.tail()
     for row in pq.read_table(files[0]).to_pylist():
-        chosen, rejected = (len(set(row[name][0]["content"].split())) for name in ("chosen", "rejected"))
+        chosen, rejected = (
+            len(set(row[name][0]["content"].split())) for name in ("chosen", "rejected")
+        )
         assert chosen > rejected, row
 
     run = start(
@@ -44,8 +46,12 @@ def test_pairs_of_own_responses_are_told_apart(start: Callable[..., Run], tmp_pa
     run.assert_nothing_left()
     steps = [line for line in run.metrics() if "preference/loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
-    assert steps[0]["preference/margin"] == 0 and steps[0]["loss/total"] == pytest.approx(math.log(2))
-    assert steps[-1]["preference/margin"] > 0.02 and steps[-1]["loss/total"] < steps[0]["loss/total"]
+    assert steps[0]["preference/margin"] == 0 and steps[0]["loss/total"] == pytest.approx(
+        math.log(2)
+    )
+    assert (
+        steps[-1]["preference/margin"] > 0.02 and steps[-1]["loss/total"] < steps[0]["loss/total"]
+    )
     assert all(line["ratio/token_max"] == pytest.approx(1, abs=1e-4) for line in steps)
     held_out = [line for line in run.metrics() if "eval/preference/accuracy" in line]
     assert [line["step"] for line in held_out] == [5]

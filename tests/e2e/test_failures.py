@@ -26,13 +26,17 @@ def test_a_run_that_is_killed_while_it_saves_ends_whole(start: Start, tmp_path: 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("victim", [victim for victim in VICTIMS if victim != "critic"])
-def test_a_run_that_is_killed_in_every_phase_ends_whole(start: Start, tmp_path: Path, victim: str) -> None:
+def test_a_run_that_is_killed_in_every_phase_ends_whole(
+    start: Start, tmp_path: Path, victim: str
+) -> None:
     survive(start, tmp_path / "run", [(victim, phase) for phase in PHASES])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_that_samples_beside_training_is_killed_again_and_again(start: Start, tmp_path: Path) -> None:
+def test_a_run_that_samples_beside_training_is_killed_again_and_again(
+    start: Start, tmp_path: Path
+) -> None:
     deaths = [
         ("rank", "train"),
         ("scheduler", "train"),

@@ -7,7 +7,13 @@ import pytest
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import read_hf_config
-from tests.e2e.test_train import Start, assert_engine_agrees, changed_tensors, steps_of, write_family
+from tests.e2e.test_train import (
+    Start,
+    assert_engine_agrees,
+    changed_tensors,
+    steps_of,
+    write_family,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -30,7 +36,11 @@ ENGINES = {
 def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: str) -> None:
     model = write_family(kind, arithmetic, tmp_path / kind)
     config = read_hf_config(model)
-    biases = [name for name in family_of(config).shapes(config) if name.endswith("e_score_correction_bias")]
+    biases = [
+        name
+        for name in family_of(config).shapes(config)
+        if name.endswith("e_score_correction_bias")
+    ]
     run = start(
         "train",
         f"model.path={model}",
@@ -45,6 +55,8 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=2)
     run.assert_nothing_left()
-    exported = json.loads((run.run_dir / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+    exported = json.loads((run.run_dir / "hf" / "model.safetensors.index.json").read_text())[
+        "weight_map"
+    ]
     assert set(biases) <= exported.keys() & set(changed_tensors(model, run.run_dir / "hf"))
     assert all(line["logprob_diff/router_flip_share"] == 0 for line in steps_of(run))

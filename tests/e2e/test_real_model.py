@@ -62,12 +62,16 @@ def test_it_answers_a_chat(smollm2: Path, tmp_path: Path) -> None:
     command += ["--kv-cache-len", "4096", "--port", str(find_free_port("127.0.0.1"))]
     command += ["--log", str(tmp_path / "serve.log")]
     command += ["--ask", "What is the capital of France?"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+    )
     assert run.returncode == 0, run.stderr
     assert "Paris" in run.stdout.splitlines()[-1]
 
 
-def test_a_step_of_grpo_and_a_merge(start: Callable[..., Run], sparse: Path, tmp_path: Path) -> None:
+def test_a_step_of_grpo_and_a_merge(
+    start: Callable[..., Run], sparse: Path, tmp_path: Path
+) -> None:
     run = start(
         "train",
         f"model.path={sparse}",
@@ -88,7 +92,9 @@ def test_a_step_of_grpo_and_a_merge(start: Callable[..., Run], sparse: Path, tmp
     (step,) = [row for row in run.metrics() if "rollout/samples" in row]
     assert step["logprob_diff/mean"] < 1e-4
     assert step["sync/canary_diff"] < 1e-4
-    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()
+    ]
     assert any(sample["response"].strip() for sample in samples)
     merged = tmp_path / "merged"
     checkpoint = run.run_dir / "checkpoints" / "step_000001"

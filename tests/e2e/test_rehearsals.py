@@ -28,6 +28,11 @@ def test_one_step(recipe: str, tmp_path: Path, runs: list[Run]) -> None:
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
     folder = tmp_path / "run_rehearsal"
-    steps = [row for row in run.metrics("../run_rehearsal") if "loss/total" in row or "time/step" in row]
+    steps = [
+        row for row in run.metrics("../run_rehearsal") if "loss/total" in row or "time/step" in row
+    ]
     assert steps, sorted(folder.iterdir())
-    print(recipe, {name: steps[-1].get(name) for name in ("time/step", "logprob_diff/mean", "time/sync")})
+    print(
+        recipe,
+        {name: steps[-1].get(name) for name in ("time/step", "logprob_diff/mean", "time/sync")},
+    )

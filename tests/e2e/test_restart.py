@@ -27,7 +27,9 @@ def test_one_of_two_engines_dies_in_rollout_and_serves_again(start: Start) -> No
     served = log.read_text().count("Prefill batch")
     next_step = run.log().count(": rollout") + 1
     run.wait_for(f"step {next_step + 1}: reward")
-    assert log.read_text().count("Prefill batch") > served, f"{url} is in rotation but gets no requests"
+    assert log.read_text().count("Prefill batch") > served, (
+        f"{url} is in rotation but gets no requests"
+    )
 
     kill_server_of(run, url)
     assert run.finish(60) == 1, run.tail()
@@ -56,7 +58,9 @@ def test_the_only_engine_dies_in_rollout_and_in_sync_and_serves_again(start: Sta
 
 @pytest.mark.slow
 def test_an_engine_on_two_machines_starts_again_when_one_server_dies(start: Start) -> None:
-    run = start("train", *SETTINGS, "rollout.restarts=1", "rollout.tp=2", "rollout.nodes_per_engine=2")
+    run = start(
+        "train", *SETTINGS, "rollout.restarts=1", "rollout.tp=2", "rollout.nodes_per_engine=2"
+    )
     run.wait_for("step 2: train")
     run.find_one("mcore_rl.rollout.server", "--node-rank 1").kill()
     run.wait_for("serves again")

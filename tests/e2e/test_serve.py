@@ -29,7 +29,14 @@ def serve(*arguments: object, cwd: Path) -> "subprocess.Popen[str]":
 
 def test_a_model_answers_a_chat_and_ctrl_c_leaves_nothing(arithmetic: Path, tmp_path: Path) -> None:
     port = find_free_port("127.0.0.1")
-    options = ["--port", port, "--kv-cache-len", 4096, "--ask", "Ada has 12 coins and gets 5 more ."]
+    options = [
+        "--port",
+        port,
+        "--kv-cache-len",
+        4096,
+        "--ask",
+        "Ada has 12 coins and gets 5 more .",
+    ]
     process = serve(arithmetic / "model", *options, cwd=tmp_path)
     assert process.stdout is not None
     lines = [process.stdout.readline() for _ in range(3)]
@@ -46,14 +53,19 @@ def test_what_cannot_be_served_is_refused(
     arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "untold").mkdir()
-    (tmp_path / "untold" / "config.json").write_bytes((arithmetic / "model" / "config.json").read_bytes())
+    (tmp_path / "untold" / "config.json").write_bytes(
+        (arithmetic / "model" / "config.json").read_bytes()
+    )
     (tmp_path / "step_000001").mkdir()
     (tmp_path / "step_000001" / ".metadata").touch()
     for arguments, message in (
         ([tmp_path / "nowhere"], "nowhere/config.json does not exist"),
         ([tmp_path / "untold"], "has no tokenizer_config.json: chats need the model's tokenizer"),
         ([tmp_path / "step_000001"], "is a Megatron checkpoint: give --source-hf"),
-        ([arithmetic / "model", "--once"], "--once ends after the answer to a question: give --ask"),
+        (
+            [arithmetic / "model", "--once"],
+            "--once ends after the answer to a question: give --ask",
+        ),
     ):
         assert main(["serve", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err

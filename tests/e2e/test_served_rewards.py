@@ -58,5 +58,7 @@ def test_a_run_learns_from_a_judge_and_a_reward_model(
     for step in steps:
         assert {f"reward/part/{name}" for name in ("score", "judge", "reward_model")} <= step.keys()
         assert step["reward/errors"] < 0.5 * step["rollout/samples"]
-    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (run.run_dir / "samples.jsonl").read_text().splitlines()
+    ]
     assert len({round(sample["reward"], 6) for sample in samples}) > 4

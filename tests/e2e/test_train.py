@@ -48,7 +48,12 @@ GSPO = [
     "algorithm.aggregation=sequence_mean",
     "algorithm.correction.weight=sequence",
 ]
-TWO_NODES = ["rollout.tp=2", "rollout.ep=2", "rollout.nodes_per_engine=2", "train.router_bias_rate=0.01"]
+TWO_NODES = [
+    "rollout.tp=2",
+    "rollout.ep=2",
+    "rollout.nodes_per_engine=2",
+    "train.router_bias_rate=0.01",
+]
 LAYOUTS = {
     "tp2-ep2-engine-tp2-on-two-nodes": (
         "deepseek_v3",
@@ -101,7 +106,9 @@ def runs(
     def start(case: str) -> Run:
         (kind, settings), folder = FIRST_RUNS[case], tmp_path_factory.mktemp(case)
         model = model_of(kind, arithmetic, folder)
-        return Run(["train", *tiny_settings(arithmetic), f"model.path={model}", *settings], folder / "run")
+        return Run(
+            ["train", *tiny_settings(arithmetic), f"model.path={model}", *settings], folder / "run"
+        )
 
     ahead = StartedAhead(chosen_cases(request), start, 1)
     yield ahead
@@ -113,7 +120,9 @@ def model_of(kind: str, arithmetic: Path, folder: Path) -> Path:
     """The model of the arithmetic problems, or one of another family in `folder`, made if it is not there."""
     if kind == "qwen3_moe":
         return arithmetic / "model"
-    return folder / kind if (folder / kind).exists() else write_family(kind, arithmetic, folder / kind)
+    return (
+        folder / kind if (folder / kind).exists() else write_family(kind, arithmetic, folder / kind)
+    )
 
 
 def write_family(kind: str, arithmetic: Path, folder: Path) -> Path:
@@ -171,7 +180,9 @@ def load_hf(folder: Path) -> dict[str, torch.Tensor]:
 def changed_tensors(before: Path, after: Path) -> list[str]:
     """Names of the tensors that differ between two HuggingFace directories."""
     first, second = load_hf(before), load_hf(after)
-    return [name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])]
+    return [
+        name for name in first.keys() & second.keys() if not torch.equal(first[name], second[name])
+    ]
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
@@ -232,7 +243,14 @@ def test_resume_continues_exactly_also_in_another_layout(
     assert got[:2] == expected[:2]
     assert got[2]["timestamp"] > expected[3]["timestamp"]
     assert "loss/policy" not in got[0]
-    for name in ("loss/total", "loss/policy", "loss/entropy", "reward/mean", "rollout/response_len", *CRITIC):
+    for name in (
+        "loss/total",
+        "loss/policy",
+        "loss/entropy",
+        "reward/mean",
+        "rollout/response_len",
+        *CRITIC,
+    ):
         assert [line.get(name, 0.0) for line in got] == pytest.approx(
             [line.get(name, 0.0) for line in expected], rel=1e-6, abs=1e-6
         ), name

@@ -49,7 +49,9 @@ def check(words: list[str]) -> None:
         check_cli(arguments)
     elif name == "mcore-rl-ckpt":
         check_arguments(make_tools_parser(), name, arguments)
-    elif name in RUNNERS and arguments and arguments[0] != "-m" and not arguments[0].startswith("-"):
+    elif (
+        name in RUNNERS and arguments and arguments[0] != "-m" and not arguments[0].startswith("-")
+    ):
         assert (ROOT / arguments[0]).is_file(), f"no file {arguments[0]}"
 
 

@@ -29,7 +29,12 @@ def test_files_and_functions_stay_small() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 sizes.append(
-                    (lines, FUNCTION_LINES, FUNCTION_LINES_BOUND, f"{path}:{node.lineno} {node.name}")
+                    (
+                        lines,
+                        FUNCTION_LINES,
+                        FUNCTION_LINES_BOUND,
+                        f"{path}:{node.lineno} {node.name}",
+                    )
                 )
         for lines, wanted, bound, where in sizes:
             if lines > wanted:
@@ -42,7 +47,11 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    silent = [str(path) for path in python_files() if parse(path).body and not ast.get_docstring(parse(path))]
+    silent = [
+        str(path)
+        for path in python_files()
+        if parse(path).body and not ast.get_docstring(parse(path))
+    ]
     assert not silent, f"no module docstring: {silent}"
 
 
@@ -71,7 +80,9 @@ def test_the_search_for_cuda_libraries_finds_them(source: str) -> None:
 
 
 def test_pure_layers_do_not_communicate() -> None:
-    modules = [path for path in python_files("mcore_rl") if len(path.parts) > 2 and path.parts[1] in PURE]
+    modules = [
+        path for path in python_files("mcore_rl") if len(path.parts) > 2 and path.parts[1] in PURE
+    ]
     found = [
         f"{path}:{node.lineno}"
         for path in modules
@@ -84,7 +95,9 @@ def test_pure_layers_do_not_communicate() -> None:
 
 
 def test_no_text_leans_on_where_it_was_written() -> None:
-    files = tracked(".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile", "Dockerfile", "run")
+    files = tracked(
+        ".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile", "Dockerfile", "run"
+    )
     found = [
         f"{path}:{number}: {match.group()}"
         for path in files
@@ -99,11 +112,15 @@ def test_pins_in_pyproject_agree_with_the_requirements_files() -> None:
     extras = project["optional-dependencies"]
     locked = {**_pins(_lines("requirements/cpu.txt")), **_pins(_lines("requirements/dev.txt"))}
     wanted = _pins([*project["dependencies"], *extras["cpu"], *extras["dev"]])
-    differ = {name: (pin, locked.get(name)) for name, pin in wanted.items() if locked.get(name) != pin}
+    differ = {
+        name: (pin, locked.get(name)) for name, pin in wanted.items() if locked.get(name) != pin
+    }
     assert not differ, f"(pyproject, requirements): {differ}"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "requirements").glob("*.txt")), ids=lambda path: path.name
+)
 def test_every_requirement_is_pinned(path: Path) -> None:
     loose = [line for line in _lines(path) if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", line)]
     assert not loose, f"{path.name}: not name==version: {loose}"

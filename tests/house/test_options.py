@@ -14,7 +14,8 @@ Field = tuple[str, str]
 CLASSES = {name: cls for name, cls in vars(config).items() if is_dataclass(cls)}
 OPTIONS: set[Field] = {(name, f.name) for name, cls in CLASSES.items() for f in fields(cls)}
 KINDS: dict[Field, str] = {
-    (name, option): getattr(get_type_hints(CLASSES[name])[option], "__name__", "") for name, option in OPTIONS
+    (name, option): getattr(get_type_hints(CLASSES[name])[option], "__name__", "")
+    for name, option in OPTIONS
 }
 
 
@@ -30,13 +31,18 @@ def test_the_search_tells_a_reader_from_an_option_of_the_same_name() -> None:
     def read(source: str) -> set[Field]:
         return fields_read([ast.parse(source)])
 
-    assert read("def f(c: Config): return c.rollout.tp") == {("Config", "rollout"), ("RolloutConfig", "tp")}
+    assert read("def f(c: Config): return c.rollout.tp") == {
+        ("Config", "rollout"),
+        ("RolloutConfig", "tp"),
+    }
     assert read("def f(c: RolloutConfig | None): c.tp") == {("RolloutConfig", "tp")}
     assert read("def f(c: Config):\n r = c.rollout\n g(r.tp)") >= {("RolloutConfig", "tp")}
-    assert read("class A:\n def __init__(self, c: KLConfig):\n  self.c = c\n def g(self): self.c.coef") == {
+    assert read(
+        "class A:\n def __init__(self, c: KLConfig):\n  self.c = c\n def g(self): self.c.coef"
+    ) == {("KLConfig", "coef")}
+    assert read("@dataclass\nclass A:\n c: KLConfig\n def g(self): self.c.coef") == {
         ("KLConfig", "coef")
     }
-    assert read("@dataclass\nclass A:\n c: KLConfig\n def g(self): self.c.coef") == {("KLConfig", "coef")}
     assert read("c = load_recipe('x', [])\nc.rollout") == {("Config", "rollout")}
     assert not read("def f(spec: EngineSpec): return spec.tp")
     assert not read("def f(c: KLConfig): c.coef = 1.0")
@@ -48,7 +54,9 @@ def unread(options: set[Field]) -> list[str]:
     files = {path: parse(path) for path in python_files("mcore_rl")}
     own = [files.pop(path) for path in list(files) if path.parent == Path("mcore_rl/config")]
     by_properties = set().union(*map(read_by_properties, own))
-    return sorted(".".join(option) for option in options - fields_read(files.values()) - by_properties)
+    return sorted(
+        ".".join(option) for option in options - fields_read(files.values()) - by_properties
+    )
 
 
 def read_by_properties(tree: ast.Module) -> set[Field]:
@@ -142,7 +150,9 @@ def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list
     return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
-def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> Iterator[tuple[str, str]]:
+def parameters(
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda,
+) -> Iterator[tuple[str, str]]:
     for arg in arguments(node):
         if kind := annotated(arg.annotation):
             yield arg.arg, kind

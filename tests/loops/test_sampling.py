@@ -12,7 +12,12 @@ from mcore_rl.roles import Roles
 from mcore_rl.types import Prompt, Sample, Scores
 
 GROUP = 3
-ALWAYS = {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/partial": 0.0, "idle/engines": 0.25}
+ALWAYS = {
+    "staleness/mean": 0.0,
+    "staleness/max": 0.0,
+    "staleness/partial": 0.0,
+    "idle/engines": 0.25,
+}
 
 
 class Numbered:
@@ -46,7 +51,9 @@ def run(
 
     def reward(samples: Sequence[Sample]) -> Scores:
         rewards = [float(s.prompt.index in differing and s.sample_index == 0) for s in samples]
-        return Scores(rewards, {"index": [float(s.prompt.index) for s in samples]}, [""] * len(samples))
+        return Scores(
+            rewards, {"index": [float(s.prompt.index) for s in samples]}, [""] * len(samples)
+        )
 
     def teacher(samples: Sequence[Sample]) -> list[tuple[float, ...]]:
         return [(float(s.prompt.index), float(s.sample_index)) for s in samples]
@@ -64,7 +71,9 @@ def run(
 
 def test_what_a_teacher_says_stays_with_its_sample() -> None:
     kept, scores, _, _ = run({1, 4, 5}, dynamic_sampling=True, oversampling=1.5)
-    assert [f"{prompt:.0f} {place:.0f}" for prompt, place in scores.teacher_N] == kept == texts(1, 4)
+    assert (
+        [f"{prompt:.0f} {place:.0f}" for prompt, place in scores.teacher_N] == kept == texts(1, 4)
+    )
 
 
 def texts(*prompts: int) -> list[str]:
@@ -100,7 +109,11 @@ def test_after_the_last_round_what_there_is_is_trained_on(caplog: pytest.LogCapt
     assert samples == texts(2) and metrics["sampling/rounds"] == 3
     assert "1 groups with differing rewards are missing after 3 rounds" in caplog.text
     samples, scores, metrics, _ = run(set(), dynamic_sampling=True, max_rounds=2)
-    assert samples == texts(2, 3) and len(scores.rewards_N) == 6 and metrics["sampling/kept_share"] == 0
+    assert (
+        samples == texts(2, 3)
+        and len(scores.rewards_N) == 6
+        and metrics["sampling/kept_share"] == 0
+    )
 
 
 def test_remax_asks_for_a_greedy_response_to_each_prompt() -> None:

@@ -39,7 +39,9 @@ def test_a_pipe_gets_one_plain_line_per_step() -> None:
 
 def test_a_terminal_gets_a_panel_of_the_last_steps() -> None:
     stream = io.StringIO()
-    console = LiveConsole(RichConsole(file=stream, force_terminal=True, width=80), "tiny", total_steps=20)
+    console = LiveConsole(
+        RichConsole(file=stream, force_terminal=True, width=80), "tiny", total_steps=20
+    )
     for step in range(1, 16):
         console.show(step, {**STEP, "reward/mean": step / 20})
     console.show(15, {"eval/greedy_accuracy": 0.75})

@@ -17,7 +17,9 @@ def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixtu
         log.log(0, {"eval/greedy_accuracy": 0.25})
         log.log(1, {"reward/mean": 0.5, "time/rollout": 1.0})
         log.log(2, {})
-        log.log_samples(1, [make_sample(0, "1"), make_sample(1, "no")], Scores([1.0, 0.0]), split="eval")
+        log.log_samples(
+            1, [make_sample(0, "1"), make_sample(1, "no")], Scores([1.0, 0.0]), split="eval"
+        )
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row.pop("timestamp") > 1e9 for row in rows] == [True, True]
     assert rows == [
@@ -55,7 +57,9 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
 def test_samples_per_call_are_bounded(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path, console=False) as log:
         log.log_samples(
-            1, [make_sample(i, "") for i in range(SAMPLES_PER_LOG + 9)], Scores([0.0] * (SAMPLES_PER_LOG + 9))
+            1,
+            [make_sample(i, "") for i in range(SAMPLES_PER_LOG + 9)],
+            Scores([0.0] * (SAMPLES_PER_LOG + 9)),
         )
         with pytest.raises(ValueError, match="shorter"):
             log.log_samples(1, [make_sample(1, "")], Scores([]))
@@ -77,7 +81,9 @@ def test_samples_whose_reward_failed_are_always_kept_and_say_why(tmp_path: Path)
     num = SAMPLES_PER_LOG + 9
     errors = ["" if i < num - 1 else "ValueError: no" for i in range(num)]
     with MetricsLogger(tmp_path, console=False) as log:
-        log.log_samples(1, [make_sample(i, "") for i in range(num)], Scores([0.0] * num, {}, errors))
+        log.log_samples(
+            1, [make_sample(i, "") for i in range(num)], Scores([0.0] * num, {}, errors)
+        )
     rows = read_rows(tmp_path / "samples.jsonl")
     assert len(rows) == SAMPLES_PER_LOG + 1
     assert rows[-1]["prompt_index"] == num - 1 and rows[-1]["reward_error"] == "ValueError: no"

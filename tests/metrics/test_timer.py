@@ -23,6 +23,8 @@ def test_seconds_of_a_phase_add_up_and_survive_an_error() -> None:
     assert waited["idle/trainer"] == pytest.approx(waited["time/train"] / waited["time/step"])
 
 
-def test_the_log_says_where_a_step_is_before_the_phase_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_where_a_step_is_before_the_phase_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.INFO, "mcore_rl"), PhaseTimer(7)("rollout"):
         assert caplog.messages == ["step 7: rollout"]

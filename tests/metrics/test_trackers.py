@@ -14,10 +14,14 @@ CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
     ("package", "option"),
     [("wandb", {"wandb_project": "unit"}), ("mlflow", {"mlflow_uri": "sqlite:///x.db"})],
 )
-def test_a_missing_package_is_named_with_its_option(package: str, option: dict, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_option(
+    package: str, option: dict, tmp_path: Path
+) -> None:
     if find_spec(package):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(ValueError, match=rf"log\.{next(iter(option))}=.* needs the package {package}"):
+    with pytest.raises(
+        ValueError, match=rf"log\.{next(iter(option))}=.* needs the package {package}"
+    ):
         MetricsLogger(tmp_path, console=False, **option)
 
 

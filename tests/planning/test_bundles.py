@@ -27,7 +27,9 @@ def test_an_engine_that_fits_no_nodes_is_refused() -> None:
         ValueError, match=r"rollout.nodes_per_engine=2 puts 16 ranks on a node, which has 8 GPUs"
     ):
         plan_engine(32, 1, 8, num_nodes=2)
-    with pytest.raises(ValueError, match=r"judge.tp \* judge.pp = 12 fills no whole number of nodes"):
+    with pytest.raises(
+        ValueError, match=r"judge.tp \* judge.pp = 12 fills no whole number of nodes"
+    ):
         plan_served({"judge": ServedModelConfig(path="/a", tp=12)}, 1, 8)
 
 

@@ -23,7 +23,9 @@ QWEN = "qwen3_30b_a3b_grpo_32"
 def test_every_recipe_fits_and_its_header_says_what_the_plan_says(recipe: str) -> None:
     plan = plan_of(recipe)
     assert plan["fits"]
-    comments = [line for line in read(Path(f"recipes/{recipe}.yaml")).splitlines() if line.startswith("#")]
+    comments = [
+        line for line in read(Path(f"recipes/{recipe}.yaml")).splitlines() if line.startswith("#")
+    ]
     header = " ".join(" ".join(line.strip("# ") for line in comments).split())
     for sentence in plan["explained"]:
         assert sentence in header
@@ -88,7 +90,12 @@ def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) ->
 def test_fp8_engines_hold_half_the_weights() -> None:
     bf16, fp8 = (
         total(
-            predict("kimi_k2_grpo_256_128", "rollout.tp=16", "rollout.ep=16", f"rollout.quantization={kind}"),
+            predict(
+                "kimi_k2_grpo_256_128",
+                "rollout.tp=16",
+                "rollout.ep=16",
+                f"rollout.quantization={kind}",
+            ),
             "weights",
             "engine",
         )
@@ -136,7 +143,10 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
             "parallel.tp=3 parallel.dp=16 parallel.ep=1",
             "parallel.tp=3 does not divide num_attention_heads=32",
         ),
-        ("parallel.etp=5 parallel.dp=20", "parallel.etp=5 does not divide an expert's intermediate size=768"),
+        (
+            "parallel.etp=5 parallel.dp=20",
+            "parallel.etp=5 does not divide an expert's intermediate size=768",
+        ),
         ("train.mini_batches=3", "= 2048 is not divisible by train.mini_batches=3"),
         ("rollout.max_response_len=9000", "= 11048 exceeds train.max_tokens_per_microbatch=10240"),
         ("rollout.kv_cache_len=9000", "= 10240 exceeds rollout.kv_cache_len=9000"),
@@ -163,4 +173,6 @@ def test_experts_make_most_of_a_layers_activations() -> None:
     step = Pass(tokens=1024, tp=1, cp=1, etp=1, itemsize=2, recompute="none", expert_load=1.0)
     routed = 8 * (2048 + 4 * 768)
     attention = 2 * 2048 + 2 * (4096 + 512) + 4096 + 512
-    assert Activations(hf_config, step).kept(0) == 2 * 1024 * (routed + attention + 2 * 2048 + 2 * 128 * 2)
+    assert Activations(hf_config, step).kept(0) == 2 * 1024 * (
+        routed + attention + 2 * 2048 + 2 * 128 * 2
+    )

@@ -23,11 +23,16 @@ def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     size = RunSize.of(colocated, colocated.served_models, **needs)
     assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
     assert size.num_cpus(colocated) == (2 * 2 + 1 + 1) * colocated.cluster.cpus_per_rank
-    without_trainer = RunSize.of(colocated, colocated.served_models, **needs | {"with_trainer": False})
+    without_trainer = RunSize.of(
+        colocated, colocated.served_models, **needs | {"with_trainer": False}
+    )
     assert not without_trainer.colocated_served
     for changed, message in (
         ("reward_model.restarts=1", "reward_model.colocated=true with reward_model.url='' and"),
-        ("reward_model.tp=4", r"reward_model.engines \* reward_model.tp \* reward_model.pp = 4: there are"),
+        (
+            "reward_model.tp=4",
+            r"reward_model.engines \* reward_model.tp \* reward_model.pp = 4: there are",
+        ),
         ("rollout.mode=one_step_off", "reward_model.colocated=true with rollout.mode=one_step_off"),
     ):
         with pytest.raises(ValueError, match=message):

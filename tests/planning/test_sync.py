@@ -11,7 +11,12 @@ from mcore_rl.cli import main
 from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 
-SPLIT = ["cluster=h200", "plan.gpu_memory_gib=300", "rollout.stage_weights=true", "rollout.restarts=1"]
+SPLIT = [
+    "cluster=h200",
+    "plan.gpu_memory_gib=300",
+    "rollout.stage_weights=true",
+    "rollout.restarts=1",
+]
 """Engines on GPUs of their own, with room for the weights twice, whatever GPU that takes."""
 EXAMPLES = {
     "qwen3_30b_a3b_grpo_32": (16, 16, 30.5e9),
@@ -23,13 +28,17 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("recipe", EXAMPLES)
 def test_engines_of_their_own(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    hosts_of_one_engine = ["rollout.engines=2", "rollout.tp=8", "rollout.ep=8"] if "30b" in recipe else []
+    hosts_of_one_engine = (
+        ["rollout.engines=2", "rollout.tp=8", "rollout.ep=8"] if "30b" in recipe else []
+    )
     assert main(["plan", f"recipe={recipe}", *SPLIT, *hosts_of_one_engine, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     trainer_ranks, engine_ranks, parameters = EXAMPLES[recipe]
     assert (plan["trainer_ranks"], plan["engine_ranks"]) == (trainer_ranks, engine_ranks)
     assert plan["model_bytes"] == pytest.approx(2 * parameters, rel=2e-3)
-    assert plan["lower_bound_bytes"] <= plan["busiest_link_bytes"] <= 1.07 * plan["lower_bound_bytes"]
+    assert (
+        plan["lower_bound_bytes"] <= plan["busiest_link_bytes"] <= 1.07 * plan["lower_bound_bytes"]
+    )
     engines = plan["direct_trainer_out_per_rank"][1] / plan["trainer_out_per_rank"][1]
     assert plan["relay_out_per_rank"][1] <= plan["engine_in_per_rank"][1]
     assert engines > 1.9
@@ -57,7 +66,13 @@ def test_fp8_engines_are_sent_half_the_bytes(capsys: pytest.CaptureFixture[str])
 def test_the_tables_name_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe=qwen3_30b_a3b_grpo_32", "parallel.pp=2", "parallel.dp=4"]) == 0
     out = capsys.readouterr().out
-    for text in ("trainer ranks 8-15", "layers 24-47", "4 engines", "lower bound", "gather and broadcast"):
+    for text in (
+        "trainer ranks 8-15",
+        "layers 24-47",
+        "4 engines",
+        "lower bound",
+        "gather and broadcast",
+    ):
         assert text in out
 
 
@@ -81,8 +96,14 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("parallel.first_stage_layers=22", "pipeline stages left = 2 does not divide layers left = 49"),
-        ("rollout.tp=128 rollout.attention_dp=1", "tp / dp = 128 does not divide attention heads = 64"),
+        (
+            "parallel.first_stage_layers=22",
+            "pipeline stages left = 2 does not divide layers left = 49",
+        ),
+        (
+            "rollout.tp=128 rollout.attention_dp=1",
+            "tp / dp = 128 does not divide attention heads = 64",
+        ),
         ("parallel.tp=3 parallel.dp=16", "parallel.tp=3 does not divide num_attention_heads=64"),
         ("model.path=/nowhere", "/nowhere/config.json does not exist"),
         ("plan.link_gbps=0", "plan.link_gbps=0.0: must be greater than 0"),

@@ -53,7 +53,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with EngineProcess(EngineSpec(model_path, str(tmp_path_factory.mktemp("log") / "engine.log"))) as engine:
+    with EngineProcess(
+        EngineSpec(model_path, str(tmp_path_factory.mktemp("log") / "engine.log"))
+    ) as engine:
         yield engine
 
 
@@ -73,14 +75,20 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
     absent = "http://127.0.0.1:9"
     report = canary.check(WeightVersion(5), make_batch(), [engine.url, absent])
     assert report.differences[engine.url] < 1e-4
-    assert set(report.failed) == {absent} and f"engine {absent} scored nothing" in report.failed[absent]
+    assert (
+        set(report.failed) == {absent}
+        and f"engine {absent} scored nothing" in report.failed[absent]
+    )
     assert report.metrics()["sync/canary_diff"] == report.differences[engine.url]
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").add_(0.05)
     report = canary.check(WeightVersion(6), make_batch(), [engine.url])
     assert report.differences[engine.url] > 1e-3
-    assert "claims weights 6" in report.failed[engine.url] and "canary.tolerance" in report.failed[engine.url]
+    assert (
+        "claims weights 6" in report.failed[engine.url]
+        and "canary.tolerance" in report.failed[engine.url]
+    )
 
     nothing = Canary(
         TransformersTrainer(model), CanaryConfig(sequences=0), "float32", 20.0, asyncio.run, ready

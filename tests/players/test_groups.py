@@ -28,7 +28,9 @@ def finish(group: Group, *versions: int) -> None:
     group.samples, group.scores = [sample(*versions, of=group.position)], Scores([1.0])
 
 
-def make(bound: int, *, in_order: bool = False, waits: bool = True, version: int = 0) -> GroupBuffer:
+def make(
+    bound: int, *, in_order: bool = False, waits: bool = True, version: int = 0
+) -> GroupBuffer:
     return GroupBuffer(P, bound, WeightVersion(version), in_order=in_order, waits=waits)
 
 
@@ -121,7 +123,12 @@ def test_no_step_gets_a_sample_beyond_the_bound(
     """Groups finish in any order, their tokens drawn from any of the versions that passed; every prompt is
     trained on once, and the bound is asserted from the spans.
     """
-    buffer, under_way, trained, next_position = make(bound, waits=waits, in_order=in_order), [], [], 0
+    buffer, under_way, trained, next_position = (
+        make(bound, waits=waits, in_order=in_order),
+        [],
+        [],
+        0,
+    )
     again: list[int] = []
     for step in range(5):
         version = WeightVersion(step)

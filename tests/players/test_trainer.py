@@ -72,7 +72,9 @@ def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
     return with_loss_weights(TrainBatch(ids_T, mask_T, lens_N), "token_mean", 8)
 
 
-def make_trainer(tmp_path: Path, dp_size: int, multiple_of: int, asynchronous: bool = True) -> PackedTrainer:
+def make_trainer(
+    tmp_path: Path, dp_size: int, multiple_of: int, asynchronous: bool = True
+) -> PackedTrainer:
     return PackedTrainer(
         EchoRanks(),
         RunFolder(tmp_path),
@@ -90,7 +92,9 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
     trainer = make_trainer(tmp_path, dp_size, multiple_of)
     scores = trainer.compute_logprobs(batch)
     assert torch.equal(scores.logprobs_T, batch.token_ids_T.float())
-    assert scores.router_flips_T is not None and torch.equal(scores.router_flips_T, batch.token_ids_T)
+    assert scores.router_flips_T is not None and torch.equal(
+        scores.router_flips_T, batch.token_ids_T
+    )
     assert scores.sum_squares_T is None
     squares_T = trainer.compute_logprobs(batch, sum_squares=True).sum_squares_T
     assert squares_T is not None and torch.equal(squares_T, batch.token_ids_T / 2)
@@ -101,7 +105,10 @@ def test_checkpoints_are_named_by_step_and_pruned(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, 1, 1, asynchronous=False)
     for step in (5, 10, 15):
         trainer.save(step, {})
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "step_000010",
+        "step_000015",
+    ]
 
 
 @pytest.mark.timeout(30)
@@ -164,11 +171,15 @@ class EchoCritics:
     def finish_save(self) -> None: ...
 
 
-def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(tmp_path: Path) -> None:
+def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(
+    tmp_path: Path,
+) -> None:
     folder, checkpoint = RunFolder(tmp_path, has_critic=True), CheckpointConfig(keep=1)
     packing = Packing(2, 2, max_tokens=12)
     critic = PackedCritic(EchoCritics(), folder, packing=packing, checkpoint=checkpoint)
-    trainer = PackedTrainer(EchoRanks(), folder, packing=packing, temperature=1.0, checkpoint=checkpoint)
+    trainer = PackedTrainer(
+        EchoRanks(), folder, packing=packing, temperature=1.0, checkpoint=checkpoint
+    )
     batch = make_batch((5, 3, 9, 2, 7, 4, 4))
     zeros_T = torch.zeros(len(batch.token_ids_T))
     batch = replace(batch, values_T=zeros_T, returns_T=zeros_T, rollout_logprobs_T=zeros_T)
@@ -178,7 +189,10 @@ def test_the_critic_gets_what_it_reads_and_a_checkpoint_counts_with_both_parts(t
         critic.save(step)
         assert folder.newest_checkpoint() == (folder.checkpoint(1) if step == 2 else None)
         trainer.save(step, {})
-    assert sorted(path.name for path in folder.checkpoints.iterdir()) == ["critic_000002", "step_000002"]
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "critic_000002",
+        "step_000002",
+    ]
     folder.critic_checkpoint(2).rmdir()
     assert folder.newest_checkpoint() is None
 

@@ -20,7 +20,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_only_folders_without_an_owner_are_swept(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     killed = subprocess.run(
-        [sys.executable, "-c", OWN_A_FOLDER, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", OWN_A_FOLDER, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     left = Path(killed.stdout.strip())
     mine, other = TempDir(), tmp_path / "not_ours"

@@ -37,7 +37,9 @@ def write_run(run_dir: Path, with_evaluation: bool = True) -> None:
             log.log_samples(3, held_out, Scores([1.0] * 5), split="eval")
 
 
-def test_summary_table_samples_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_table_samples_and_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "tiny"
     write_run(run_dir)
     summary = make_report(run_dir)
@@ -54,7 +56,14 @@ def test_summary_table_samples_and_picture(tmp_path: Path, capsys: pytest.Captur
     )
     assert json.loads((run_dir / "summary.json").read_text()) == summary
     printed = capsys.readouterr().out
-    for text in ("40.0%", "85.0%", "+45.0 points", "final answer 1", "final answer 2", "final answer 3"):
+    for text in (
+        "40.0%",
+        "85.0%",
+        "+45.0 points",
+        "final answer 1",
+        "final answer 2",
+        "final answer 3",
+    ):
         assert text in printed, text
     assert "final answer 4" not in printed and "trained on" not in printed
     assert printed.splitlines()[-1] == f"run folder: {run_dir}"
@@ -63,7 +72,9 @@ def test_summary_table_samples_and_picture(tmp_path: Path, capsys: pytest.Captur
     assert (picture[..., :3].min(axis=-1) < 0.9).mean() > 0.005, "the picture is blank"
 
 
-def test_a_run_without_evaluation_is_reported_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_evaluation_is_reported_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path, with_evaluation=False)
     summary = make_report(tmp_path)
     assert summary["warm_start_accuracy"] is None and summary["final_accuracy"] is None

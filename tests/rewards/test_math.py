@@ -23,7 +23,10 @@ RIGHT = [
     ("5", r"\boxed{x=5}"),
     ("5", r"\boxed{5\text{ cm}}"),
     (r"90^\circ", r"\boxed{90}"),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix}1&2\\3&\frac{8}{2}\end{pmatrix}}"),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        r"\boxed{\begin{pmatrix}1&2\\3&\frac{8}{2}\end{pmatrix}}",
+    ),
     (r"-\frac{3}{4}", r"first \boxed{1}, but then \boxed{-\frac34}"),
     ("10", "The answer is $10$."),
     ("C", r"\boxed{C}"),

@@ -70,7 +70,10 @@ def test_what_cannot_be_asked_is_refused_before_a_run(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"verdict": "("}, r"reward.judge.verdict='\('"),
         ({"verdict": "a"}, "has 0 groups, needs one"),
-        ({"words": {"good": 3.0}}, r"reward.judge.words: good=3.0 lies outside reward.judge.low=0.0 to"),
+        (
+            {"words": {"good": 3.0}},
+            r"reward.judge.words: good=3.0 lies outside reward.judge.low=0.0 to",
+        ),
         ({"low": 1.0}, "reward.judge.low=1.0 is not below reward.judge.high=1.0"),
         ({"template": "none.jinja"}, "reward.judge.template=none.jinja: no such file"),
     ]
@@ -104,16 +107,25 @@ def test_the_reward_model_gets_the_whole_chat_but_its_padding(tmp_path: Path) ->
         question.read({"embedding": [1, 2]})
 
 
-def test_parts_of_function_and_judge_are_summed_and_a_failed_judge_costs_its_sample(tmp_path: Path) -> None:
+def test_parts_of_function_and_judge_are_summed_and_a_failed_judge_costs_its_sample(
+    tmp_path: Path,
+) -> None:
     function = tmp_path / "f.py"
-    function.write_text("def reward(*, data_source, solution_str, ground_truth, extra_info): return 2.0")
-    config = RewardConfig(path=str(function), parts=["score", "judge"], weights=[1.0, 10.0], error_value=-1.0)
+    function.write_text(
+        "def reward(*, data_source, solution_str, ground_truth, extra_info): return 2.0"
+    )
+    config = RewardConfig(
+        path=str(function), parts=["score", "judge"], weights=[1.0, 10.0], error_value=-1.0
+    )
 
     async def post(path: str, bodies: Any) -> list[Any]:
         assert path == "/v1/chat/completions"
         await asyncio.sleep(0)
         texts = [body["messages"][0]["content"] for body in bodies]
-        return [TimeoutError("late") if "late" in t else chat("Verdict: 1" * ("good" in t)) for t in texts]
+        return [
+            TimeoutError("late") if "late" in t else chat("Verdict: 1" * ("good" in t))
+            for t in texts
+        ]
 
     question = JudgeScorer(JudgeConfig())
     with Scorer(config, 100, {"judge": question}) as scorer:
@@ -121,7 +133,11 @@ def test_parts_of_function_and_judge_are_summed_and_a_failed_judge_costs_its_sam
         scores = scorer([make_sample(text) for text in ("good", "late", "silent")])
     assert scores.rewards_N == [12.0, -1.0, -1.0]
     assert scores.parts == {"score": [2.0] * 3, "judge": [1.0, 0.0, 0.0]}
-    assert scores.errors == ["", "TimeoutError: late", "ValueError: no verdict in the judge's answer ''"]
+    assert scores.errors == [
+        "",
+        "TimeoutError: late",
+        "ValueError: no verdict in the judge's answer ''",
+    ]
     with Scorer(RewardConfig(), 100, {"judge": question}) as scorer:
         scorer.connect({"judge": post}, asyncio.run)
         assert scorer([make_sample("good")]).rewards_N == [1.0]

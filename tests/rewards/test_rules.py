@@ -66,7 +66,9 @@ def test_choices(response: str, truth: str, right: int, form: int) -> None:
 )
 def test_tags(response: str, truth: str, right: int, form: int) -> None:
     assert answer("tagged", response, truth) == (right, form)
-    score = load_function("recipes/rewards/tagged.py", "reward").call(("", response, truth, {}))["score"]
+    score = load_function("recipes/rewards/tagged.py", "reward").call(("", response, truth, {}))[
+        "score"
+    ]
     assert score == right * form
 
 

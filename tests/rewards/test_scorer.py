@@ -72,7 +72,12 @@ def scores_of(path: str, name: str, *texts: str, **options: object) -> Scores:
 
 @pytest.mark.parametrize(
     ("name", "rewards"),
-    [("score", [2.0, 0.0]), ("scored", [1.5, 1.5]), ("batch", [2.0, 0.0]), ("batch_async", [1.0, 1.0])],
+    [
+        ("score", [2.0, 0.0]),
+        ("scored", [1.5, 1.5]),
+        ("batch", [2.0, 0.0]),
+        ("batch_async", [1.0, 1.0]),
+    ],
 )
 def test_functions_of_one_sample_or_all_sync_or_not(
     reward_file: str, name: str, rewards: list[float]
@@ -85,8 +90,14 @@ def test_functions_of_one_sample_or_all_sync_or_not(
 def test_parts_are_weighted_and_logged_each(reward_file: str) -> None:
     scores = scores_of(reward_file, "parts", "7", "8", parts=["right", "form"], weights=[1.0, 0.2])
     assert scores.rewards_N == pytest.approx([1.1, 0.1])
-    assert scores.metrics() == {"reward/part/right": 0.5, "reward/part/form": 0.5, "reward/errors": 0.0}
-    missing = scores_of(reward_file, "parts", "7", parts=["length"], weights=[1.0], error_value=-1.0)
+    assert scores.metrics() == {
+        "reward/part/right": 0.5,
+        "reward/part/form": 0.5,
+        "reward/errors": 0.0,
+    }
+    missing = scores_of(
+        reward_file, "parts", "7", parts=["length"], weights=[1.0], error_value=-1.0
+    )
     assert missing.rewards_N == [-1.0]
     assert missing.errors == ["no number 'length' among ['form', 'right']"]
 
@@ -116,13 +127,20 @@ def test_failures_cost_their_sample_and_are_counted(
     assert scores.metrics()["reward/errors"] == 5
     assert "reward of prompt 1 (unit) failed and counts as -2: ZeroDivisionError" in caplog.text
     assert "5 rewards of 6 failed" in caplog.text
-    assert scores_of(reward_file, "short", "7", "8").errors == ["ValueError: 1 rewards for 2 samples"] * 2
+    assert (
+        scores_of(reward_file, "short", "7", "8").errors
+        == ["ValueError: 1 rewards for 2 samples"] * 2
+    )
 
 
-def test_what_hangs_or_dies_in_a_process_of_its_own_costs_its_sample_alone(reward_file: str) -> None:
+def test_what_hangs_or_dies_in_a_process_of_its_own_costs_its_sample_alone(
+    reward_file: str,
+) -> None:
     texts = ["7", "hang", "7", "die", "raise", "7"]
     before = set(psutil.Process(os.getpid()).children(recursive=True))
-    with Scorer(RewardConfig(path=reward_file, name="wild", workers=2, timeout_s=3.0), 100) as scorer:
+    with Scorer(
+        RewardConfig(path=reward_file, name="wild", workers=2, timeout_s=3.0), 100
+    ) as scorer:
         scores = scorer(make_samples(*texts))
         again = scorer(make_samples("7", "7"))
         started = set(psutil.Process(os.getpid()).children(recursive=True)) - before
@@ -138,7 +156,9 @@ def test_what_hangs_or_dies_in_a_process_of_its_own_costs_its_sample_alone(rewar
 def test_long_responses_lose_more_the_longer_they_are() -> None:
     config = RewardConfig(overlong_buffer_len=20, overlong_penalty=0.5)
     lens = (1, 80, 90, 100, 120)
-    assert [overlong_penalty(n, 100, config) for n in lens] == pytest.approx([0.0, 0.0, -0.25, -0.5, -0.5])
+    assert [overlong_penalty(n, 100, config) for n in lens] == pytest.approx(
+        [0.0, 0.0, -0.25, -0.5, -0.5]
+    )
     assert overlong_penalty(100, 100, RewardConfig()) == 0.0
 
 
@@ -156,8 +176,18 @@ def test_wrong_names_and_signatures_are_refused(reward_file: str) -> None:
     for path, name, options, message in (
         ("/nowhere.py", "score", {}, "no such file"),
         (reward_file, "scores", {}, "it has batch, batch_async, narrow, parts, score"),
-        (reward_file, "narrow", {}, "must take the keyword arguments data_source.*, or data_sources"),
-        (reward_file, "batch", {"workers": 2}, "reward.workers=2: .*batch takes all samples at once"),
+        (
+            reward_file,
+            "narrow",
+            {},
+            "must take the keyword arguments data_source.*, or data_sources",
+        ),
+        (
+            reward_file,
+            "batch",
+            {"workers": 2},
+            "reward.workers=2: .*batch takes all samples at once",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Scorer(RewardConfig(path=path, name=name, **options), 100)  # type: ignore[arg-type]

@@ -55,7 +55,9 @@ def others(model_path, tmp_path_factory):
     rounded = save_tiny_moe(folder / "bfloat16", torch.bfloat16)
     engines = {
         "second": EngineProcess(EngineSpec(model_path, logs["second"])),
-        "two_ranks": EngineProcess(EngineSpec(model_path, logs["two_ranks"], tp=2, ep=2, deterministic=True)),
+        "two_ranks": EngineProcess(
+            EngineSpec(model_path, logs["two_ranks"], tp=2, ep=2, deterministic=True)
+        ),
         "bfloat16": EngineProcess(EngineSpec(rounded, logs["bfloat16"], dtype="bfloat16")),
     }
     for engine in engines.values():
@@ -75,14 +77,22 @@ def address(engine: EngineProcess) -> EngineAddress:
 
 
 def client_of(*engines: EngineProcess) -> RolloutClient:
-    return RolloutClient([address(e) for e in engines], CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids)))
+    return RolloutClient(
+        [address(e) for e in engines], CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids))
+    )
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(1)
     lens = torch.randint(1, 40, (num_prompts,), generator=generator).tolist()
     return [
-        Prompt(i, tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()), (), "test", None)
+        Prompt(
+            i,
+            tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()),
+            (),
+            "test",
+            None,
+        )
         for i, n in enumerate(lens)
     ]
 
@@ -93,20 +103,29 @@ def generate(
     return asyncio.run(client.generate(prompts, num_samples, sampling))
 
 
-def logprob_error(model: Qwen3MoeForCausalLM, samples: list[Sample], temperature: float = 1.0) -> float:
+def logprob_error(
+    model: Qwen3MoeForCausalLM, samples: list[Sample], temperature: float = 1.0
+) -> float:
     """Largest difference between the samples' log-probs and transformers'."""
     worst = 0.0
     for sample in samples:
         ids = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
         with torch.no_grad():
-            logits = model(ids[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1].float() / temperature
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0]
+            logits = (
+                model(ids[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1].float()
+                / temperature
+            )
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_ids)[:, None])[
+            :, 0
+        ]
         worst = max(worst, (expected - torch.tensor(sample.logprobs)).abs().max().item())
     return worst
 
 
 def post(url: str, **body: object) -> None:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request, timeout=30):
         pass
 
@@ -125,7 +144,9 @@ def test_logprobs_equal_transformers(engine, model):
 
 def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_lost(engine, model):
     """What it says of responses that it did not sample is what transformers says."""
-    samples = generate(client_of(engine), make_prompts(12), 1, Sampling(max_response_len=20, seed=3))
+    samples = generate(
+        client_of(engine), make_prompts(12), 1, Sampling(max_response_len=20, seed=3)
+    )
     others = [
         replace(s, response_ids=ids, logprobs=(0.0,) * len(ids), versions=spans)
         for s in samples
@@ -135,7 +156,9 @@ def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_
     lost = EngineAddress(f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "lost.log")
     engines, config = (lost, address(engine)), ServedModelConfig(request_timeout_s=60.0)
     rotation = EngineHealth([each.url for each in engines])
-    teacher = Teacher(ServedEndpoint("teacher", config, engines, rotation, "unused"), EventLoop().run)
+    teacher = Teacher(
+        ServedEndpoint("teacher", config, engines, rotation, "unused"), EventLoop().run
+    )
     for _ in range(2):  # the second time with prompts in the engine's cache
         scored = [replace(s, logprobs=row) for s, row in zip(others, teacher(others), strict=True)]
         assert logprob_error(model, scored) < 1e-4
@@ -144,7 +167,9 @@ def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_
 def test_samples_come_grouped_in_order_and_complete(engine):
     prompts = make_prompts(9)
     samples = generate(client_of(engine), prompts, 3, Sampling(max_response_len=32, seed=0))
-    assert [(s.prompt, s.sample_index) for s in samples] == [(p, i) for p in prompts for i in range(3)]
+    assert [(s.prompt, s.sample_index) for s in samples] == [
+        (p, i) for p in prompts for i in range(3)
+    ]
     assert len({s.response_ids for s in samples}) > len(prompts)
     for sample in samples:
         stopped = sample.response_ids[-1] == EOS_ID
@@ -157,7 +182,9 @@ def test_samples_come_grouped_in_order_and_complete(engine):
 
 
 def test_greedy_is_the_argmax(engine, model):
-    samples = generate(client_of(engine), make_prompts(6), 1, Sampling(max_response_len=12, temperature=0.0))
+    samples = generate(
+        client_of(engine), make_prompts(6), 1, Sampling(max_response_len=12, temperature=0.0)
+    )
     assert logprob_error(model, samples) < 1e-4
     for sample in samples:
         ids = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
@@ -184,7 +211,9 @@ def test_sample_seeds_differ():
 
 def test_a_refused_request_names_the_engine(engine):
     too_long = [replace(make_prompts(1)[0], token_ids=(5,) * 2000)]
-    with pytest.raises(RolloutError, match=rf"{engine.url} \(log .*\) refused a request with HTTP 400"):
+    with pytest.raises(
+        RolloutError, match=rf"{engine.url} \(log .*\) refused a request with HTTP 400"
+    ):
         generate(client_of(engine), too_long, 1, Sampling(max_response_len=4))
 
 
@@ -262,7 +291,9 @@ def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
     rotation.set_serving([engine.url], {nowhere.url: "weights are mixed"})
     assert len(generate(client, make_prompts(4), 1, Sampling(max_response_len=4))) == 4
     rotation.set_serving([], {engine.url: "weights are old"})
-    with pytest.raises(RolloutError, match=r"no engine in rotation .*weights are mixed.*weights are old"):
+    with pytest.raises(
+        RolloutError, match=r"no engine in rotation .*weights are mixed.*weights are old"
+    ):
         generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
     rotation.set_serving([engine.url], {})
     assert len(generate(client, make_prompts(1), 1, Sampling(max_response_len=4))) == 1

@@ -108,7 +108,9 @@ def test_failed_start_shows_the_log_and_leaves_nothing(tmp_path):
         EngineSpec(model_path=str(tmp_path / "no_such_model"), log_path=str(tmp_path / "log"))
     )
     engine.start()
-    with pytest.raises(RuntimeError, match=r"engine http.* exited with status \d+ while starting") as failure:
+    with pytest.raises(
+        RuntimeError, match=r"engine http.* exited with status \d+ while starting"
+    ) as failure:
         engine.wait_healthy()
     assert str(tmp_path / "log") in str(failure.value)
     assert "no_such_model" in str(failure.value).split("last lines", 1)[1]
@@ -119,7 +121,9 @@ def test_failed_start_shows_the_log_and_leaves_nothing(tmp_path):
 def test_start_has_a_deadline_and_a_second_stop_does_nothing(model_path, tmp_path, monkeypatch):
     engine = EngineProcess(EngineSpec(model_path=model_path, log_path=str(tmp_path / "log")))
     engine.start()
-    with pytest.raises(TimeoutError, match=r"waited 1 s for engine http.* to become healthy; its last lines"):
+    with pytest.raises(
+        TimeoutError, match=r"waited 1 s for engine http.* to become healthy; its last lines"
+    ):
         engine.wait_healthy(timeout_s=1.0)
     assert live_processes(engine.pid) == []
     monkeypatch.setattr(
@@ -152,7 +156,9 @@ def test_killing_the_parent_leaves_no_orphan(moment, model_path, tmp_path):
 @pytest.mark.e2e
 def test_losing_a_scheduler_ends_the_engine(model_path, tmp_path):
     spec = EngineSpec(
-        model_path=model_path, log_path=str(tmp_path / "log"), environment=environment_of(("2", "3"))
+        model_path=model_path,
+        log_path=str(tmp_path / "log"),
+        environment=environment_of(("2", "3")),
     )
     with EngineProcess(spec) as engine:
         assert psutil.Process(engine.pid).environ()["CUDA_VISIBLE_DEVICES"] == "2,3"

@@ -25,7 +25,9 @@ def test_experts_come_back() -> None:
     assert got.dtype == torch.int16 and torch.equal(got, make_experts().short())
 
 
-@pytest.mark.parametrize("experts", [[1, 1], [4, 1], [0, -1]], ids=["twice", "too large", "negative"])
+@pytest.mark.parametrize(
+    "experts", [[1, 1], [4, 1], [0, -1]], ids=["twice", "too large", "negative"]
+)
 def test_experts_that_no_token_can_go_to_are_refused(experts: list[int]) -> None:
     experts_TLK = make_experts()
     experts_TLK[:, 0] = torch.tensor(experts)  # of a dense layer: nobody reads them
@@ -37,7 +39,11 @@ def test_experts_that_no_token_can_go_to_are_refused(experts: list[int]) -> None
 
 
 def test_another_number_of_layers_or_none_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"prompt 7: .* 20 choices .* expected 5 tokens \* 3 layers \* 2"):
+    with pytest.raises(
+        ValueError, match=r"prompt 7: .* 20 choices .* expected 5 tokens \* 3 layers \* 2"
+    ):
         SHAPE.decode(encode(make_experts()[:, :2]), 5, "prompt 7")
-    with pytest.raises(ValueError, match=r"prompt 7: the engine did not tell .* drift.routed_experts=false"):
+    with pytest.raises(
+        ValueError, match=r"prompt 7: the engine did not tell .* drift.routed_experts=false"
+    ):
         SHAPE.decode(None, 5, "prompt 7")

@@ -14,7 +14,13 @@ from mcore_rl.rollout.teacher import Teacher, check_same_vocabulary
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 SAMPLE = Sample(
-    Prompt(3, (1, 2), (), "unit", ""), 1, (4,), (-1.0,), "stop", (VersionSpan(0, 1, WeightVersion(0)),), ""
+    Prompt(3, (1, 2), (), "unit", ""),
+    1,
+    (4,),
+    (-1.0,),
+    "stop",
+    (VersionSpan(0, 1, WeightVersion(0)),),
+    "",
 )
 EMPTY = Sample(Prompt(3, (1, 2), (), "unit", ""), 0, (), (), "stop", (), "")
 

@@ -18,8 +18,13 @@ def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path: Path) ->
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenization_kimi.py").write_text("raise SystemExit('was run')")
-    model, run = ModelConfig(path=str(tmp_path), init="random"), RunConfig(dir=str(tmp_path / "run"))
+    model, run = (
+        ModelConfig(path=str(tmp_path), init="random"),
+        RunConfig(dir=str(tmp_path / "run")),
+    )
     with pytest.raises(
         ValueError, match=r"(?s)no tokenizer there that can be opened .*auto_map.*tokenizer.json"
     ):
-        open_tokenizer(Config(model=model, run=run, data=DataConfig(train=["x.jsonl"])), "data.train")
+        open_tokenizer(
+            Config(model=model, run=run, data=DataConfig(train=["x.jsonl"])), "data.train"
+        )

@@ -71,14 +71,25 @@ def test_same_family_algorithm_and_kinds_of_parallelism(recipe: str, tmp_path: P
     assert main(["plan", f"recipe={recipe}", "rehearse=true", f"run.dir={tmp_path / 'again'}"]) == 0
 
 
-def test_options_beside_it_are_kept_or_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_beside_it_are_kept_or_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ["recipe=qwen3_30b_a3b_grpo_32", "rehearse=true", f"run.dir={tmp_path / 'run'}"]
     assert main(["plan", *settings]) == 0
     assert "rehearsed" not in capsys.readouterr().err
-    changed = ["run.steps=3", "algorithm=grpo", "++rollout.engines=2", "sync.bucket_mib=64", "parallel.tp=4"]
+    changed = [
+        "run.steps=3",
+        "algorithm=grpo",
+        "++rollout.engines=2",
+        "sync.bucket_mib=64",
+        "parallel.tp=4",
+    ]
     assert main(["plan", *settings, *changed]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "rehearsed" in line]
-    assert told == ["rehearsed with parallel.tp=2, not 4", "rehearsed with sync.bucket_mib=1.0, not 64.0"]
+    assert told == [
+        "rehearsed with parallel.tp=2, not 4",
+        "rehearsed with sync.bucket_mib=1.0, not 64.0",
+    ]
 
 
 def test_steps_and_restarts_can_be_asked_for(tmp_path: Path) -> None:

@@ -22,7 +22,9 @@ def run(source: str, stdin: str = "", **changes: Any) -> Outcome:
 
 def test_a_program_reads_its_input_and_is_not_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    outcome = run("import os\nprint(input() * 2, os.getuid(), 'HF_TOKEN' in os.environ)\nexit(3)", "ab\n")
+    outcome = run(
+        "import os\nprint(input() * 2, os.getuid(), 'HF_TOKEN' in os.environ)\nexit(3)", "ab\n"
+    )
     assert outcome == Outcome(3, "abab 1000 False\n", "")
 
 
@@ -39,14 +41,20 @@ def test_an_endless_loop_ends_at_its_limits() -> None:
     [
         ("bytearray(1 << 30)", "MemoryError"),
         ("import socket; socket.create_connection(('1.1.1.1', 80), 2)", "Network is unreachable"),
-        ("import socket; socket.create_connection(('127.0.0.1', {port}), 2)", "Network is unreachable"),
+        (
+            "import socket; socket.create_connection(('127.0.0.1', {port}), 2)",
+            "Network is unreachable",
+        ),
         ("open('{here}/written', 'w')", "No such file or directory|Permission denied|Read-only"),
         ("open('/usr/written', 'w')", "Read-only file system"),
         ("open('/written', 'w')", "Read-only file system"),
         ("import os; os.listdir(os.path.expanduser('{home}/.ssh'))", "No such file or directory"),
         ("open('/proc/1/environ')", "No such file or directory"),
         ("open('/etc/shadow')", "No such file or directory"),
-        ("for i in range(9): open(f'/box/{i}', 'wb').write(bytes(1 << 20))", "No space left on device"),
+        (
+            "for i in range(9): open(f'/box/{i}', 'wb').write(bytes(1 << 20))",
+            "No space left on device",
+        ),
         ("open('/box/a', 'wb').write(bytes(8 << 20))", "No space left on device|File too large"),
         ("import os; os.kill({pid}, 9)", "No such process"),
         ("import os; os.setuid(0)", "Operation not permitted"),
@@ -59,7 +67,12 @@ def test_an_endless_loop_ends_at_its_limits() -> None:
 )
 def test_what_is_out_of_bounds_fails(source: str, error: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = {"port": server.getsockname()[1], "here": tmp_path, "home": Path.home(), "pid": os.getpid()}
+        names = {
+            "port": server.getsockname()[1],
+            "here": tmp_path,
+            "home": Path.home(),
+            "pid": os.getpid(),
+        }
         for name, value in names.items():
             source = source.replace(f"{{{name}}}", str(value))
         outcome = run(source)

@@ -27,9 +27,15 @@ CONFIGS = st.builds(
 
 @st.composite
 def train_layouts(draw: st.DrawFn) -> TrainLayout:
-    tp, dp, pp = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    tp, dp, pp = (
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([1, 2])),
+    )
     etp, ep = draw(
-        st.sampled_from([n for n in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)) if tp * dp % (n[0] * n[1]) == 0])
+        st.sampled_from(
+            [n for n in ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4)) if tp * dp % (n[0] * n[1]) == 0]
+        )
     )
     return TrainLayout(tp, pp, dp, ep, etp, vpp=1, layer_axis=draw(st.booleans()))
 
@@ -44,8 +50,14 @@ def test_engines_end_up_with_what_they_would_have_loaded(config, layout, engine_
     held = [training_shards(rank.parts, family_of(config), config) for rank in ranks]
     engines = [EngineRank(config, rank, tp, ep) for rank in range(tp)]
     described = {name: (shape, torch.int64) for name, shape in shapes.items()}
-    wanted = [trace_load_weights(engine.load_weights, described, engine.params) for engine in engines]
-    reshard(make_plan(held, wanted), [rank.tensors for rank in ranks], [engine.params for engine in engines])
+    wanted = [
+        trace_load_weights(engine.load_weights, described, engine.params) for engine in engines
+    ]
+    reshard(
+        make_plan(held, wanted),
+        [rank.tensors for rank in ranks],
+        [engine.params for engine in engines],
+    )
     for rank, engine in enumerate(engines):
         loaded = EngineRank(config, rank, tp, ep)
         loaded.load_weights(weights.items())

@@ -23,7 +23,9 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 
 @given(shape=shapes, max_numel=st.integers(1, 40))
-def test_a_box_is_cut_into_bounded_parts_that_cover_it_once(shape: tuple[int, ...], max_numel: int) -> None:
+def test_a_box_is_cut_into_bounded_parts_that_cover_it_once(
+    shape: tuple[int, ...], max_numel: int
+) -> None:
     box = Box("w", tuple(3 for _ in shape), tuple(3 + n for n in shape))
     parts = split_box(box, max_numel)
     elements = Counter(e for part in parts for e in product(*map(range, part.start, part.stop)))
@@ -61,10 +63,15 @@ def test_every_element_once_and_no_bucket_too_large(
     layouts = layouts_of(num_sources, num_targets)
     flows = {pair: f for rank in range(num_targets) for pair, f in recvs_of(rank, *layouts).items()}
     buckets = plan_buckets(flows, num_targets, bucket_bytes)
-    assert sum(b.num_bytes for b in buckets) == sum(s.num_bytes for slices in flows.values() for s in slices)
+    assert sum(b.num_bytes for b in buckets) == sum(
+        s.num_bytes for slices in flows.values() for s in slices
+    )
     assert all(bucket.num_bytes <= bucket_bytes for bucket in buckets)
     for bucket in buckets:
-        ends = [bucket.pieces[0].first_word, *(p.first_word + p.num_rows * ROW_WORDS for p in bucket.pieces)]
+        ends = [
+            bucket.pieces[0].first_word,
+            *(p.first_word + p.num_rows * ROW_WORDS for p in bucket.pieces),
+        ]
         assert ends[:-1] == [piece.first_word for piece in bucket.pieces]
         assert 2 + len(bucket.pieces) <= ends[0] < 2 + len(bucket.pieces) + ROW_WORDS
 
@@ -136,7 +143,8 @@ def test_a_slice_may_lie_in_several_pieces_and_land_in_several_places() -> None:
     whole = Slice(Box("w", (0, 0), (4, 3)), "float32")
     (bucket,) = plan_buckets({(0, 0): [whole]}, 1, 1024)
     halves = [
-        Shard(Box("w", (2 * i, 0), (2 * i + 2, 3)), "fused", 6 * (1 - i), (3, 1), "float32") for i in range(2)
+        Shard(Box("w", (2 * i, 0), (2 * i + 2, 3)), "fused", 6 * (1 - i), (3, 1), "float32")
+        for i in range(2)
     ]
     words_W = packed(bucket, halves, {"fused": torch.arange(12, dtype=torch.float32)})
     twice = [Shard(whole.box, name, 0, (3, 1), "float32") for name in ("embedding", "head")]
@@ -179,10 +187,14 @@ def test_a_changed_byte_is_refused_by_name() -> None:
 
 def test_a_bucket_of_another_version_is_refused() -> None:
     bucket, words_W = one_bucket()
-    with pytest.raises(TransferError, match=r"sent version 3 bucket 0 .* expected version 4 bucket 0"):
+    with pytest.raises(
+        TransferError, match=r"sent version 3 bucket 0 .* expected version 4 bucket 0"
+    ):
         received(bucket, words_W, {"param": torch.zeros(6)}).verify(4)
 
 
 def test_a_message_carries_no_more_than_header_and_slices_in_whole_rows() -> None:
     bucket, words_W = one_bucket()
-    assert received(bucket, words_W, {"param": torch.zeros(6)}).message_u8.numel() == 2 * ROW_WORDS * 8
+    assert (
+        received(bucket, words_W, {"param": torch.zeros(6)}).message_u8.numel() == 2 * ROW_WORDS * 8
+    )

@@ -11,7 +11,9 @@ pytestmark = pytest.mark.gloo
 SCENES = {
     "row cut to one rank": Scene(row_cut, 2, 1),
     "column cut to two ranks, cast to bfloat16": Scene(column_cut, 3, 2, dtype="bfloat16"),
-    "experts and replicas to two ranks, large buckets": Scene(expert_cut, 2, 2, bucket_bytes=1 << 20),
+    "experts and replicas to two ranks, large buckets": Scene(
+        expert_cut, 2, 2, bucket_bytes=1 << 20
+    ),
     "one element per bucket": Scene(row_cut, 1, 1, bucket_bytes=1, num_syncs=1),
     "staged": Scene(row_cut, 3, 2, staged=True, num_syncs=3),
     "staged, thousands of messages": Scene(row_cut, 1, 1, bucket_bytes=1, staged=True, num_syncs=1),
@@ -21,7 +23,9 @@ SCENES = {
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
-def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(scene: Scene) -> None:
+def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
+    scene: Scene,
+) -> None:
     senders, receivers, num_keys = run_scene(scene)
     reports = [*(r for rank in senders for r in rank), *(r for rank, _ in receivers for r in rank)]
     assert [report.error for report in reports] == [None] * len(reports)
@@ -38,7 +42,9 @@ def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(s
 
 
 WAYS = pytest.mark.parametrize(
-    ("staged", "is_far"), [(False, False), (True, False), (False, True)], ids=["in place", "staged", "far"]
+    ("staged", "is_far"),
+    [(False, False), (True, False), (False, True)],
+    ids=["in place", "staged", "far"],
 )
 
 
@@ -48,7 +54,12 @@ def test_a_byte_changed_in_transit_is_refused_by_name(staged: bool, is_far: bool
     scene = Scene(row_cut, 2, 1, num_syncs=1, fault=fault, staged=staged, is_far=is_far)
     senders, [(reports, _)], _ = run_scene(scene)
     error = reports[1].error
-    assert error is not None and "has checksum" in error and "trainer rank 1" in error and "weight" in error
+    assert (
+        error is not None
+        and "has checksum" in error
+        and "trainer rank 1" in error
+        and "weight" in error
+    )
     assert not reports[1].peer_lost
     assert senders[0][1].error is None or senders[0][1].peer_lost
 
@@ -61,13 +72,19 @@ def test_a_killed_sender_fails_the_others_at_once_and_is_named(staged: bool, is_
     assert max(reports[1].seconds for reports, _ in receivers) < scene.timeout_s / 2
     assert senders[1] is None
     errors = [reports[1].error for reports, _ in receivers]
-    assert any(error and "from trainer rank 1" in error and "waited" in error for error in errors), errors
+    assert any(
+        error and "from trainer rank 1" in error and "waited" in error for error in errors
+    ), errors
 
 
 @WAYS
-def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named(staged: bool, is_far: bool) -> None:
+def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named(
+    staged: bool, is_far: bool
+) -> None:
     fault = Fault(rank=1, message=3, kind="stop")
-    scene = Scene(row_cut, 2, 1, num_syncs=1, timeout_s=4.0, fault=fault, staged=staged, is_far=is_far)
+    scene = Scene(
+        row_cut, 2, 1, num_syncs=1, timeout_s=4.0, fault=fault, staged=staged, is_far=is_far
+    )
     senders, [(reports, _)], _ = run_scene(scene)
     assert senders[1] is None
     assert reports[1].error is not None
@@ -80,4 +97,6 @@ def test_a_rank_that_never_comes_is_named_by_those_who_waited() -> None:
     scene = Scene(row_cut, 2, 1, timeout_s=2.0, num_syncs=0, absent_sender=1)
     [[report], _], [(reports, _)], _ = run_scene(scene)
     for waiting in (report, reports[0]):
-        assert waiting.error is not None and "the layout of trainer rank 1" in waiting.error, waiting.error
+        assert waiting.error is not None and "the layout of trainer rank 1" in waiting.error, (
+            waiting.error
+        )

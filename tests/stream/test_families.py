@@ -13,7 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.data.batch import make_train_batch, split_by_lens
 from mcore_rl.rollout.engine import EngineProcess
-from tests.stream.controller.test_sync import checksums, checksums_after_loading, generate, logprob_error
+from tests.stream.controller.test_sync import (
+    checksums,
+    checksums_after_loading,
+    generate,
+    logprob_error,
+)
 from tests.support import models_table
 from tests.support.ahead import StartedAhead, chosen_cases
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
@@ -92,7 +97,10 @@ CASES = {
         kind: Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS[:1]), engines)
         for kind, engines in IN_EVERY_RUN.items()
     },
-    **{f"{kind}-layouts": Case(kind, MOE_LAYOUTS, engines) for kind, engines in IN_EVERY_LAYOUT.items()},
+    **{
+        f"{kind}-layouts": Case(kind, MOE_LAYOUTS, engines)
+        for kind, engines in IN_EVERY_LAYOUT.items()
+    },
     **{
         f"{kind}-cut": Case(kind, LAYOUTS.get(kind, MOE_LAYOUTS)[:1], engines)
         for kind, engines in SLOW.items()
@@ -105,7 +113,9 @@ class Started:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.folder = folder
-        self.hf_dirs = [write_model(case.kind, folder / str(seed), seed) for seed in range(len(case.layouts))]
+        self.hf_dirs = [
+            write_model(case.kind, folder / str(seed), seed) for seed in range(len(case.layouts))
+        ]
         config = make_config(self.hf_dirs[-1], {}, routed_experts=case.routed_experts)
         self.engines = start_engines(config, folder, [sizes for sizes, _ in case.engines])
         self._starting = list(self.engines)
@@ -125,7 +135,9 @@ def ahead(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartedAhead[Started]]:
     folder = tmp_path_factory.mktemp("families")
-    ahead = StartedAhead(chosen_cases(request), lambda case: Started(CASES[case], folder / case), AHEAD)
+    ahead = StartedAhead(
+        chosen_cases(request), lambda case: Started(CASES[case], folder / case), AHEAD
+    )
     yield ahead
     for started in ahead.started.values():
         started.stop()
@@ -188,14 +200,21 @@ def check_engine(engine: EngineProcess, hf_dir: Path, gathered: Path) -> float:
 
 
 def train_and_check(
-    ranks: MegatronRanks, started: Started, case: Case, layout: Layout, hf_dir: Path, start_step: int
+    ranks: MegatronRanks,
+    started: Started,
+    case: Case,
+    layout: Layout,
+    hf_dir: Path,
+    start_step: int,
 ) -> None:
     config = make_config(hf_dir, layout, start_step + 1, routed_experts=case.routed_experts)
     ranks.build(config)
     started.wait_healthy()
     with MegatronRun(config, ranks, started.engines, started.folder / f"run{start_step}") as run:
         run.train(start_step)
-        agreed = [run.sync_controller.agreed_layouts(engine.url).split()[0] for engine in started.engines]
+        agreed = [
+            run.sync_controller.agreed_layouts(engine.url).split()[0] for engine in started.engines
+        ]
         assert agreed == [how for _, how in case.engines]
         gathered = gather(run, start_step + 1, hf_dir)
         difference = check_step(run, gathered)

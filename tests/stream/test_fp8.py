@@ -79,7 +79,9 @@ FP8_CONFIG = {
     "weight_block_size": [128, 128],
     "activation_scheme": "dynamic",
 }
-PROJECTION = re.compile(r".*\.(self_attn|mlp|shared_experts|experts\.\d+)\.\w+_proj(_with_mqa)?\.weight")
+PROJECTION = re.compile(
+    r".*\.(self_attn|mlp|shared_experts|experts\.\d+)\.\w+_proj(_with_mqa)?\.weight"
+)
 
 
 class EngineRanks:
@@ -114,7 +116,11 @@ class EngineRanks:
 
     def answers(self) -> list[dict[str, Any]]:
         """One per rank, within 2 * TIMEOUT_S."""
-        lines = [self._pool.submit(process.stdout.readline) for process in self._processes if process.stdout]
+        lines = [
+            self._pool.submit(process.stdout.readline)
+            for process in self._processes
+            if process.stdout
+        ]
         found = [line.result(timeout=2 * TIMEOUT_S) for line in lines]
         assert all(found), "\n".join(log.read_text()[-3000:] for log in self._logs)
         return [json.loads(line) for line in found]
@@ -146,7 +152,9 @@ def make_dirs(kind: str, folder: Path) -> tuple[Path, Path]:
     return hf_dir, fp8_dir
 
 
-def quantise_gathered(ranks: MegatronRanks, hf_dir: Path, folder: Path, kept: Sequence[str]) -> Path:
+def quantise_gathered(
+    ranks: MegatronRanks, hf_dir: Path, folder: Path, kept: Sequence[str]
+) -> Path:
     """An FP8 checkpoint of the trainer's weights that `mcore_rl.slices` had no part in."""
     ranks.save(folder / "megatron", {})
     ranks.finish_save()
@@ -180,7 +188,9 @@ def make_config(hf_dir: Path, layout: Mapping[str, int]) -> Config:
 
 def make_link(store: LinkStore, config: Config) -> Link:
     layouts = record_layouts(config, SGLangSizes(**ENGINE)).encode()
-    return Link("fp8", "127.0.0.1", store.port, 4, ENGINE["tp"], 1 << 16, TIMEOUT_S, layouts=layouts)
+    return Link(
+        "fp8", "127.0.0.1", store.port, 4, ENGINE["tp"], 1 << 16, TIMEOUT_S, layouts=layouts
+    )
 
 
 def connect(ranks: MegatronRanks, engine: EngineRanks, link: Link) -> list[dict[str, Any]]:
@@ -219,7 +229,9 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantised_from_a_gather(
             sent = ranks.call("send", version, ["fp8"], TIMEOUT_S)
             received = engine.answers()
             assert not errors_of([asdict(report["fp8"]) for report in sent] + received)
-            assert sum(report["fp8"].num_bytes for report in sent) == sum(r["num_bytes"] for r in received)
+            assert sum(report["fp8"].num_bytes for report in sent) == sum(
+                r["num_bytes"] for r in received
+            )
         engine.ask(expected=str(expected))
         for answer in engine.answers():
             assert answer["differ"] == []

@@ -10,8 +10,12 @@ from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
 from tests.support.processes import Fault, Scene, expected_parameters, run_scene
 from tests.support.sync_layouts import column_cut, expert_cut, row_cut
 
-TWO_GPUS = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="NCCL takes a GPU per rank")
-THREE_GPUS = pytest.mark.skipif(torch.accelerator.device_count() < 3, reason="NCCL takes a GPU per rank")
+TWO_GPUS = pytest.mark.skipif(
+    torch.accelerator.device_count() < 2, reason="NCCL takes a GPU per rank"
+)
+THREE_GPUS = pytest.mark.skipif(
+    torch.accelerator.device_count() < 3, reason="NCCL takes a GPU per rank"
+)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.gloo,
@@ -22,15 +26,21 @@ BOTH = (True, True)
 SCENES = [
     pytest.param(Scene(row_cut, 2, 1, timeout_s=120, on_gpu=BOTH), id="GPU memory"),
     pytest.param(
-        Scene(expert_cut, 3, 2, "bfloat16", timeout_s=120, on_gpu=BOTH, staged=True), id="GPU memory, staged"
+        Scene(expert_cut, 3, 2, "bfloat16", timeout_s=120, on_gpu=BOTH, staged=True),
+        id="GPU memory, staged",
     ),
-    pytest.param(Scene(row_cut, 1, 1, bucket_bytes=1 << 20, timeout_s=120, on_gpu=BOTH), id="large buckets"),
+    pytest.param(
+        Scene(row_cut, 1, 1, bucket_bytes=1 << 20, timeout_s=120, on_gpu=BOTH), id="large buckets"
+    ),
     pytest.param(Scene(column_cut, 2, 2, timeout_s=120, on_gpu=(True, False)), id="to the host"),
     pytest.param(Scene(column_cut, 2, 2, timeout_s=120, on_gpu=(False, True)), id="from the host"),
     pytest.param(
-        Scene(column_cut, 1, 2, timeout_s=120, on_gpu=(True, False), is_far=True), id="to another host"
+        Scene(column_cut, 1, 2, timeout_s=120, on_gpu=(True, False), is_far=True),
+        id="to another host",
     ),
-    pytest.param(Scene(row_cut, 1, 1, timeout_s=120, on_gpu=BOTH, is_far=True), id="NCCL", marks=TWO_GPUS),
+    pytest.param(
+        Scene(row_cut, 1, 1, timeout_s=120, on_gpu=BOTH, is_far=True), id="NCCL", marks=TWO_GPUS
+    ),
     pytest.param(
         Scene(row_cut, 2, 1, timeout_s=120, on_gpu=BOTH, is_far=True, staged=True),
         id="NCCL, staged",
@@ -43,7 +53,9 @@ WAYS = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(scene: Scene) -> None:
+def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
+    scene: Scene,
+) -> None:
     senders, receivers, _ = run_scene(scene)
     reports = [*(r for rank in senders for r in rank), *(r for rank, _ in receivers for r in rank)]
     assert [report.error for report in reports] == [None] * len(reports)
@@ -73,8 +85,12 @@ def test_a_sender_that_is_gone_or_hangs_is_named_by_the_deadline(kind: str, is_f
 
 
 def test_a_bucket_takes_few_kernels_however_many_slices_it_has() -> None:
-    shards = [Shard(Box(f"w{i}", (0,), (300,)), "flat", 300 * i, (1,), "float32") for i in range(1000)]
-    (bucket,) = plan_buckets({(0, 0): [Slice(shard.box, "bfloat16") for shard in shards]}, 1, 1 << 21)
+    shards = [
+        Shard(Box(f"w{i}", (0,), (300,)), "flat", 300 * i, (1,), "float32") for i in range(1000)
+    ]
+    (bucket,) = plan_buckets(
+        {(0, 0): [Slice(shard.box, "bfloat16") for shard in shards]}, 1, 1 << 21
+    )
     held = holdings(bucket, {shard.box.name: [shard] for shard in shards})
     words_W = torch.zeros(bucket.num_words, dtype=torch.int64, device=device())
     placed = PlacedBucket(bucket, words_W, held, {"flat": torch.randn(300_000, device=device())})

@@ -14,7 +14,10 @@ def test_no_fault_leaves_mixed_weights_or_a_sync_that_hangs(victim: str) -> None
     """The script fails on either, and where what was struck does not serve again."""
     options = ["--times", "2", "--mib", "64", "--victims", victim]
     run = subprocess.run(
-        [sys.executable, "benchmarks/sync_faults.py", *options], capture_output=True, text=True, timeout=1200
+        [sys.executable, "benchmarks/sync_faults.py", *options],
+        capture_output=True,
+        text=True,
+        timeout=1200,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     outcomes = json.loads(run.stdout.splitlines()[-1])

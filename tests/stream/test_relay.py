@@ -35,7 +35,11 @@ class Chain:
     """Two trainer ranks and engines of two ranks each, all in threads of this process."""
 
     def __init__(
-        self, pool: ThreadPoolExecutor, num_engines: int, make_transport: MakeTransport, faults: Faults
+        self,
+        pool: ThreadPoolExecutor,
+        num_engines: int,
+        make_transport: MakeTransport,
+        faults: Faults,
     ) -> None:
         self._pool, self._make_transport, self._faults = pool, make_transport, faults
         self.stores = [LinkStore.serve("127.0.0.1", TIMEOUT_S) for _ in range(num_engines)]
@@ -47,9 +51,12 @@ class Chain:
             self._sources.append(tensors)
             self._senders.append(WeightSender(shards, tensors, rank, self._make))
         self.engines = [
-            [FusedEngine(rank, NUM_RANKS, torch.float32) for rank in range(NUM_RANKS)] for _ in self.links
+            [FusedEngine(rank, NUM_RANKS, torch.float32) for rank in range(NUM_RANKS)]
+            for _ in self.links
         ]
-        self._receivers = [[WeightReceiver(self._make) for _ in range(NUM_RANKS)] for _ in self.links]
+        self._receivers = [
+            [WeightReceiver(self._make) for _ in range(NUM_RANKS)] for _ in self.links
+        ]
         self._orders = [0] * num_engines
         for i, link in enumerate(self.links):
             sending = [pool.submit(sender.connect, link) for sender in self._senders]
@@ -60,7 +67,9 @@ class Chain:
         """A new link from engine `i` to the next one."""
         self.relay_stores.append(LinkStore.serve("127.0.0.1", TIMEOUT_S))
         port = self.relay_stores[-1].port
-        return replace(self.links[i + 1], store_port=port, num_senders=NUM_RANKS, upstream=f"engine-{i}")
+        return replace(
+            self.links[i + 1], store_port=port, num_senders=NUM_RANKS, upstream=f"engine-{i}"
+        )
 
     def move(
         self, version: int, orders: Mapping[int, Order]
@@ -85,7 +94,9 @@ class Chain:
             expected = FusedEngine(rank, NUM_RANKS, torch.float32)
             expected.load_weights(make_tensors(seed=version).items())
             for name, wanted in expected.named_parameters():
-                assert torch.equal(engine.get_parameter(name), wanted), f"engine {i} rank {rank} {name}"
+                assert torch.equal(engine.get_parameter(name), wanted), (
+                    f"engine {i} rank {rank} {name}"
+                )
 
     def close(self) -> None:
         for receivers in self._receivers:
@@ -117,7 +128,14 @@ class Chain:
 
     def _link(self, i: int, store: LinkStore) -> Link:
         return Link(
-            f"engine-{i}", "127.0.0.1", store.port, NUM_SENDERS, NUM_RANKS, 700, TIMEOUT_S, staged=True
+            f"engine-{i}",
+            "127.0.0.1",
+            store.port,
+            NUM_SENDERS,
+            NUM_RANKS,
+            700,
+            TIMEOUT_S,
+            staged=True,
         )
 
     def _make(
@@ -156,7 +174,9 @@ def errors(reports: Sequence[Report]) -> list[str | None]:
     return [report.error for report in reports]
 
 
-@pytest.mark.parametrize("make_transport", [make_routes, make_gloo], ids=["one machine", "between machines"])
+@pytest.mark.parametrize(
+    "make_transport", [make_routes, make_gloo], ids=["one machine", "between machines"]
+)
 def test_every_engine_of_a_chain_gets_every_version_and_the_trainer_sends_one_copy(
     make_transport: MakeTransport,
 ) -> None:
@@ -178,7 +198,9 @@ def test_every_engine_of_a_chain_gets_every_version_and_the_trainer_sends_one_co
             assert sum(reports["engine-0"].num_bytes for reports in sent) == copies[0] > 0
         keys = [store.num_keys for store in chain.stores + chain.relay_stores]
         chain.move(3, in_a_row(3, first, second))
-        assert [store.num_keys for store in chain.stores + chain.relay_stores] <= [k + 1 for k in keys]
+        assert [store.num_keys for store in chain.stores + chain.relay_stores] <= [
+            k + 1 for k in keys
+        ]
 
 
 def test_a_byte_changed_between_engines_fails_only_the_engines_behind() -> None:

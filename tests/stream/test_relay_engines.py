@@ -11,7 +11,13 @@ import psutil
 import pytest
 
 from mcore_rl.rollout.engine import EngineProcess
-from tests.support.sync_stage import Stage, checksums, checksums_after_loading, open_stage, served_version
+from tests.support.sync_stage import (
+    Stage,
+    checksums,
+    checksums_after_loading,
+    open_stage,
+    served_version,
+)
 
 pytestmark = pytest.mark.e2e
 

@@ -31,7 +31,9 @@ def test_staged_values_show_after_the_swap_and_memory_is_used_in_turns() -> None
         before = {name: torch.full((4,), float(version)) for name in parameters}
         assert all(torch.equal(parameters[name], before[name]) for name in parameters)
         assert {parameters["alone"].data_ptr(), staging.tensors["alone"].data_ptr()} == pointers
-        assert parameters["left"].data_ptr() == shared, "memory shared with others stays where it is"
+        assert parameters["left"].data_ptr() == shared, (
+            "memory shared with others stays where it is"
+        )
 
 
 @pytest.mark.parametrize("staged", [None, 2])
@@ -40,6 +42,8 @@ def test_only_the_version_that_is_staged_whole_can_be_swapped_in(staged: int | N
     staging = Staging(parameters)
     staging.tensors["alone"].fill_(7)
     staging.version = staged
-    with pytest.raises(TransferError, match=f"version 3 is to be swapped in, but {staged} is staged"):
+    with pytest.raises(
+        TransferError, match=f"version 3 is to be swapped in, but {staged} is staged"
+    ):
         staging.swap(3, parameters)
     assert torch.equal(parameters["alone"], torch.arange(4.0))

@@ -38,6 +38,7 @@ def test_runs_of_equal_slices_sum_as_each_alone() -> None:
     words_W = random_words(9)
     together = Checksums(ROW_WORDS, [1, 1, 3, 3])(words_W)
     alone = [
-        Checksums(first * ROW_WORDS, [rows])(words_W) for first, rows in ((1, 1), (2, 1), (3, 3), (6, 3))
+        Checksums(first * ROW_WORDS, [rows])(words_W)
+        for first, rows in ((1, 1), (2, 1), (3, 3), (6, 3))
     ]
     assert torch.equal(together, torch.cat(alone))

@@ -17,7 +17,10 @@ class StartedAhead(Generic[T]):
         self.started: dict[str, T] = {}
 
     def take(self, case: str) -> T:
-        now, self._coming = self._coming[: self._num_ahead + 1], [c for c in self._coming if c != case]
+        now, self._coming = (
+            self._coming[: self._num_ahead + 1],
+            [c for c in self._coming if c != case],
+        )
         for name in (case, *now):
             if name not in self.started:
                 self.started[name] = self._start(name)
@@ -28,6 +31,8 @@ def chosen_cases(request: pytest.FixtureRequest) -> list[str]:
     """The parameter `case` of each test of this module that is to run, in their order."""
     items = [item for item in request.session.items if item.path == request.path]
     specs = [
-        item.callspec for item in items if isinstance(item, pytest.Function) and "case" in item.fixturenames
+        item.callspec
+        for item in items
+        if isinstance(item, pytest.Function) and "case" in item.fixturenames
     ]
     return [str(spec.params["case"]) for spec in specs]

@@ -51,7 +51,9 @@ def flip_element(folder: Path, rng: random.Random) -> Damage:
     """A bit of a large tensor of the model in an archive, which has a checksum of its own."""
     entries = read_metadata(folder).storage_data.items()
     found = [(index, info) for index, info in entries if info.length > 4096]
-    index, info = rng.choice([(i, s) for i, s in found if not i.fqn.startswith(("rng", "optimizer"))])
+    index, info = rng.choice(
+        [(i, s) for i, s in found if not i.fqn.startswith(("rng", "optimizer"))]
+    )
     damage = _flip_at(folder / info.relative_path, info.offset + 1024 + rng.randrange(2048), rng)
     return Damage(damage.what, (index.fqn,))
 
@@ -74,10 +76,14 @@ def swap_two_files(folder: Path, rng: random.Random) -> Damage:
     content = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(content)
-    return Damage(f"{first.name} and {second.name} swapped", (first.name, second.name, "index.json"))
+    return Damage(
+        f"{first.name} and {second.name} swapped", (first.name, second.name, "index.json")
+    )
 
 
-def _edit_header(folder: Path, rng: random.Random, edit: Callable[[Header], tuple[str, str]]) -> Damage:
+def _edit_header(
+    folder: Path, rng: random.Random, edit: Callable[[Header], tuple[str, str]]
+) -> Damage:
     path = rng.choice(data_files(folder))
     content = path.read_bytes()
     (header_bytes,) = struct.unpack("<Q", content[:8])
@@ -89,13 +95,19 @@ def _edit_header(folder: Path, rng: random.Random, edit: Callable[[Header], tupl
 
 
 def _pick(header: Header, rng: random.Random, wanted: Callable[[str, dict[str, Any]], bool]) -> int:
-    places = [i for i, (name, entry) in enumerate(header) if name != "__metadata__" and wanted(name, entry)]
+    places = [
+        i
+        for i, (name, entry) in enumerate(header)
+        if name != "__metadata__" and wanted(name, entry)
+    ]
     return rng.choice(places)
 
 
 def hf_shape(folder: Path, rng: random.Random) -> Damage:
     def edit(header: Header) -> tuple[str, str]:
-        at = _pick(header, rng, lambda _, e: len(e["shape"]) == 2 and e["shape"][0] != e["shape"][1])
+        at = _pick(
+            header, rng, lambda _, e: len(e["shape"]) == 2 and e["shape"][0] != e["shape"][1]
+        )
         name, entry = header[at]
         shape = rng.choice([entry["shape"][::-1], [entry["shape"][0] + 1, entry["shape"][1]]])
         header[at] = name, {**entry, "shape": shape}
@@ -136,7 +148,9 @@ def hf_rename_expert(folder: Path, rng: random.Random) -> Damage:
         return f"renamed to expert {number}", name
 
     damage = _edit_header(folder, rng, edit)
-    return Damage(damage.what, (*damage.words, damage.words[0].replace(".experts.3.", f".experts.{number}.")))
+    return Damage(
+        damage.what, (*damage.words, damage.words[0].replace(".experts.3.", f".experts.{number}."))
+    )
 
 
 def hf_index(folder: Path, rng: random.Random) -> Damage:
@@ -251,7 +265,16 @@ def dist_foreign_code(folder: Path, rng: random.Random) -> Damage:
 
 
 SHOWN_BY_STRUCTURE: dict[str, tuple[Callable[[Path, random.Random], Damage], ...]] = {
-    "hf": (truncate, lose, swap_two_files, hf_shape, hf_dtype, hf_duplicate, hf_rename_expert, hf_index),
+    "hf": (
+        truncate,
+        lose,
+        swap_two_files,
+        hf_shape,
+        hf_dtype,
+        hf_duplicate,
+        hf_rename_expert,
+        hf_index,
+    ),
     "torch_dist": (
         truncate,
         lose,

@@ -21,7 +21,9 @@ from mcore_rl.process.ports import find_free_port
 PRELOAD = ["torch", "mcore_rl.train.actor", "pytest"]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
     """fn(rank, world_size, port, *args) on `world_size` processes; `port` is free for rank 0's store.
 
     `fn` must be importable by name. AssertionError with the traceback of each rank that failed or did not
@@ -50,7 +52,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 
 def run_each(
-    fn: Callable[..., Any], world_size: int, cases: Iterable[Any], *args: Any, timeout_s: float = 120.0
+    fn: Callable[..., Any],
+    world_size: int,
+    cases: Iterable[Any],
+    *args: Any,
+    timeout_s: float = 120.0,
 ) -> list[list[Any]]:
     """fn(rank, world_size, port, *args, case) of each case on processes of its own; by case, then by rank.
 
@@ -58,7 +64,10 @@ def run_each(
     processes than there are cores run side by side.
     """
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // world_size)) as pool:
-        running = [pool.submit(run_ranks, fn, world_size, *args, case, timeout_s=timeout_s) for case in cases]
+        running = [
+            pool.submit(run_ranks, fn, world_size, *args, case, timeout_s=timeout_s)
+            for case in cases
+        ]
         return [case.result() for case in running]
 
 
@@ -79,7 +88,9 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
             deadline = min(deadline, time.monotonic() + 3.0)
     for rank in waiting:
         errors[rank] = f"no answer within {timeout_s:.0f} s or after another rank's failure"
-    assert not errors, "".join(f"\n--- rank {rank}: {text}" for rank, text in sorted(errors.items()))
+    assert not errors, "".join(
+        f"\n--- rank {rank}: {text}" for rank, text in sorted(errors.items())
+    )
     return [results[rank] for rank in sorted(results)]
 
 
@@ -100,5 +111,7 @@ def _rank_main(
         answer = (True, fn(rank, world_size, port, *args))
     except BaseException:
         answer = (False, traceback.format_exc())
-    connection.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
+    connection.send_bytes(
+        pickle.dumps(answer)
+    )  # plain pickle: tensors by value, not by shared memory
     connection.close()

@@ -32,14 +32,19 @@ class EngineRank:
         self.q_len = config["num_attention_heads"] // tp * head_dim
         self.kv_len = max(config["num_key_value_heads"] // tp, 1) * head_dim
         self.vocab_len = -(-vocab // (4 * tp)) * 4
-        shapes = {"model.embed_tokens.weight": (self.vocab_len, hidden), "model.norm.weight": (hidden,)}
+        shapes = {
+            "model.embed_tokens.weight": (self.vocab_len, hidden),
+            "model.norm.weight": (hidden,),
+        }
         if not config["tie_word_embeddings"]:
             shapes["lm_head.weight"] = (self.vocab_len, hidden)
         for layer in range(config["num_hidden_layers"]):
             in_layer = self._layer_shapes(layer)
             shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in in_layer.items()}
         for name, shape in shapes.items():
-            self.params[name] = torch.nn.Parameter(torch.full(shape, -1, dtype=dtype), requires_grad=False)
+            self.params[name] = torch.nn.Parameter(
+                torch.full(shape, -1, dtype=dtype), requires_grad=False
+            )
 
     def _layer_shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         config, hidden, head_dim = self.config, self.config["hidden_size"], self.config["head_dim"]
@@ -57,7 +62,10 @@ class EngineRank:
                 "mlp.gate_up_proj.weight": (2 * ffn, hidden),
                 "mlp.down_proj.weight": (hidden, ffn),
             }
-        local, ffn = config["num_experts"] // self.ep, config["moe_intermediate_size"] // self.moe_tp
+        local, ffn = (
+            config["num_experts"] // self.ep,
+            config["moe_intermediate_size"] // self.moe_tp,
+        )
         return shapes | {
             "mlp.gate.weight": (config["num_experts"], hidden),
             "mlp.experts.w13_weight": (local, 2 * ffn, hidden),
@@ -78,7 +86,10 @@ class EngineRank:
                 self._load_plain(self.params[name], loaded)
 
     def _load_expert(self, name: str, loaded: Tensor) -> None:
-        prefix, expert, projection = name.split(".experts.")[0], *name.split(".experts.")[1].split(".")[:2]
+        prefix, expert, projection = (
+            name.split(".experts.")[0],
+            *name.split(".experts.")[1].split(".")[:2],
+        )
         w = self.params[f"{prefix}.experts.{'w2' if projection == 'down_proj' else 'w13'}_weight"]
         local = int(expert) - self.ep_rank * len(w)
         if not 0 <= local < len(w):

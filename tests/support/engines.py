@@ -49,7 +49,10 @@ def live_processes(group_id: int) -> list[int]:
     alive = []
     for process in psutil.process_iter(["status"]):
         try:
-            if os.getpgid(process.pid) == group_id and process.info["status"] != psutil.STATUS_ZOMBIE:
+            if (
+                os.getpgid(process.pid) == group_id
+                and process.info["status"] != psutil.STATUS_ZOMBIE
+            ):
                 alive.append(process.pid)
         except ProcessLookupError:
             continue
@@ -85,4 +88,6 @@ def idle_cpu_seconds(group_id: int, duration_s: float) -> float:
     time.sleep(duration_s)
     after = thread_cpu_seconds(group_id)
     assert any(name.startswith("sglang::schedul") for _, name in after), after
-    return sum(s - before.get(thread, 0.0) for thread, s in after.items() if thread[1] != "gloo_tcp_loop")
+    return sum(
+        s - before.get(thread, 0.0) for thread, s in after.items() if thread[1] != "gloo_tcp_loop"
+    )

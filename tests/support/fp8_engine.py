@@ -42,7 +42,9 @@ def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
                 answer: Any = compare(model, found, load_file(request["expected"]))
             else:
                 version = request.get("version")
-                command = Command(Link(**request["link"]), "receive" if version else "connect", version)
+                command = Command(
+                    Link(**request["link"]), "receive" if version else "connect", version
+                )
                 answer = asdict(receiver.handle(command, rank, load_weights, tensors))
             print(json.dumps(answer), file=answers, flush=True)
 
@@ -54,7 +56,10 @@ def compare(model: Any, found: dict[str, Tensor], weights: dict[str, Tensor]) ->
     model.load_weights(iter(weights.items()))
     assert not any((_bytes(tensor) == 0xFF).all() for tensor in wanted.values())
     differ = [name for name in wanted if not torch.equal(_bytes(wanted[name]), _bytes(found[name]))]
-    return {"num_fp8": sum(t.dtype == torch.float8_e4m3fn for t in wanted.values()), "differ": differ}
+    return {
+        "num_fp8": sum(t.dtype == torch.float8_e4m3fn for t in wanted.values()),
+        "differ": differ,
+    }
 
 
 def spoil(tensors: Mapping[str, Tensor]) -> None:

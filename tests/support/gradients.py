@@ -31,7 +31,9 @@ def whole_gradients(boxed: Boxed) -> dict[str, torch.Tensor]:
     for box, gradient in boxed:
         start = whole.get(box.name, torch.empty(0))
         if start.shape != torch.Size(box.stop):
-            grown = torch.zeros(tuple(max(a, b) for a, b in zip(box.stop, _shape(start, box), strict=True)))
+            grown = torch.zeros(
+                tuple(max(a, b) for a, b in zip(box.stop, _shape(start, box), strict=True))
+            )
             if start.numel():
                 grown[tuple(map(slice, start.shape))] = start
             whole[box.name] = grown
@@ -51,7 +53,9 @@ def check_gradients(
     covered: dict[str, int] = {}
     for boxed in per_rank:
         for box, gradient in boxed:
-            difference = (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
+            difference = (
+                (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
+            )
             assert difference <= tolerance * largest, (layout, box, difference.item(), largest)
             covered[box.name] = covered.get(box.name, 0) + box.numel
     assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout

@@ -59,13 +59,19 @@ def moe_models(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def models(draw: st.DrawFn) -> dict[str, Any]:
     """config.json of a small model: grouped queries or latent attention, dense or with experts."""
-    sizes = {"vocab_size": draw(st.integers(5, 40)), "num_hidden_layers": draw(st.sampled_from([2, 4]))}
+    sizes = {
+        "vocab_size": draw(st.integers(5, 40)),
+        "num_hidden_layers": draw(st.sampled_from([2, 4])),
+    }
     kind = draw(st.sampled_from(["experts", "grouped", "latent", "normalised"]))
     if kind == "experts":
         return draw(moe_models())
     if kind == "latent":
         return {**LATENT, **sizes, "q_lora_rank": draw(st.sampled_from([None, 3]))}
-    heads = {"num_key_value_heads": draw(st.sampled_from([2, 4])), "head_dim": draw(st.sampled_from([1, 2]))}
+    heads = {
+        "num_key_value_heads": draw(st.sampled_from([2, 4])),
+        "head_dim": draw(st.sampled_from([1, 2])),
+    }
     if kind == "normalised":
         return {**NORMALISED, **sizes, **heads}
     return {**GROUPED, **sizes, **heads, "tie_word_embeddings": draw(st.booleans())}
@@ -82,7 +88,10 @@ def megatron_sizes(draw: st.DrawFn, config: dict[str, Any], max_ranks: int = 8) 
     cp = draw(st.sampled_from([n for n in (1, 2) if n * tp <= left]))
     dp = draw(st.integers(1, left // (tp * cp)))
     experts = [
-        (ep, etp) for ep in (1, 2, 4) for etp in (1, 2, 4) if tp * cp * dp % (ep * etp) == 0 and ep <= 4
+        (ep, etp)
+        for ep in (1, 2, 4)
+        for etp in (1, 2, 4)
+        if tp * cp * dp % (ep * etp) == 0 and ep <= 4
     ]
     ep, etp = draw(st.sampled_from(experts))
     padded = -(-config["vocab_size"] // (4 * tp)) * 4 * tp

@@ -86,7 +86,9 @@ def _rank(config: Config, weights: Mapping[str, Tensor], layout: TrainLayout, ra
     for v in range(layout.vpp):
         chunk = v * layout.pp + stage
         layers = range(num_layers * chunk // num_chunks, num_layers * (chunk + 1) // num_chunks)
-        pieces = list(_model_pieces(config, weights, layout, tp, chunk == 0, chunk == num_chunks - 1))
+        pieces = list(
+            _model_pieces(config, weights, layout, tp, chunk == 0, chunk == num_chunks - 1)
+        )
         for layer in layers:
             pieces += _layer_pieces(config, weights, layout, layer, tp, etp, ep)
         for piece in pieces:
@@ -124,7 +126,12 @@ class _Piece:
 
 
 def _model_pieces(
-    config: Config, weights: Mapping[str, Tensor], layout: TrainLayout, tp: int, first: bool, last: bool
+    config: Config,
+    weights: Mapping[str, Tensor],
+    layout: TrainLayout,
+    tp: int,
+    first: bool,
+    last: bool,
 ) -> Iterator[_Piece]:
     embed = _pad_rows(weights["model.embed_tokens.weight"], 4 * layout.tp)
     tied = config["tie_word_embeddings"]
@@ -136,11 +143,19 @@ def _model_pieces(
         head = _pad_rows(weights["lm_head.weight"], 4 * layout.tp)
         yield _split("output_layer.weight", head, 0, tp, layout.tp)
     if last and tied and not first:
-        yield _split("embedding.word_embeddings.weight", embed, 0, tp, layout.tp, name="output_layer.weight")
+        yield _split(
+            "embedding.word_embeddings.weight", embed, 0, tp, layout.tp, name="output_layer.weight"
+        )
 
 
 def _layer_pieces(
-    config: Config, weights: Mapping[str, Tensor], layout: TrainLayout, layer: int, tp: int, etp: int, ep: int
+    config: Config,
+    weights: Mapping[str, Tensor],
+    layout: TrainLayout,
+    layer: int,
+    tp: int,
+    etp: int,
+    ep: int,
 ) -> Iterator[_Piece]:
     def hf(name: str) -> Tensor:
         return weights[f"model.layers.{layer}.{name}.weight"]
@@ -174,7 +189,10 @@ def _layer_pieces(
     experts = config["num_experts"]
     for expert in range(experts * ep // layout.ep, experts * (ep + 1) // layout.ep):
         gate, up, down = (hf(f"mlp.experts.{expert}.{x}_proj") for x in ("gate", "up", "down"))
-        fc1, fc2 = key("mlp.experts.experts.linear_fc1.weight"), key("mlp.experts.experts.linear_fc2.weight")
+        fc1, fc2 = (
+            key("mlp.experts.experts.linear_fc1.weight"),
+            key("mlp.experts.experts.linear_fc2.weight"),
+        )
         axes = lead((expert, experts))
         yield _gated(fc1, gate, up, etp, layout.etp, axes, f"{layer}.{expert}.fc1")
         yield _split(fc2, down, 1, etp, layout.etp, axes, f"{layer}.{expert}.fc2")
@@ -199,7 +217,13 @@ def _split(
 
 
 def _gated(
-    key: str, gate: Tensor, up: Tensor, rank: int, size: int, lead: tuple[tuple[int, int], ...], name: str
+    key: str,
+    gate: Tensor,
+    up: Tensor,
+    rank: int,
+    size: int,
+    lead: tuple[tuple[int, int], ...],
+    name: str,
 ) -> _Piece:
     halves = tuple(half.chunk(size)[rank] for half in (gate, up))
     rows = len(halves[0])

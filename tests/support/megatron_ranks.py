@@ -38,7 +38,9 @@ class MegatronRanks(ProcessRanks):
         self._pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, rank, world_size, port), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -59,7 +61,9 @@ class MegatronRanks(ProcessRanks):
         temperature: float,
         sum_squares: bool = False,
     ) -> list[list[TokenScores]]:
-        return _of_owners(self.call("compute_logprobs", per_dp, reference, temperature, sum_squares))
+        return _of_owners(
+            self.call("compute_logprobs", per_dp, reference, temperature, sum_squares)
+        )
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -88,10 +92,18 @@ class _MegatronRank:
 
     def build(self, config: Config) -> None:
         init_distributed(
-            self._rank, self._world_size, "127.0.0.1", self._port, config.parallel, seed=0, timeout_s=60
+            self._rank,
+            self._world_size,
+            "127.0.0.1",
+            self._port,
+            config.parallel,
+            seed=0,
+            timeout_s=60,
         )
         train = config.train
-        self._actor = Actor(config.model, config.parallel, train, train.optimizer, config.run.steps, seed=0)
+        self._actor = Actor(
+            config.model, config.parallel, train, train.optimizer, config.run.steps, seed=0
+        )
         self._loss = make_policy_loss(config.algorithm)
         self._sender = WeightSender(*self._actor.weight_layout(), self._rank)
 
@@ -111,7 +123,9 @@ class _MegatronRank:
         self, per_dp: Sequence[Sequence[TrainBatch]], temperature: float, num_tokens: int
     ) -> StepStats | None:
         own = per_dp[rank_coordinate().dp]
-        return self._actor.train_step(own, self._loss, temperature=temperature, num_tokens=num_tokens)
+        return self._actor.train_step(
+            own, self._loss, temperature=temperature, num_tokens=num_tokens
+        )
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         self._actor.save(folder, extra)
@@ -191,7 +205,9 @@ OTHER_NAMES = {
 """Architecture -> what is written otherwise than above, in this order."""
 
 
-def _hf_tensors(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _hf_tensors(
+    model: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in model.items():
         if key in MODEL_NAMES:
             yield MODEL_NAMES[key], tensor[: config["vocab_size"]] if "norm" not in key else tensor
@@ -206,7 +222,9 @@ def _hf_tensors(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> Itera
                 yield f"model.layers.{i}.{name}", part.contiguous()
 
 
-def _layer_tensors(key: str, tensor: Tensor, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _layer_tensors(
+    key: str, tensor: Tensor, config: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     if key in LAYER_NAMES:
         yield LAYER_NAMES[key], tensor
     elif key.startswith("self_attention.linear_qkv."):

@@ -76,11 +76,14 @@ def make_config(
     )
 
 
-def start_engines(config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]) -> list[EngineProcess]:
+def start_engines(
+    config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]
+) -> list[EngineProcess]:
     """One of each of `sizes`, options of RolloutConfig."""
     recipes = [replace(config, rollout=replace(config.rollout, **of_one)) for of_one in sizes]
     engines = [
-        EngineProcess(engine_spec(recipe, folder / f"engine{i}.log")) for i, recipe in enumerate(recipes)
+        EngineProcess(engine_spec(recipe, folder / f"engine{i}.log"))
+        for i, recipe in enumerate(recipes)
     ]
     for engine in engines:
         engine.start()
@@ -113,7 +116,9 @@ class Memory:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.metrics |= metrics
 
-    def log_samples(self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train") -> None:
+    def log_samples(
+        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+    ) -> None:
         if split == "train":
             self.samples, self.scores = samples, scores
 
@@ -143,7 +148,12 @@ class MegatronRun:
         watched, rotation = self._loop.run, self.rotation
         gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)
         canary = Canary(
-            self.trainer, self.config.canary, self.config.model.dtype, TIMEOUT_S, watched, gpus.for_rollout
+            self.trainer,
+            self.config.canary,
+            self.config.model.dtype,
+            TIMEOUT_S,
+            watched,
+            gpus.for_rollout,
         )
         weights = EngineSync(self.sync_controller, canary, rotation, self._look, watched, gpus)
         weights.sync(WeightVersion(start_step))

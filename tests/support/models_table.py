@@ -42,7 +42,10 @@ _measured: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
 
 def label(sizes: Mapping[str, int]) -> str:
     """{"tp": 2, "ep": 2} -> "TP2 EP2"."""
-    return " ".join(f"{SHORT.get(key, key.upper())}{size}" for key, size in sizes.items()) or "one rank"
+    return (
+        " ".join(f"{SHORT.get(key, key.upper())}{size}" for key, size in sizes.items())
+        or "one rank"
+    )
 
 
 def record(kind: str, column: int, sizes: Mapping[str, int], error: float) -> None:

@@ -60,8 +60,12 @@ def execute(
     """
     trainers = [_filled(held or source, rank, weights) for rank in range(source.num_ranks)]
     engines = [Memory(weights) for _ in range(target.num_ranks)]
-    sends = [plan_sends(rank, source, target, topology, granularity) for rank in range(source.num_ranks)]
-    recvs = [plan_recvs(rank, source, target, topology, granularity) for rank in range(target.num_ranks)]
+    sends = [
+        plan_sends(rank, source, target, topology, granularity) for rank in range(source.num_ranks)
+    ]
+    recvs = [
+        plan_recvs(rank, source, target, topology, granularity) for rank in range(target.num_ranks)
+    ]
     _move(trainers, engines, sends, recvs)
     return engines
 
@@ -73,11 +77,17 @@ def check(target: Layout, weights: Weights, engines: list[Memory]) -> None:
         for box, _ in boxes_of(target, rank):
             where = tuple(map(slice, box.start, box.stop))
             assert box.name in memory.values, f"rank {rank} was sent nothing of {box.name}"
-            assert (memory.counts[box.name][where] == 1).all(), f"rank {rank}: {box} not written exactly once"
-            assert (memory.values[box.name][where] == weights[box.name][where]).all(), f"rank {rank}: {box}"
+            assert (memory.counts[box.name][where] == 1).all(), (
+                f"rank {rank}: {box} not written exactly once"
+            )
+            assert (memory.values[box.name][where] == weights[box.name][where]).all(), (
+                f"rank {rank}: {box}"
+            )
             wanted[box.name] += box.numel
         for name, counts in memory.counts.items():
-            assert counts.sum() == wanted[name], f"rank {rank} was sent more of {name} than it wants"
+            assert counts.sum() == wanted[name], (
+                f"rank {rank} was sent more of {name} than it wants"
+            )
 
 
 def _filled(layout: Layout, rank: int, weights: Weights) -> Memory:

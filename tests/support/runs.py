@@ -70,7 +70,9 @@ class Run:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise AssertionError(f"no end after {timeout_s} s; last output:\n{self.tail()}") from None
+            raise AssertionError(
+                f"no end after {timeout_s} s; last output:\n{self.tail()}"
+            ) from None
 
     def tail(self, num_chars: int = 4000) -> str:
         return self.output.read_text(errors="replace")[-num_chars:]
@@ -117,7 +119,9 @@ class Run:
             self.wait_until(is_there, f"process {words}", timeout_s)
         except AssertionError as error:
             took_s = time.monotonic() - began_s
-            raise AssertionError(f"no process {words} in {took_s:.1f} s, only {seen}: {error}") from error
+            raise AssertionError(
+                f"no process {words} in {took_s:.1f} s, only {seen}: {error}"
+            ) from error
         return min(found, key=psutil.Process.create_time)
 
     def cpu_shares(self, seconds: float) -> dict[str, float]:
@@ -125,7 +129,9 @@ class Run:
         processes = self.processes()
         before = {p: _cpu_seconds(p) for p in processes}
         time.sleep(seconds)
-        return {f"{p.pid} {_title(p)[:80]}": (_cpu_seconds(p) - before[p]) / seconds for p in processes}
+        return {
+            f"{p.pid} {_title(p)[:80]}": (_cpu_seconds(p) - before[p]) / seconds for p in processes
+        }
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of this run."""

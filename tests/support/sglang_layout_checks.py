@@ -65,9 +65,12 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
     with engine_model(hf_dir, dtype, sizes, rank) as model:
         dtypes = family_of(hf_config).dtypes(hf_config, dtype)
         shapes = {
-            name: (shape, getattr(torch, dtypes[name])) for name, shape in hf_tensor_shapes(hf_config).items()
+            name: (shape, getattr(torch, dtypes[name]))
+            for name, shape in hf_tensor_shapes(hf_config).items()
         }
-        return trace_load_weights(_in_this_thread(model.load_weights), shapes, _loaded_parameters(model))
+        return trace_load_weights(
+            _in_this_thread(model.load_weights), shapes, _loaded_parameters(model)
+        )
 
 
 @contextmanager
@@ -76,10 +79,21 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
-    from sglang.srt.runtime_context import SpawnRanks, get_flags, get_parallel, publish, reset_context
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        get_flags,
+        get_parallel,
+        publish,
+        reset_context,
+    )
     from sglang.srt.server_args import prepare_server_args
 
-    options = {"--model-path": hf_dir, "--dtype": dtype, "--tp-size": sizes.tp, "--ep-size": sizes.ep}
+    options = {
+        "--model-path": hf_dir,
+        "--dtype": dtype,
+        "--tp-size": sizes.tp,
+        "--ep-size": sizes.ep,
+    }
     options |= {"--pp-size": sizes.pp, "--attn-dp-size": sizes.dp}
     arguments = [str(part) for item in options.items() for part in item]
     server_args = prepare_server_args([*use_cpu(arguments), "--skip-tokenizer-init"])

@@ -49,7 +49,10 @@ def check_batch_attention():
     from sglang_on_cpu.attention import batch_attention
 
     backend_class = module.TorchNativeAttnBackend
-    loop_extend, loop_decode = backend_class._run_sdpa_forward_extend, backend_class._run_sdpa_forward_decode
+    loop_extend, loop_decode = (
+        backend_class._run_sdpa_forward_extend,
+        backend_class._run_sdpa_forward_decode,
+    )
     batch_attention()
     calls = []
     sdpa = module.scaled_dot_product_attention
@@ -113,10 +116,14 @@ def check_admit_torch_native():
     from sglang_on_cpu.attention import admit_torch_native
 
     source = inspect.getsource(model_hook)
-    branch = source.split('model_arch in ["GptOssForCausalLM"]')[1].split("supported_backends and")[0]
+    branch = source.split('model_arch in ["GptOssForCausalLM"]')[1].split("supported_backends and")[
+        0
+    ]
     assert '"torch_native",' not in branch and "attention_backends_of(" in branch
     settings = SimpleNamespace(
-        attention_backend="torch_native", prefill_attention_backend=None, decode_attention_backend=None
+        attention_backend="torch_native",
+        prefill_attention_backend=None,
+        decode_attention_backend=None,
     )
     assert model_hook.attention_backends_of(settings) == ("torch_native", "torch_native")
     admit_torch_native()
@@ -150,7 +157,9 @@ def check_run_local_experts():
     original = fused_moe_native.moe_forward_native
     x, w13, w2 = torch.randn(10, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
     layer = SimpleNamespace(w13_weight=w13, w2_weight=w2, num_experts=2)
-    config = SimpleNamespace(activation="silu", apply_router_weight_on_input=False, gemm1_alpha=None)
+    config = SimpleNamespace(
+        activation="silu", apply_router_weight_on_input=False, gemm1_alpha=None
+    )
     weights, ids = torch.rand(10, 2), torch.randint(-1, 2, (10, 2))
     raises((RuntimeError, IndexError), original, layer, x, (weights, ids, None), config)
     run_local_experts()
@@ -167,11 +176,19 @@ def check_run_local_experts():
 
 def check_gate_shared_expert():
     import torch
-    from sglang.kernels.ops.elementwise.elementwise import fused_gate_sigmoid_mul, fused_gate_sigmoid_mul_add
+    from sglang.kernels.ops.elementwise.elementwise import (
+        fused_gate_sigmoid_mul,
+        fused_gate_sigmoid_mul_add,
+    )
     from sglang_on_cpu.kernels import gate_shared_expert
 
     torch.manual_seed(0)
-    hidden, weight, shared, routed = torch.randn(5, 8), torch.randn(8), torch.randn(5, 8), torch.randn(5, 8)
+    hidden, weight, shared, routed = (
+        torch.randn(5, 8),
+        torch.randn(8),
+        torch.randn(5, 8),
+        torch.randn(5, 8),
+    )
     raises(NotImplementedError, fused_gate_sigmoid_mul, hidden, weight, shared)
     gate_shared_expert()
     expected = torch.sigmoid(hidden @ weight)[:, None] * shared
@@ -211,7 +228,9 @@ def check_rotate_without_yarn():
     rotated, _ = embedding.forward_cpu(positions, query, torch.randn(3, 1, 12)[..., 4:])
     angles = positions[:, None] * 50000.0 ** (-torch.arange(4) / 4)
     turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-    expected = torch.view_as_real(torch.view_as_complex(query.reshape(3, 2, 4, 2)) * turns).flatten(2)
+    expected = torch.view_as_real(torch.view_as_complex(query.reshape(3, 2, 4, 2)) * turns).flatten(
+        2
+    )
     assert torch.allclose(rotated, expected, atol=1e-6)
 
 
@@ -259,7 +278,9 @@ def check_wait_for_requests():
 
     def loop():
         fed = SimpleNamespace(feed=lambda: None)
-        this = SimpleNamespace(soft_watchdog=fed, recv_from_tokenizer=inbox, _request_dispatcher=deal_out)
+        this = SimpleNamespace(
+            soft_watchdog=fed, recv_from_tokenizer=inbox, _request_dispatcher=deal_out
+        )
         with contextlib.suppress(Stopped):
             DataParallelController.event_loop(this)
 
@@ -317,12 +338,15 @@ def check_served_models_come_alone():
     import_models_when_asked()
     assert ModelRegistry.is_arch_supported("Glm4MoeForCausalLM")
     found = [
-        ModelRegistry.resolve_model_cls([name])[0] for name in ("Glm4MoeForCausalLM", "Qwen3MoeForCausalLM")
+        ModelRegistry.resolve_model_cls([name])[0]
+        for name in ("Glm4MoeForCausalLM", "Qwen3MoeForCausalLM")
     ]
     assert [cls.__name__ for cls in found] == ["Glm4MoeForCausalLM", "Qwen3MoeForCausalLM"]
     imported = [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")]
     assert "sglang.srt.models.glm4_moe" in imported and len(imported) < 20, imported
-    assert ModelRegistry.is_arch_supported("GemmaForCausalLM"), "the others are imported when asked for"
+    assert ModelRegistry.is_arch_supported("GemmaForCausalLM"), (
+        "the others are imported when asked for"
+    )
 
 
 def check_murmur_hash():
@@ -355,11 +379,15 @@ def check_pool_functions():
 
     table = torch.zeros(3, 6, dtype=torch.int32)
     one, two = torch.tensor([2, 0]), torch.tensor([1, 0])
-    assign_req_to_token_pool_cpu(one, table, two, two + torch.tensor([2, 3]), torch.arange(10, 15), 6)
+    assign_req_to_token_pool_cpu(
+        one, table, two, two + torch.tensor([2, 3]), torch.arange(10, 15), 6
+    )
     assert table.tolist() == [[12, 13, 14, 0, 0, 0], [0] * 6, [0, 10, 11, 0, 0, 0]]
     layers = [torch.arange(8.0).view(4, 2), torch.arange(8.0).view(4, 2) + 100]
     pointers = torch.tensor([layer.data_ptr() for layer in layers])
-    copy_all_layer_kv_cache_cpu(pointers, torch.tensor([8, 8]), torch.tensor([0, 1]), torch.tensor([1, 3]))
+    copy_all_layer_kv_cache_cpu(
+        pointers, torch.tensor([8, 8]), torch.tensor([0, 1]), torch.tensor([1, 3])
+    )
     assert layers[0].tolist() == [[2, 3], [6, 7], [4, 5], [6, 7]]
     assert layers[1][0].tolist() == [102, 103]
 
@@ -374,7 +402,11 @@ def check_kernels_cannot_be_launched():
         pass
 
     raises(NotImplementedError, some_kernel[(1,)], 1, match="some_kernel")
-    raises(NotImplementedError, sgl_kernel.moe_align_block_size, match="sgl_kernel.moe_align_block_size")
+    raises(
+        NotImplementedError,
+        sgl_kernel.moe_align_block_size,
+        match="sgl_kernel.moe_align_block_size",
+    )
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
 
 

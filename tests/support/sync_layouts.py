@@ -65,7 +65,8 @@ def expert_cut(
     mine = {
         name: tensor
         for name, tensor in hf.items()
-        if not name.startswith("experts.") or int(name.split(".")[1]) * world_size // EXPERTS == rank
+        if not name.startswith("experts.")
+        or int(name.split(".")[1]) * world_size // EXPERTS == rank
     }
     return _cut(mine, 0, 1, dtype, {})
 
@@ -97,7 +98,9 @@ class FusedEngine(nn.Module):
             elif module == "attn":
                 slot = "qkv".index(projection[0])
                 rows = self.qkv.shape[0] // 3
-                self.qkv.data.narrow(0, slot * rows, rows).copy_(tensor.narrow(0, self.rank * rows, rows))
+                self.qkv.data.narrow(0, slot * rows, rows).copy_(
+                    tensor.narrow(0, self.rank * rows, rows)
+                )
             else:
                 self._load_expert(int(module.split(".")[1]), projection.split("_")[0], tensor)
 

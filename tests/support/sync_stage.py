@@ -47,7 +47,8 @@ def save_checkpoints(folder: Path) -> list[Path]:
     generator = torch.Generator().manual_seed(1)
     weights = load_file(first / "model.safetensors")
     noisy = {
-        n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) + 0.01 for n, t in weights.items()
+        n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) + 0.01
+        for n, t in weights.items()
     }
     save_file(noisy, second / "model.safetensors", metadata={"format": "pt"})
     return [first, second]

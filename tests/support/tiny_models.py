@@ -73,7 +73,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": (
         "MixtralConfig",
-        {"num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2},
+        {
+            "num_key_value_heads": 2,
+            "intermediate_size": 32,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
     ),
     "olmoe": (
         "OlmoeConfig",
@@ -104,7 +109,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size": 32,
             "num_local_experts": 8,
             "num_experts_per_tok": 4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
     "gpt_oss": (
@@ -250,7 +259,9 @@ def write_reward_model(kind: str, folder: Path) -> Path:
     head = {"num_labels": 1, "pad_token_id": 0, "vocab_size": len(vocabulary())}
     config = getattr(transformers, class_name)(**{**SIZES, **settings, **head})
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model: Any = transformers.AutoModelForSequenceClassification.from_config(
+        config, dtype=torch.float32
+    )
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder

@@ -65,7 +65,9 @@ def _make_batch(lens_N: tuple[int, ...], seed: int) -> TrainBatch:
 
 def my_batches(batches: list[TrainBatch] | None = None) -> list[TrainBatch]:
     """This data-parallel rank's share of the micro-batches, by default of `make_batches()`."""
-    return (batches or make_batches())[ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()]
+    return (batches or make_batches())[
+        ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()
+    ]
 
 
 def token_loss(
@@ -89,10 +91,14 @@ def make_actor(
 ) -> Actor:
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     config = TrainConfig(**cast(Any, {"router_aux_loss_coef": 0.1} | train))
-    return Actor(model, parallel, config, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0)
+    return Actor(
+        model, parallel, config, optimizer or OptimizerConfig(lr=1e-3, clip_grad=0.0), 6, seed=0
+    )
 
 
-def with_engine_records(batches: list[TrainBatch], hf_dir: Path) -> tuple[list[TrainBatch], list[Tensor]]:
+def with_engine_records(
+    batches: list[TrainBatch], hf_dir: Path
+) -> tuple[list[TrainBatch], list[Tensor]]:
     """The batches as an engine might have sampled them, and the router flips [T] that are put into them.
 
     Experts are those that transformers chooses, but for every third token another one in layer 2, and for

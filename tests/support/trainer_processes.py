@@ -34,7 +34,9 @@ class ProcessRanks:
         self._pipes, self.processes = [], []
         for rank in range(layout.world_size):
             ours, theirs = context.Pipe()
-            self.processes.append(context.Process(target=_serve, args=(theirs, layout, rank), daemon=True))
+            self.processes.append(
+                context.Process(target=_serve, args=(theirs, layout, rank), daemon=True)
+            )
             self.processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
@@ -114,7 +116,9 @@ class _Rank:
     ) -> Transport:
         transport = make_routes(store, rank, link, sizes, deadline_s, stream)
         fault = self._faults.pop(link.engine, None)
-        return FaultyTransport(transport, fault) if fault and fault.rank == self._rank else transport
+        return (
+            FaultyTransport(transport, fault) if fault and fault.rank == self._rank else transport
+        )
 
 
 def _serve(pipe: Any, layout: TrainLayout, rank: int) -> None:

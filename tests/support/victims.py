@@ -24,12 +24,11 @@ class Victim:
     signal_number: int = signal.SIGKILL
 
 
-ENGINE_DIED = (
-    r"engine http://\S+ \(log \S+sglang_0\.log\) (died \(status -9\)|exited with status \S+ while starting)"
-)
+ENGINE_DIED = r"engine http://\S+ \(log \S+sglang_0\.log\) (died \(status -9\)|exited with status \S+ while starting)"
 VICTIMS = {
     "rank": Victim(
-        ("trainer_rank1",), r"trainer rank 1.* died \(killed.*\) during .*; log \S+trainer_rank1\.log"
+        ("trainer_rank1",),
+        r"trainer rank 1.* died \(killed.*\) during .*; log \S+trainer_rank1\.log",
     ),
     "critic": Victim(
         ("critic_rank0",), r"critic rank 0.* died \(killed.*\) during .*; log \S+critic_rank0\.log"

@@ -30,7 +30,9 @@ def logprobs_of(actor: Actor, *, reference: bool = False) -> list[Tensor] | None
     return None if scores is None else [score.logprobs_T for score in scores]
 
 
-def reference_and_export(rank: int, world_size: int, port: int, model: ModelConfig, out_dir: Path) -> Any:
+def reference_and_export(
+    rank: int, world_size: int, port: int, model: ModelConfig, out_dir: Path
+) -> Any:
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**TP_EP))
     first = logprobs_of(actor)
     actor.snapshot_reference()
@@ -77,7 +79,9 @@ def step_variants(rank: int, world_size: int, port: int, path: str) -> list[Any]
         model = ModelConfig(path=path, dtype=dtype)
         actor = make_actor(rank, world_size, port, model, parallel, recompute=recompute)
         steps = [
-            actor.train_step(my_batches(sampled), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+            actor.train_step(
+                my_batches(sampled), token_loss, temperature=1.0, num_tokens=NUM_TOKENS
+            )
             for _ in range(2)
         ]
         results.append(steps)
@@ -92,7 +96,9 @@ def test_recomputation_changes_nothing_and_bfloat16_little(tmp_path: Path) -> No
             assert got.loss == pytest.approx(want.loss, abs=tolerance)
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=tolerance)
             flips = want.metrics["logprob_diff/router_flip_share"]
-            assert got.metrics["logprob_diff/router_flip_share"] == pytest.approx(flips, abs=tolerance)
+            assert got.metrics["logprob_diff/router_flip_share"] == pytest.approx(
+                flips, abs=tolerance
+            )
             assert got.metrics["router/aux_loss"] == pytest.approx(
                 want.metrics["router/aux_loss"], abs=tolerance
             )

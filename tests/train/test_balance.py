@@ -124,7 +124,9 @@ def test_layouts_steer_the_bias_alike_and_continue_from_a_checkpoint(alone: Any,
             for i, wanted_biases in enumerate(biases):
                 assert all(torch.equal(bias, wanted_biases[name]) for name, bias in got[i].items())
             for i in range(2):
-                assert all(torch.equal(bias, biases[i + 1][name]) for name, bias in again[i].items())
+                assert all(
+                    torch.equal(bias, biases[i + 1][name]) for name, bias in again[i].items()
+                )
             held |= got[0].keys()
         assert sorted(held) == layers
         found = next(stats for (_, stats, _), _ in results if stats[0] is not None)
@@ -182,7 +184,9 @@ def test_loads_and_losses_are_those_of_transformers_routers(models: Path) -> Non
     assert metrics["router/aux_loss"] == pytest.approx(batch_loss / NUM_TOKENS / 3, rel=1e-4)
     for layer in layers:
         busiest, mean = load_LE[layer].max().item(), 2 * NUM_TOKENS / 8
-        assert metrics[f"router/layer_{layer:02d}/max_violation"] == pytest.approx(busiest / mean - 1)
+        assert metrics[f"router/layer_{layer:02d}/max_violation"] == pytest.approx(
+            busiest / mean - 1
+        )
     assert not [name for name in metrics if "layer_01" in name]
 
 
@@ -190,14 +194,16 @@ def test_even_idle_and_lopsided_loads_are_told_apart() -> None:
     load_LE = torch.tensor([[5.0, 5.0, 5.0, 5.0], [9.0, 9.0, 9.0, 9.0], [0.0, 0.0, 0.0, 8.0]])
     metrics = load_metrics(load_LE, [1, 0, 1])
     assert [
-        metrics[f"router/layer_00/{name}"] for name in ("max_violation", "idle_share", "load_entropy")
+        metrics[f"router/layer_00/{name}"]
+        for name in ("max_violation", "idle_share", "load_entropy")
     ] == [
         0,
         0,
         pytest.approx(1),
     ]
     assert [
-        metrics[f"router/layer_02/{name}"] for name in ("max_violation", "idle_share", "load_entropy")
+        metrics[f"router/layer_02/{name}"]
+        for name in ("max_violation", "idle_share", "load_entropy")
     ] == [
         3,
         0.75,

@@ -14,9 +14,17 @@ from mcore_rl.train.actor import Actor
 from mcore_rl.train.checkpoint import INCOMPLETE, _write_buckets
 from mcore_rl.types import StepStats
 from tests.support.distributed import run_ranks
-from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
 
-OPTIMIZER = OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1, clip_grad=0.5)
+OPTIMIZER = OptimizerConfig(
+    lr=1e-3, schedule="cosine", warmup_steps=1, weight_decay=0.1, clip_grad=0.5
+)
 EXTRA = {"prompts": {"position": 7}, "step": 2}
 
 
@@ -24,7 +32,9 @@ def step(actor: Actor) -> StepStats | None:
     return actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
 
 
-def save_midway(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, root: Path) -> Any:
+def save_midway(
+    rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, root: Path
+) -> Any:
     """Two steps, save, two more steps before anything of that is written; then a save that this process does
     not live to finish.
     """
@@ -47,7 +57,9 @@ def save_midway(rank: int, world_size: int, port: int, model: ModelConfig, layou
     return stats, drawn
 
 
-def resume(rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Any], root: Path) -> Any:
+def resume(
+    rank: int, world_size: int, port: int, model: ModelConfig, layouts: list[Any], root: Path
+) -> Any:
     results = []
     for layout in layouts:
         actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), OPTIMIZER)
@@ -73,7 +85,9 @@ def test_a_run_continues_in_any_layout(tmp_path: Path) -> None:
     straight = run_ranks(save_midway, 2, model, saved_in, tmp_path)
     wanted = straight[0][0]
 
-    resumed = run_ranks(resume, 2, model, [saved_in, {"pp": 2, "vpp": 2}, {"ep": 2}], tmp_path, timeout_s=200)
+    resumed = run_ranks(
+        resume, 2, model, [saved_in, {"pp": 2, "vpp": 2}, {"ep": 2}], tmp_path, timeout_s=200
+    )
     alone = run_ranks(resume, 1, model, [{}], tmp_path)
     for results in (*zip(*resumed, strict=True), *zip(*alone, strict=True)):
         layout, extra, _, _ = results[0]

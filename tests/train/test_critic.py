@@ -24,13 +24,19 @@ LOSS = partial(value_loss, clip=0.2)
 
 
 def batches() -> list[TrainBatch]:
-    return [replace(b, returns_T=b.advantages_T, values_T=torch.zeros(sum(b.lens_N))) for b in make_batches()]
+    return [
+        replace(b, returns_T=b.advantages_T, values_T=torch.zeros(sum(b.lens_N)))
+        for b in make_batches()
+    ]
 
 
 def make_critic(rank: int, world_size: int, port: int, path: str, layout: Layout) -> Critic:
     parallel = ParallelConfig(**layout)
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
-    train, optimizer = TrainConfig(router_aux_loss_coef=0.1), OptimizerConfig(lr=1e-3, clip_grad=0.0)
+    train, optimizer = (
+        TrainConfig(router_aux_loss_coef=0.1),
+        OptimizerConfig(lr=1e-3, clip_grad=0.0),
+    )
     return Critic(ModelConfig(path=path), parallel, train, optimizer, 6, seed=0)
 
 
@@ -38,14 +44,18 @@ def step(critic: Critic) -> StepStats | None:
     return critic.train_step(my_batches(batches()), LOSS, num_tokens=NUM_TOKENS)
 
 
-def learn(rank: int, world_size: int, port: int, path: str, layouts: list[Layout], out: str) -> list[Any]:
+def learn(
+    rank: int, world_size: int, port: int, path: str, layouts: list[Layout], out: str
+) -> list[Any]:
     """Per layout: values before, statistics of two steps, gradients of the second, values after them."""
     results: list[Any] = []
     for layout in layouts:
         critic = make_critic(rank, world_size, port, path, layout)
         before = critic.compute_values(my_batches(batches()))
         stats = [step(critic), step(critic)]
-        results.append((before, stats, boxed_gradients(critic), critic.compute_values(my_batches(batches()))))
+        results.append(
+            (before, stats, boxed_gradients(critic), critic.compute_values(my_batches(batches())))
+        )
         if out:
             critic.export_hf(Path(out))
     return results
@@ -53,7 +63,10 @@ def learn(rank: int, world_size: int, port: int, path: str, layouts: list[Layout
 
 @pytest.mark.gloo
 def test_layouts_agree_and_the_export_is_a_reward_model_of_transformers(tmp_path: Path) -> None:
-    path, out = str(write_hf_model(tmp_path / "model", tie_word_embeddings=True)), tmp_path / "critic"
+    path, out = (
+        str(write_hf_model(tmp_path / "model", tie_word_embeddings=True)),
+        tmp_path / "critic",
+    )
     [(before, stats, gradients, after)] = run_ranks(learn, 1, path, [{}], str(out))[0]
     assert all(not values.any() for values in before)
     assert stats[1].loss < stats[0].loss
@@ -61,7 +74,10 @@ def test_layouts_agree_and_the_export_is_a_reward_model_of_transformers(tmp_path
         assert want.abs().max() > 1e-3
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
-    per_rank, wanted = run_ranks(learn, 2, path, TWO_RANKS, "", timeout_s=300), whole_gradients(gradients)
+    per_rank, wanted = (
+        run_ranks(learn, 2, path, TWO_RANKS, "", timeout_s=300),
+        whole_gradients(gradients),
+    )
     for layout, results in zip(TWO_RANKS, zip(*per_rank, strict=True), strict=True):
         check_gradients([boxed for _, _, boxed, _ in results], wanted, layout)
         owners = [result for result in results if result[3] is not None]
@@ -88,7 +104,9 @@ def start_again(rank: int, world_size: int, port: int, reward_model: str, folder
 
 
 @pytest.mark.gloo
-def test_starts_from_a_reward_model_and_goes_on_from_a_checkpoint_in_another_layout(tmp_path: Path) -> None:
+def test_starts_from_a_reward_model_and_goes_on_from_a_checkpoint_in_another_layout(
+    tmp_path: Path,
+) -> None:
     path, reward_model = str(write_hf_model(tmp_path / "model")), tmp_path / "reward_model"
     run_ranks(learn, 1, path, [{}], str(reward_model))
     results = run_ranks(start_again, 2, str(reward_model), str(tmp_path / "step"))

@@ -21,7 +21,13 @@ from mcore_rl.types import StepStats
 from tests.support import models_table
 from tests.support.distributed import run_each
 from tests.support.tiny_models import MODELS, write_model
-from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, transformers_logprobs
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    transformers_logprobs,
+)
 
 Layout = dict[str, int]
 Case = tuple[str, int, Layout]
@@ -69,7 +75,12 @@ def run_case(
     actor.export_hf(folder / f"{kind}-{world_size}-{i}")
     parts = local_parts(actor.chunks) if world_size == 1 else []
     stats = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
-    return scores and [score.logprobs_T for score in scores], ps.get_data_parallel_rank(), stats, parts
+    return (
+        scores and [score.logprobs_T for score in scores],
+        ps.get_data_parallel_rank(),
+        stats,
+        parts,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +118,9 @@ def cut(folder: Path) -> Mapping[tuple[str, int], list[Any]]:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", MODELS)
-def test_layouts_compute_what_transformers_does(folder: Path, whole: Any, cut: Any, kind: str) -> None:
+def test_layouts_compute_what_transformers_does(
+    folder: Path, whole: Any, cut: Any, kind: str
+) -> None:
     wanted = transformers_logprobs(folder / kind)
     stats = whole[kind][2]
     cases = [
@@ -133,9 +146,14 @@ def test_layouts_compute_what_transformers_does(folder: Path, whole: Any, cut: A
 @pytest.mark.parametrize("kind", MODELS)
 def test_weights_come_back_byte_for_byte(folder: Path, whole: Any, cut: Any, kind: str) -> None:
     source = load_file(folder / kind / "model.safetensors")
-    exports = [folder / f"{kind}-1-0", *(folder / f"{kind}-4-{i}" for i in range(len(LAYOUTS[kind])))]
+    exports = [
+        folder / f"{kind}-1-0",
+        *(folder / f"{kind}-4-{i}" for i in range(len(LAYOUTS[kind]))),
+    ]
     for export in exports:
-        found = {name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()}
+        found = {
+            name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()
+        }
         assert found.keys() == source.keys()
         for name, tensor in source.items():
             assert found[name].dtype == tensor.dtype
@@ -149,7 +167,9 @@ def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
         assert carried_tensors(folder / kind, read_hf_config(folder / kind)).keys() == set(BESIDE)
         assert not set(BESIDE) & open_hf_dir(folder / kind).keys()
     add_tensors(write_model("llama", tmp_path), BESIDE[0])
-    with pytest.raises(ValueError, match=r"'model.layers.4.eh_proj.weight' has no place in the model"):
+    with pytest.raises(
+        ValueError, match=r"'model.layers.4.eh_proj.weight' has no place in the model"
+    ):
         open_hf_dir(tmp_path)
 
 

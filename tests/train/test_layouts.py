@@ -42,7 +42,9 @@ FOUR_RANKS: list[Layout] = [
 ]
 
 
-def run_layout(rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout) -> dict[str, Any]:
+def run_layout(
+    rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout
+) -> dict[str, Any]:
     """One step in a layout; what its owning ranks report, and every gradient by HF name in boxes."""
     coefs: dict[str, Any] = {"router_aux_loss_coef": 0.1, "router_sequence_aux_loss_coef": 0.2}
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), **coefs)
@@ -125,7 +127,9 @@ def check_reports(results: list[Any], one_process: dict[str, Any], layout: Layou
         assert all(torch.equal(got, want) for got, want in flips), layout
         for name in ("logprobs", "squares"):
             for got, want in zip(owner[name], one_process[name][dp :: len(owners)], strict=True):
-                torch.testing.assert_close(got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}")
+                torch.testing.assert_close(
+                    got, want, rtol=0, atol=3e-6, msg=lambda m: f"{layout}: {m}"
+                )
 
 
 def test_router_flips_are_those_put_in(hf_dir: Path, one_process: dict[str, Any]) -> None:

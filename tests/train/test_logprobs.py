@@ -30,7 +30,9 @@ def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor
         logits_TV, targets_T, w_logprob, w_entropy = make_case(vocab, padded)
         mine = logits_TV.chunk(world_size, -1)[rank].clone().requires_grad_()
         before = mine.detach().clone()
-        logprobs, entropy = vocab_parallel_logprobs(mine, targets_T, dist.group.WORLD, vocab, temperature)
+        logprobs, entropy = vocab_parallel_logprobs(
+            mine, targets_T, dist.group.WORLD, vocab, temperature
+        )
         ((logprobs * w_logprob).sum() + (entropy * w_entropy).sum()).backward()
         assert torch.equal(mine.detach(), before)
         assert mine.grad is not None
@@ -48,11 +50,16 @@ def test_against_log_softmax(world_size: int) -> None:
         logits_TV, targets_T, w_logprob, w_entropy = make_case(vocab, padded)
         logits_TV.requires_grad_()
         log_p = (logits_TV[:, :vocab] / temperature).log_softmax(-1)
-        logprobs, entropy = log_p.gather(-1, targets_T[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        logprobs, entropy = (
+            log_p.gather(-1, targets_T[:, None])[:, 0],
+            -(log_p.exp() * log_p).sum(-1),
+        )
         ((logprobs * w_logprob).sum() + (entropy * w_entropy).sum()).backward()
         for rank in ranks:
             torch.testing.assert_close(rank[i][0], logprobs.detach(), rtol=0, atol=2e-6)
             torch.testing.assert_close(rank[i][1], entropy.detach(), rtol=0, atol=2e-6)
-            torch.testing.assert_close(rank[i][3], log_p.exp().square().sum(-1).detach(), rtol=0, atol=2e-6)
+            torch.testing.assert_close(
+                rank[i][3], log_p.exp().square().sum(-1).detach(), rtol=0, atol=2e-6
+            )
         gradient = torch.cat([rank[i][2] for rank in ranks], -1)
         torch.testing.assert_close(gradient, logits_TV.grad, rtol=0, atol=2e-6)

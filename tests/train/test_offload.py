@@ -9,7 +9,13 @@ import torch
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
 from tests.support.distributed import run_ranks
-from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
 
 
 def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up: bool) -> Any:
@@ -23,13 +29,17 @@ def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up:
             held[()] = actor._memory.num_bytes
             actor.hold(("weights",))
             held["weights",] = actor._memory.num_bytes
-            assert not any(buffer.grad_data.untyped_storage().nbytes() for buffer in actor.chunks[0].buffers)
+            assert not any(
+                buffer.grad_data.untyped_storage().nbytes() for buffer in actor.chunks[0].buffers
+            )
         scores = actor.compute_logprobs(my_batches())
         logprobs.append(scores and scores[0].logprobs_T)
         if give_up:
             actor.hold(("weights", "training"))
             held["weights", "training"] = actor._memory.num_bytes
-        stats.append(actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS))
+        stats.append(
+            actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+        )
     return held, logprobs, stats
 
 
@@ -41,7 +51,9 @@ def test_nothing_changes_by_it(tmp_path: Path, dtype: str) -> None:
     held, same_logprobs, same_stats = run_ranks(steps, 2, path, dtype, True)[0]
     assert all(torch.equal(got, want) for got, want in zip(same_logprobs, logprobs, strict=True))
     assert same_stats == stats
-    nothing, weights, all_of_it = (held[parts] for parts in ((), ("weights",), ("weights", "training")))
+    nothing, weights, all_of_it = (
+        held[parts] for parts in ((), ("weights",), ("weights", "training"))
+    )
     assert nothing == 0
     config = Config(model=ModelConfig(path=path, dtype=dtype), parallel=ParallelConfig(tp=2, ep=2))
     predicted = predict_memory(config, "trainer")[0].uses

@@ -15,7 +15,13 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.optimizer_state import KINDS, split
 from tests.support.distributed import run_each, run_ranks
 from tests.support.saved import saved_tensors
-from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss, write_hf_model
+from tests.support.tiny_training import (
+    NUM_TOKENS,
+    make_actor,
+    my_batches,
+    token_loss,
+    write_hf_model,
+)
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
 """Tied embeddings of two stages are a bucket of their own; the one before is padded to what 3 ranks share."""
@@ -32,10 +38,14 @@ def test_every_element_is_updated_by_the_rank_whose_shard_it_lies_in(
     assert all(part.start < part.end for part in parts)
 
 
-def learn_and_save(rank: int, world_size: int, port: int, path: str, root: Path, layout: Any) -> None:
+def learn_and_save(
+    rank: int, world_size: int, port: int, path: str, root: Path, layout: Any
+) -> None:
     """Two steps; then the same state loaded and saved by an actor that never trained."""
     for resumes in (False, True):
-        actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout), ADAM)
+        actor = make_actor(
+            rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout), ADAM
+        )
         folder = root / name_of(layout)
         if resumes:
             actor.load(folder)
@@ -80,4 +90,7 @@ def test_states_are_those_of_one_process_and_each_rank_writes_its_share(tmp_path
         again = states_of(tmp_path / f"{name_of(layout)}.again")
         assert all(torch.equal(again[key], state) for key, state in states.items()), layout
         written = bytes_of_ranks(tmp_path / name_of(layout))
-        assert len(written) == 6 and max(written.values()) < 0.25 * written.total(), (layout, written)
+        assert len(written) == 6 and max(written.values()) < 0.25 * written.total(), (
+            layout,
+            written,
+        )

@@ -12,7 +12,9 @@ from mcore_rl.types import TrainBatch
 
 def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
     tokens_T = torch.arange(1, sum(lens_N) + 1)
-    return TrainBatch(tokens_T, torch.ones_like(tokens_T).bool(), lens_N, loss_weights_T=tokens_T / 10.0)
+    return TrainBatch(
+        tokens_T, torch.ones_like(tokens_T).bool(), lens_N, loss_weights_T=tokens_T / 10.0
+    )
 
 
 @pytest.mark.parametrize("lens_N", [(5,), (8, 8), (1, 13, 4), (3, 3, 3, 3)])

@@ -49,13 +49,17 @@ class Calls:
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], **options: Any
     ) -> list[list[TokenScores]]:
-        return _of_owners(self._actor.compute_logprobs(per_dp[ps.get_data_parallel_rank()], **options))
+        return _of_owners(
+            self._actor.compute_logprobs(per_dp[ps.get_data_parallel_rank()], **options)
+        )
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
     ) -> StepStats:
         mine = per_dp[ps.get_data_parallel_rank()]
-        stats = self._actor.train_step(mine, self._loss, temperature=temperature, num_tokens=num_tokens)
+        stats = self._actor.train_step(
+            mine, self._loss, temperature=temperature, num_tokens=num_tokens
+        )
         return _of_owners(stats)[0]
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
@@ -74,13 +78,20 @@ def make_pairs() -> TrainBatch:
     generator = torch.Generator().manual_seed(4)
     pairs = []
     for prompt_len, lens in ((3, (4, 9)), (5, (2, 2)), (2, (12, 1)), (4, (6, 8)), (3, (5, 3))):
-        prompt, *answers = (torch.randint(0, VOCAB, (n,), generator=generator) for n in (prompt_len, *lens))
+        prompt, *answers = (
+            torch.randint(0, VOCAB, (n,), generator=generator) for n in (prompt_len, *lens)
+        )
         pairs.append(tuple((tuple(torch.cat([prompt, a]).tolist()), prompt_len) for a in answers))
     return make_pair_batch(pairs)
 
 
 def one_step(
-    rank: int, world_size: int, port: int, model: ModelConfig, layout: dict[str, int], max_tokens: int
+    rank: int,
+    world_size: int,
+    port: int,
+    model: ModelConfig,
+    layout: dict[str, int],
+    max_tokens: int,
 ) -> Any:
     """(metrics of the pairs, of the step, gradients in boxes); the policy is STRETCH times the reference."""
     parallel = ParallelConfig(**layout)
@@ -108,7 +119,9 @@ def all_layouts(rank: int, world_size: int, port: int, model: ModelConfig) -> li
 def response_logprobs(model: torch.nn.Module, batch: TrainBatch) -> list[Tensor]:
     """log p(response | prompt) of each sequence, one sequence at a time."""
     out = []
-    parts = zip(batch.token_ids_T.split(batch.lens_N), batch.loss_mask_T.split(batch.lens_N), strict=True)
+    parts = zip(
+        batch.token_ids_T.split(batch.lens_N), batch.loss_mask_T.split(batch.lens_N), strict=True
+    )
     for ids, mask in parts:
         log_p = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         out.append(log_p[mask[1:]].sum())
@@ -129,7 +142,9 @@ def published_step(hf_dir: Path) -> tuple[float, Any]:
         ref = response_logprobs(reference, batch)
     ours = response_logprobs(policy, batch)
     h = [a - b for a, b in zip(ours, ref, strict=True)]
-    loss = torch.stack([-logsigmoid(BETA * (w - r)) for w, r in zip(h[::2], h[1::2], strict=True)]).mean()
+    loss = torch.stack(
+        [-logsigmoid(BETA * (w - r)) for w, r in zip(h[::2], h[1::2], strict=True)]
+    ).mean()
     loss.backward()
     return loss.item(), policy
 

@@ -32,7 +32,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
             {"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1, "dp": 2},
         ],
     ),
-    "qwen3_moe_tied": ("qwen3_moe", {"tie_word_embeddings": True}, [{"tp": 2, "pp": 2, "ep": 4, "dp": 2}]),
+    "qwen3_moe_tied": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True},
+        [{"tp": 2, "pp": 2, "ep": 4, "dp": 2}],
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         {},
@@ -68,7 +72,9 @@ def check_cases(rank: int, world_size: int, port: int, folder: Path) -> int:
     )
 
 
-def check_case(rank: int, world_size: int, port: int, hf_dir: Path, parallel: ParallelConfig) -> int:
+def check_case(
+    rank: int, world_size: int, port: int, hf_dir: Path, parallel: ParallelConfig
+) -> int:
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     hf_config = read_hf_config(hf_dir)
     config = make_transformer_config(hf_config, parallel, torch.float32, TrainConfig())
@@ -78,7 +84,9 @@ def check_case(rank: int, world_size: int, port: int, hf_dir: Path, parallel: Pa
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, "float32")
     assert layout.num_ranks == world_size
     predicted = stage_parameters(layout, sizes, rank // sizes.stage_ranks)
-    assert predicted.total == sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    assert predicted.total == sum(
+        parameter.numel() for chunk in chunks for parameter in chunk.parameters()
+    )
     assert predicted.expert == sum(
         p.numel() for chunk in chunks for name, p in chunk.named_parameters() if ".experts." in name
     )

@@ -86,7 +86,13 @@ def run_case(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
     kind, layout, recompute, mode = case
     model = ModelConfig(path=str(folder / kind))
     actor = make_actor(
-        rank, world_size, port, model, ParallelConfig(**layout), recompute=recompute, router_replay=mode
+        rank,
+        world_size,
+        port,
+        model,
+        ParallelConfig(**layout),
+        recompute=recompute,
+        router_replay=mode,
     )
     watch = Watch(actor)
     batches = my_batches(torch.load(folder / kind / BATCHES, weights_only=False))
@@ -146,7 +152,9 @@ def check_experts(seen: Any, batches: list[TrainBatch], kind: str) -> None:
     assert len(layers) == (4 if kind == "qwen2_moe" else 3)
     for batch in batches:
         assert batch.routed_experts_TLK is not None
-        for token, rows_LK in zip(batch.token_ids_T.tolist(), batch.routed_experts_TLK.tolist(), strict=True):
+        for token, rows_LK in zip(
+            batch.token_ids_T.tolist(), batch.routed_experts_TLK.tolist(), strict=True
+        ):
             for layer in layers:
                 got = experts[layer, token]
                 assert len(got) == TOP_K[kind], (layer, token, got)
@@ -166,8 +174,13 @@ def batches_of(folder: Path, kind: str, results: Any, mode: str) -> list[TrainBa
 
 
 @pytest.mark.gloo
-def test_experts_compute_on_the_tokens_that_the_batch_names(folder: Path, alone: Any, cut: Any) -> None:
-    for case, results in [*zip(ALONE, ([a] for a in alone), strict=True), *zip(CASES, cut, strict=True)]:
+def test_experts_compute_on_the_tokens_that_the_batch_names(
+    folder: Path, alone: Any, cut: Any
+) -> None:
+    for case, results in [
+        *zip(ALONE, ([a] for a in alone), strict=True),
+        *zip(CASES, cut, strict=True),
+    ]:
         kind, *_, mode = case
         wanted = batches_of(folder, kind, results, mode)
         for i in range(3):  # the pass for old log-probs and two train steps, recomputation included
@@ -190,7 +203,9 @@ def test_layouts_compute_what_one_process_does(alone: Any, cut: Any) -> None:
         owners = sorted((r for r in results if r["logprobs"] is not None), key=lambda r: r["dp"])
         assert len(owners) == ParallelConfig(**layout).dp_size
         for dp, owner in enumerate(owners):
-            for got, want in zip(owner["logprobs"], whole["logprobs"][dp :: len(owners)], strict=True):
+            for got, want in zip(
+                owner["logprobs"], whole["logprobs"][dp :: len(owners)], strict=True
+            ):
                 torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
             for got, want in zip(owner["steps"], whole["steps"], strict=True):
                 assert got.loss == pytest.approx(want.loss, abs=1e-5), layout
@@ -255,7 +270,9 @@ def wrong_layers(rank: int, world_size: int, port: int, folder: Path) -> None:
     ):
         actor.compute_logprobs(fewer)
     none = [replace(b, routed_experts_TLK=None) for b in batches]
-    with pytest.raises(ValueError, match=r"train.router_replay=engine, but no one told which experts"):
+    with pytest.raises(
+        ValueError, match=r"train.router_replay=engine, but no one told which experts"
+    ):
         actor.train_step(none, token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
 
 

@@ -74,7 +74,9 @@ def test_vocabulary_padding(vocab: int, tp: int, rows: int) -> None:
         ({"use_sliding_window": True}, "use_sliding_window=True"),
     ],
 )
-def test_unsupported_models_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_models_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read(tmp_path, **changes)
 
@@ -93,7 +95,9 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         ({"ep": 3}, "parallel.ep=3 does not divide the number of experts=8"),
     ],
 )
-def test_layouts_that_do_not_divide_the_model_are_refused(layout: dict[str, int], message: str) -> None:
+def test_layouts_that_do_not_divide_the_model_are_refused(
+    layout: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(CONFIG, ParallelConfig(**layout))
 
@@ -101,7 +105,9 @@ def test_layouts_that_do_not_divide_the_model_are_refused(layout: dict[str, int]
 def test_key_value_heads_may_be_fewer_than_tensor_parallel_ranks_but_must_fit_them() -> None:
     check_layout(CONFIG, ParallelConfig(tp=4, ep=2))
     with pytest.raises(ValueError, match=r"parallel.tp=2 neither divides num_key_value_heads=3"):
-        check_layout(CONFIG | {"num_attention_heads": 6, "num_key_value_heads": 3}, ParallelConfig(tp=2))
+        check_layout(
+            CONFIG | {"num_attention_heads": 6, "num_key_value_heads": 3}, ParallelConfig(tp=2)
+        )
 
 
 def test_a_dense_model_refuses_expert_parallelism() -> None:
@@ -116,7 +122,9 @@ def test_a_wrong_number_of_ranks_is_refused() -> None:
 
 def test_biases_of_experts_are_not_cut(tmp_path: Path) -> None:
     config = read_hf_config(write_model("gpt_oss", tmp_path))
-    with pytest.raises(ValueError, match=r"parallel.etp=2, but the experts have biases.* raise parallel.ep"):
+    with pytest.raises(
+        ValueError, match=r"parallel.etp=2, but the experts have biases.* raise parallel.ep"
+    ):
         check_layout(config, ParallelConfig(tp=2, etp=2))
 
 

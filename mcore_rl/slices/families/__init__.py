@@ -1,6 +1,14 @@
 """Model families by the architecture that `config.json` names."""
 
-from mcore_rl.slices.families import deepseek, dense, glm4_moe, gpt_oss, minimax_m2, qwen2_moe, softmax_moe
+from mcore_rl.slices.families import (
+    deepseek,
+    dense,
+    glm4_moe,
+    gpt_oss,
+    minimax_m2,
+    qwen2_moe,
+    softmax_moe,
+)
 from mcore_rl.slices.families.refused import REFUSED
 from mcore_rl.slices.families.settings import refuse_quantised, rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
@@ -29,7 +37,9 @@ def family_of(hf_config: HfConfig) -> Family:
         if architecture in FAMILIES:
             return FAMILIES[architecture]
         if architecture in REFUSED:
-            raise ValueError(f"architectures = [{architecture!r}] in config.json: {REFUSED[architecture]}")
+            raise ValueError(
+                f"architectures = [{architecture!r}] in config.json: {REFUSED[architecture]}"
+            )
     raise ValueError(
         f"architectures = {hf_config.get('architectures')} in config.json is not supported; "
         f"supported: {', '.join(sorted(FAMILIES))}"

@@ -55,7 +55,12 @@ V3 = Family(
     sizes,
     after_dense_layers,
     _v3_options,
-    {**SETTINGS, "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",), "norm_topk_prob": (True,)},
+    {
+        **SETTINGS,
+        "topk_method": ("noaux_tc",),
+        "scoring_func": ("sigmoid",),
+        "norm_topk_prob": (True,),
+    },
     rope_types=("default", "yarn"),
     refusal=lambda config: group_refusal(config, 2),
     carried=mtp_names,
@@ -63,7 +68,13 @@ V3 = Family(
 
 V2 = Family(
     "DeepseekV2ForCausalLM",
-    (*rules.MODEL, *rules.LATENT_ATTENTION, *rules.DENSE_MLP, *rules.EXPERTS, *rules.SHARED_EXPERTS),
+    (
+        *rules.MODEL,
+        *rules.LATENT_ATTENTION,
+        *rules.DENSE_MLP,
+        *rules.EXPERTS,
+        *rules.SHARED_EXPERTS,
+    ),
     sizes,
     after_dense_layers,
     _v2_options,
@@ -74,5 +85,7 @@ V2 = Family(
         "norm_topk_prob": (False,),
     },
     rope_types=("default", "yarn"),
-    refusal=lambda config: group_refusal(config, 1) if config.get("topk_method") != "greedy" else "",
+    refusal=lambda config: (
+        group_refusal(config, 1) if config.get("topk_method") != "greedy" else ""
+    ),
 )

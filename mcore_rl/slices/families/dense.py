@@ -16,7 +16,11 @@ from mcore_rl.slices.families.settings import (
 )
 from mcore_rl.slices.families.table import Family, HfConfig
 
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """The constants of Llama 3's rotary embedding that megatron-core has built in; the factor is free."""
 
 
@@ -42,7 +46,9 @@ def _llama_refusal(config: HfConfig) -> str:
     return ""
 
 
-def _dense(architecture: str, *, qk_norm: QkNorm = "none", qkv_bias: bool = False, **more: Any) -> Family:
+def _dense(
+    architecture: str, *, qk_norm: QkNorm = "none", qkv_bias: bool = False, **more: Any
+) -> Family:
     return Family(
         architecture,
         (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP),

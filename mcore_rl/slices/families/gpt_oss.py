@@ -60,7 +60,9 @@ def _refusal(config: HfConfig) -> str:
             f" each is one of {WINDOWED} and {FULL}"
         )
     if rope_of(config).get("attention_factor") is not None:
-        return "the rotary embedding has an attention_factor of its own, which Megatron does not take"
+        return (
+            "the rotary embedding has an attention_factor of its own, which Megatron does not take"
+        )
     return rope_theta_refusal(config)
 
 
@@ -70,7 +72,9 @@ def _expert_rule(module: str, name: str, *axes: str) -> Rule:
 
 
 EXPERTS = (
-    rules.layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"),
+    rules.layer_rule(
+        "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"
+    ),
     rules.layer_rule("mlp.router.weight", "mlp.router.weight", "experts", "hidden", where="moe"),
     rules.layer_rule("mlp.router.bias", "mlp.router.bias", "experts", where="moe"),
     _expert_rule("linear_fc1.weight", "gate_up_proj", "hidden", "gate_up"),
@@ -84,14 +88,21 @@ FAMILY = Family(
     (
         *rules.MODEL,
         *rules.GROUPED_QUERY_ATTENTION,
-        rules.layer_rule(rules.ATTENTION + "core_attention.softmax_offset", "self_attn.sinks", "heads"),
+        rules.layer_rule(
+            rules.ATTENTION + "core_attention.softmax_offset", "self_attn.sinks", "heads"
+        ),
         rules.layer_rule(rules.ATTENTION + "linear_proj.bias", "self_attn.o_proj.bias", "hidden"),
         *EXPERTS,
     ),
     sizes,
     every_layer,
     options,
-    {**PLAIN_SETTINGS, "attention_bias": (True,), "swiglu_alpha": (ALPHA,), "hidden_act_alpha": (ALPHA,)},
+    {
+        **PLAIN_SETTINGS,
+        "attention_bias": (True,),
+        "swiglu_alpha": (ALPHA,),
+        "hidden_act_alpha": (ALPHA,),
+    },
     rope_types=("yarn",),
     refusal=_refusal,
     alternating=True,

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 _GATED_DELTA_NET = "most of its layers are gated delta nets, and no table here knows their tensors"
-_SPARSE_ATTENTION = "its attention reads only keys that an indexer chooses, which the attention here cannot"
+_SPARSE_ATTENTION = (
+    "its attention reads only keys that an indexer chooses, which the attention here cannot"
+)
 
 REFUSED: Mapping[str, str] = {
     "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,

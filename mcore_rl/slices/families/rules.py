@@ -8,7 +8,9 @@ LAYER = "decoder.layers."
 HF_LAYER = "model.layers.{layer}."
 
 
-def layer_rule(key: str, name: str, *axes: str, where: Any = "layer", dtype: str | None = None) -> Rule:
+def layer_rule(
+    key: str, name: str, *axes: str, where: Any = "layer", dtype: str | None = None
+) -> Rule:
     """One HF tensor that is a Megatron tensor as it stands."""
     return Rule(LAYER + key, (HfTensor(HF_LAYER + name, axes, dtype),), where)
 
@@ -16,7 +18,9 @@ def layer_rule(key: str, name: str, *axes: str, where: Any = "layer", dtype: str
 GATE_UP = ("gate_proj", "up_proj")
 
 
-def gated_rule(key: str, name: str, ffn: str, where: Any, halves: tuple[str, str] = GATE_UP) -> Rule:
+def gated_rule(
+    key: str, name: str, ffn: str, where: Any, halves: tuple[str, str] = GATE_UP
+) -> Rule:
     """linear_fc1 of a gated MLP: the gate's projection above the other."""
     tensors = (HfTensor(f"{HF_LAYER}{name}.{half}.weight", (ffn, "hidden")) for half in halves)
     return Rule(LAYER + key, tuple(tensors), where)
@@ -36,9 +40,16 @@ MODEL = (
         padded=True,
     ),
     Rule(
-        "output_layer.weight", (HfTensor("lm_head.weight", ("vocab", "hidden")),), where="model", padded=True
+        "output_layer.weight",
+        (HfTensor("lm_head.weight", ("vocab", "hidden")),),
+        where="model",
+        padded=True,
     ),
-    Rule("decoder.final_layernorm.weight", (HfTensor("model.norm.weight", ("hidden",)),), where="model"),
+    Rule(
+        "decoder.final_layernorm.weight",
+        (HfTensor("model.norm.weight", ("hidden",)),),
+        where="model",
+    ),
 )
 
 GROUPED_QUERY_ATTENTION = (
@@ -54,25 +65,41 @@ ATTENTION = "self_attention."
 LATENT_ATTENTION = (
     layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
     layer_rule(ATTENTION + "linear_q_proj.weight", "self_attn.q_proj.weight", "whole_q", "hidden"),
-    layer_rule(ATTENTION + "linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q_rank", "hidden"),
-    layer_rule(ATTENTION + "linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", "q_rank"),
+    layer_rule(
+        ATTENTION + "linear_q_down_proj.weight", "self_attn.q_a_proj.weight", "q_rank", "hidden"
+    ),
+    layer_rule(
+        ATTENTION + "linear_q_up_proj.layer_norm_weight", "self_attn.q_a_layernorm.weight", "q_rank"
+    ),
     layer_rule(ATTENTION + "linear_q_up_proj.weight", "self_attn.q_b_proj.weight", "q", "q_rank"),
     layer_rule(
-        ATTENTION + "linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "kv_down", "hidden"
+        ATTENTION + "linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "kv_down",
+        "hidden",
     ),
     layer_rule(
-        ATTENTION + "linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight", "kv_rank"
+        ATTENTION + "linear_kv_up_proj.layer_norm_weight",
+        "self_attn.kv_a_layernorm.weight",
+        "kv_rank",
     ),
-    layer_rule(ATTENTION + "linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kv_up", "kv_rank"),
+    layer_rule(
+        ATTENTION + "linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", "kv_up", "kv_rank"
+    ),
     layer_rule(ATTENTION + "linear_proj.weight", "self_attn.o_proj.weight", "hidden", "v"),
 )
 
 DENSE_MLP = (
     layer_rule(
-        "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden", where="dense"
+        "mlp.linear_fc1.layer_norm_weight",
+        "post_attention_layernorm.weight",
+        "hidden",
+        where="dense",
     ),
     gated_rule("mlp.linear_fc1.weight", "mlp", "dense_ffn", "dense"),
-    layer_rule("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "dense_ffn", where="dense"),
+    layer_rule(
+        "mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden", "dense_ffn", where="dense"
+    ),
 )
 
 
@@ -81,10 +108,16 @@ def experts(
 ) -> tuple[Rule, ...]:
     """Router and routed experts; `name` is the module's within the layer."""
     return (
-        layer_rule("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"),
+        layer_rule(
+            "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"
+        ),
         layer_rule("mlp.router.weight", f"{name}.gate.weight", "experts", "hidden", where="moe"),
         gated_rule(
-            "mlp.experts.experts.linear_fc1.weight", name + ".experts.{expert}", "expert_ffn", "moe", halves
+            "mlp.experts.experts.linear_fc1.weight",
+            name + ".experts.{expert}",
+            "expert_ffn",
+            "moe",
+            halves,
         ),
         layer_rule(
             "mlp.experts.experts.linear_fc2.weight",

@@ -15,7 +15,9 @@ PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
 
 DEQUANTISED = ("fp8", "mxfp4")
 """What quant_method may be for `mcore-rl-ckpt dequantise`."""
-DEQUANTISE = "write its weights in bfloat16 first: mcore-rl-ckpt dequantise <this directory> <another>"
+DEQUANTISE = (
+    "write its weights in bfloat16 first: mcore-rl-ckpt dequantise <this directory> <another>"
+)
 
 
 def unquantised(config: HfConfig) -> dict[str, Any]:
@@ -31,7 +33,9 @@ def refuse_quantised(config: HfConfig, file: object) -> None:
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     only = " and ".join(map(repr, DEQUANTISED))
     remedy = (
-        DEQUANTISE if method in DEQUANTISED else f"take its plain weights, for only {only} can be converted"
+        DEQUANTISE
+        if method in DEQUANTISED
+        else f"take its plain weights, for only {only} can be converted"
     )
     raise ValueError(
         f"the model of {file} is quantised (quantization_config, quant_method={method!r}): {remedy}"
@@ -43,7 +47,9 @@ def need(config: HfConfig, *keys: str) -> Any:
     for key in keys:
         if config.get(key) is not None:
             return config[key]
-    raise ValueError(f"config.json of {(config.get('architectures') or ['a model'])[0]} lacks {keys[0]!r}")
+    raise ValueError(
+        f"config.json of {(config.get('architectures') or ['a model'])[0]} lacks {keys[0]!r}"
+    )
 
 
 def base_sizes(config: HfConfig) -> dict[str, int]:

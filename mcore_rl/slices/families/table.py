@@ -85,7 +85,9 @@ class Family:
     carried: Callable[[HfConfig], str] = lambda config: ""
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
     alternating: bool = False
-    tied: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
+    tied: Mapping[str, str] = field(
+        default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"}
+    )
     """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 
     @property
@@ -109,12 +111,16 @@ class Family:
         """HF name -> shape of every tensor of the model, from its config alone."""
         sizes = self.sizes(config)
         return {
-            name: tuple(sizes[axis] for axis in tensor.axes) for name, tensor in self._tensors(config, sizes)
+            name: tuple(sizes[axis] for axis in tensor.axes)
+            for name, tensor in self._tensors(config, sizes)
         }
 
     def dtypes(self, config: HfConfig, dtype: str) -> dict[str, str]:
         """HF name -> dtype of every tensor of a model whose dtype is `dtype`."""
-        return {name: tensor.dtype or dtype for name, tensor in self._tensors(config, self.sizes(config))}
+        return {
+            name: tensor.dtype or dtype
+            for name, tensor in self._tensors(config, self.sizes(config))
+        }
 
     def left_out(self, config: HfConfig) -> frozenset[str]:
         """HF tensors that this model does not have because its embeddings are tied."""
@@ -125,7 +131,9 @@ class Family:
         pattern = self.carried(config)
         return bool(pattern and re.fullmatch(pattern, name))
 
-    def _tensors(self, config: HfConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, HfTensor]]:
+    def _tensors(
+        self, config: HfConfig, sizes: Mapping[str, int]
+    ) -> Iterator[tuple[str, HfTensor]]:
         for _, tensor, layer, expert in self.places(config, sizes):
             yield tensor.name.format(layer=layer, expert=expert), tensor
 

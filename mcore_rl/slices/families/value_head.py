@@ -34,7 +34,12 @@ def has_value_head(config: HfConfig) -> bool:
 def with_value_head(config: HfConfig) -> dict[str, Any]:
     """config.json of the same model with a value head; unchanged where it has one."""
     architectures = [name.replace(CAUSAL, CLASSIFIER) for name in config["architectures"]]
-    return {**config, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return {
+        **config,
+        "architectures": architectures,
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+    }
 
 
 def _too_many_labels(config: HfConfig) -> str:

@@ -33,7 +33,9 @@ def write_carried(
 ) -> list[CarriedFile]:
     """Copy the carried tensors of `hf_dir` to `out_dir`; `commit_export` gives the files their names."""
     written = []
-    for number, batch in enumerate(_batches(carried_tensors(hf_dir, config), max_file_bytes), start=1):
+    for number, batch in enumerate(
+        _batches(carried_tensors(hf_dir, config), max_file_bytes), start=1
+    ):
         filename = f"carried-{number:05d}.safetensors"
         save_file(batch, out_dir / (filename + TEMPORARY), metadata={"format": "pt"})
         written.append(CarriedFile(filename, tuple(batch), sum(t.nbytes for t in batch.values())))

@@ -80,7 +80,9 @@ def _sum_range(descriptor: int, start: int, stop: int, buffer: bytearray, path: 
     while start < stop:
         count = os.preadv(descriptor, [view[: min(len(buffer), stop - start)]], start)
         if count == 0:
-            raise ValueError(f"{path} ends at byte {start}, it should have {stop}: it was truncated")
+            raise ValueError(
+                f"{path} ends at byte {start}, it should have {stop}: it was truncated"
+            )
         crc = zlib_ng.crc32(view[:count], crc)
         start += count
     return crc
@@ -122,7 +124,9 @@ def _file_sums(entry: Mapping[str, object]) -> FileSums:
     num_bytes, spans = entry["bytes"], entry["spans"]
     if not isinstance(num_bytes, int) or not isinstance(spans, list):
         raise ValueError("bytes or spans of a file are missing")
-    return FileSums(num_bytes, tuple(Span(int(at), int(count), int(crc, 16)) for at, count, crc in spans))
+    return FileSums(
+        num_bytes, tuple(Span(int(at), int(count), int(crc, 16)) for at, count, crc in spans)
+    )
 
 
 def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:

@@ -18,9 +18,21 @@ from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import DEQUANTISE
 from mcore_rl.slices.families.table import HfConfig, Shape
-from mcore_rl.slices.hf.checksums import MANIFEST, FileSums, sum_safetensors, sum_small_files, write_manifest
+from mcore_rl.slices.hf.checksums import (
+    MANIFEST,
+    FileSums,
+    sum_safetensors,
+    sum_small_files,
+    write_manifest,
+)
 from mcore_rl.slices.hf.config import read_hf_config
-from mcore_rl.slices.hf.folder import INDEX, TEMPORARY, checkpoint_files, deal_out, write_small_files
+from mcore_rl.slices.hf.folder import (
+    INDEX,
+    TEMPORARY,
+    checkpoint_files,
+    deal_out,
+    write_small_files,
+)
 from mcore_rl.slices.hf.fp8 import scaled_name
 from mcore_rl.slices.plan.coverage import contiguous_strides
 
@@ -73,7 +85,9 @@ def _check_tensor(
             "remove it, or correct config.json"
         )
     if name in where:
-        raise ValueError(f"{path}: tensor {name!r} is also in {where[name].name}: remove one of the two")
+        raise ValueError(
+            f"{path}: tensor {name!r} is also in {where[name].name}: remove one of the two"
+        )
     if shape != expected[name]:
         raise ValueError(
             f"{path}: tensor {name!r} has shape {shape}, by config.json it should be {expected[name]}: "
@@ -98,7 +112,9 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], hf_dir: st
     for path, members in sorted(by_file.items()):
         with safe_open(path, framework="pt") as file:
             for shard in members:
-                index = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+                index = tuple(
+                    slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True)
+                )
                 shard.view(tensors).copy_(file.get_slice(shard.box.name)[index])
 
 
@@ -121,7 +137,10 @@ class ExportFile:
 
 
 def plan_export(
-    shapes: Mapping[str, Shape], dtypes: Mapping[str, str], num_ranks: int, max_file_bytes: int = 4 << 30
+    shapes: Mapping[str, Shape],
+    dtypes: Mapping[str, str],
+    num_ranks: int,
+    max_file_bytes: int = 4 << 30,
 ) -> tuple[ExportFile, ...]:
     """Deal whole HF tensors out to files of about `max_file_bytes`, and files to ranks in turn.
 
@@ -150,13 +169,17 @@ def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
 def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Shard]]:
     """Per rank the shards of its files: the targets of the plan that fills them."""
     return [
-        [shard for file in files if file.rank == rank for shard in file.shards] for rank in range(num_ranks)
+        [shard for file in files if file.rank == rank for shard in file.shards]
+        for rank in range(num_ranks)
     ]
 
 
 def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Uninitialised contiguous tensors for shards that are whole tensors, by name."""
-    return {shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype)) for shard in shards}
+    return {
+        shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype))
+        for shard in shards
+    }
 
 
 def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Tensor]) -> FileSums:

@@ -25,7 +25,9 @@ def checkpoint_files(hf_dir: Path) -> list[Path]:
         raise ValueError(f"{hf_dir} has no .safetensors files: save the model in that format")
     for name in names:
         if not (hf_dir / name).is_file():
-            raise ValueError(f"{hf_dir / name}, named in {INDEX}, does not exist: download it again")
+            raise ValueError(
+                f"{hf_dir / name}, named in {INDEX}, does not exist: download it again"
+            )
     return [hf_dir / name for name in names]
 
 
@@ -56,7 +58,9 @@ def write_small_files(
 
 def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     """Which file has which tensor."""
-    _write_json(out_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    _write_json(
+        out_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    )
 
 
 def _copy_side_files(source: Path, out_dir: Path) -> None:

@@ -20,7 +20,9 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
         (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
-    biased = any(rule.has_expert_axis and rule.key.endswith(".bias") for rule in family_of(config).rules)
+    biased = any(
+        rule.has_expert_axis and rule.key.endswith(".bias") for rule in family_of(config).rules
+    )
     if biased and parallel.etp > 1:
         raise ValueError(
             f"{name}.etp={parallel.etp}, but the experts have biases, which Megatron does not cut: "

@@ -52,9 +52,13 @@ def trace_load_weights(
         try:
             load_weights(trace.tracers(hf_tensors))
         except LOADER_ERRORS as error:
-            raise ValueError(f"load_weights failed while tracing {trace.current!r}: {error}") from error
+            raise ValueError(
+                f"load_weights failed while tracing {trace.current!r}: {error}"
+            ) from error
     trace.storages.check_unchanged()
-    check_coverage(trace.shards, trace.padding, {name: t.numel() for name, t in local_tensors.items()})
+    check_coverage(
+        trace.shards, trace.padding, {name: t.numel() for name, t in local_tensors.items()}
+    )
     trace.fill_padding()
     return trace.shards
 
@@ -68,7 +72,9 @@ class _Storages:
         self._names: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             if not tensor.is_contiguous():
-                raise ValueError(f"parameter {name!r} is not contiguous (strides {tensor.stride()})")
+                raise ValueError(
+                    f"parameter {name!r} is not contiguous (strides {tensor.stride()})"
+                )
             self._names.setdefault(self._storages[name]._cdata, []).append(name)
 
     def locate(self, view: Tensor) -> tuple[str, int] | None:
@@ -83,7 +89,9 @@ class _Storages:
     def check_unchanged(self) -> None:
         for name, tensor in self._tensors.items():
             if tensor.untyped_storage()._cdata != self._storages[name]._cdata:
-                raise ValueError(f"load_weights replaced the memory of parameter {name!r}: cannot be traced")
+                raise ValueError(
+                    f"load_weights replaced the memory of parameter {name!r}: cannot be traced"
+                )
 
     @property
     def device(self) -> torch.device:
@@ -104,11 +112,17 @@ class _Tracer(Tensor):
 
     @staticmethod
     def make(
-        meta: Tensor, hf_name: str, hf_shape: tuple[int, ...], dtype: torch.dtype, recorder: "_Recorder"
+        meta: Tensor,
+        hf_name: str,
+        hf_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        recorder: "_Recorder",
     ) -> "_Tracer":
         layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
         device = recorder.storages.device
-        self = Tensor._make_wrapper_subclass(_Tracer, meta.shape, **layout, dtype=dtype, device=device)
+        self = Tensor._make_wrapper_subclass(
+            _Tracer, meta.shape, **layout, dtype=dtype, device=device
+        )
         self.meta, self.hf_name, self.hf_shape, self.recorder = meta, hf_name, hf_shape, recorder
         return self
 
@@ -168,11 +182,16 @@ class _Recorder(TorchDispatchMode):
             yield name, self._tracer(name, tuple(shape), dtype)
         for name, shape in list(self._quantised.items()):
             scales = scale_name(name)
-            yield scales, self._tracer(scales, tuple(map(num_blocks, shape)), getattr(torch, SCALE_DTYPE))
+            yield (
+                scales,
+                self._tracer(scales, tuple(map(num_blocks, shape)), getattr(torch, SCALE_DTYPE)),
+            )
 
     def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Tracer:
         self.current = name
-        return _Tracer.make(torch.empty(shape, dtype=torch.uint8, device="meta"), name, shape, dtype, self)
+        return _Tracer.make(
+            torch.empty(shape, dtype=torch.uint8, device="meta"), name, shape, dtype, self
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -188,7 +207,9 @@ class _Recorder(TorchDispatchMode):
 
     def _on_constant(self, func: Any, target: Tensor, name: str, offset: int) -> None:
         if func not in FILL:
-            raise ValueError(f"load_weights writes to parameter {name!r} by {func}, which cannot be traced")
+            raise ValueError(
+                f"load_weights writes to parameter {name!r} by {func}, which cannot be traced"
+            )
         starts, run_len = runs(target.shape, target.stride(), offset)
         self.padding += [Span(name, int(start), int(start) + run_len) for start in starts]
 
@@ -207,16 +228,28 @@ class _Recorder(TorchDispatchMode):
             tracer.is_zero = True
             return tracer
         if func in JOIN and all(isinstance(part, _Tracer) for part in args[0]):
-            return _Joined.make(list(args[0]), *args[1:], **kwargs) if len(args[0]) > 1 else args[0][0]
+            return (
+                _Joined.make(list(args[0]), *args[1:], **kwargs) if len(args[0]) > 1 else args[0][0]
+            )
         if not func.is_view or func is aten.view.dtype:
-            raise ValueError(f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced")
-        plain_args, plain_kwargs = tree_map(lambda x: x.meta if isinstance(x, _Tracer) else x, (args, kwargs))
+            raise ValueError(
+                f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced"
+            )
+        plain_args, plain_kwargs = tree_map(
+            lambda x: x.meta if isinstance(x, _Tracer) else x, (args, kwargs)
+        )
         views = func(*plain_args, **plain_kwargs)
-        return tree_map(lambda x: tracer.like(x, tracer.dtype) if isinstance(x, Tensor) else x, views)
+        return tree_map(
+            lambda x: tracer.like(x, tracer.dtype) if isinstance(x, Tensor) else x, views
+        )
 
     def on_joined(self, joined: _Joined, func: Any, args: Any, kwargs: Any) -> Any:
         """A copy of joined tracers into a parameter is one of each; casts go to each; else refuse."""
-        if func is aten.copy_.default and not isinstance(args[0], _Joined) and args[0].shape == joined.shape:
+        if (
+            func is aten.copy_.default
+            and not isinstance(args[0], _Joined)
+            and args[0].shape == joined.shape
+        ):
             targets = args[0].split([part.shape[joined.axis] for part in joined.parts], joined.axis)
             for target, part in zip(targets, joined.parts, strict=True):
                 self._on_copy(target, part)
@@ -224,7 +257,9 @@ class _Recorder(TorchDispatchMode):
         if func in CAST:
             dtype = kwargs.get("dtype") or joined.dtype
             return _Joined.make([part.like(part.meta, dtype) for part in joined.parts], joined.axis)
-        raise ValueError(f"load_weights applies {func} to {joined.hf_name!r}, which cannot be traced")
+        raise ValueError(
+            f"load_weights applies {func} to {joined.hf_name!r}, which cannot be traced"
+        )
 
     def _on_copy(self, target: Tensor, tracer: _Tracer) -> None:
         if target.shape != tracer.shape:

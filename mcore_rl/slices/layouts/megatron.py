@@ -83,14 +83,18 @@ class MegatronSizes:
 class MegatronLayout(StagedLayout):
     """ValueError names the two numbers where the sizes do not divide the model."""
 
-    def __init__(self, family: Family, hf_config: HfConfig, sizes: MegatronSizes, dtype: str) -> None:
+    def __init__(
+        self, family: Family, hf_config: HfConfig, sizes: MegatronSizes, dtype: str
+    ) -> None:
         tensors = Tensors(family, hf_config, dtype)
         divide(tensors.num_heads, sizes.tp, "attention heads", "tp")
         self._sizes = sizes
         self._layers = layers_of_chunks(
             tensors.num_layers, sizes.pp, sizes.vpp, sizes.first_layers, sizes.last_layers
         )
-        stage_of = {layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers}
+        stage_of = {
+            layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers
+        }
         self._edp = divide(sizes.stage_ranks, sizes.ep * sizes.etp, "tp * cp * dp", "ep * etp")
         num_experts = tensors.num_experts
         experts_per_rank = divide(num_experts, sizes.ep, "experts", "ep") if num_experts else 0
@@ -116,7 +120,9 @@ class MegatronLayout(StagedLayout):
             ranks = self._ranks(entry, stages[0], ep, part)
             for other in stages[1:]:
                 ranks = ranks.union(self._ranks(entry, other, ep, part))
-            pieces += [Piece(*self._experts_of(entry, ep, box), ranks, entry.dtype) for box in boxes]
+            pieces += [
+                Piece(*self._experts_of(entry, ep, box), ranks, entry.dtype) for box in boxes
+            ]
         return Placement(tuple(pieces))
 
     def _model_stages(self, rule: Rule) -> list[int]:
@@ -146,7 +152,9 @@ class MegatronLayout(StagedLayout):
         if entry.rule.stacked and axis is not None:
             axis = {ROWS: len(entry.shape) - 1, COLUMNS: 1}[axis]  # behind the experts, transposed
         axis = len(entry.shape) - 1 if axis == COLUMNS else axis
-        return [[box] for box in cut_evenly(entry.shape, axis, parts, f"Megatron's {entry.rule.key}")]
+        return [
+            [box] for box in cut_evenly(entry.shape, axis, parts, f"Megatron's {entry.rule.key}")
+        ]
 
     def _cut_groups(self, entry: Entry, parts: int) -> list[list[tuple[Shape, Shape]]]:
         """Equal stretches of the rows of a tensor of groups (q k v | q k v), of which `entry` is a part."""
@@ -160,7 +168,8 @@ class MegatronLayout(StagedLayout):
         cuts = []
         for part in range(parts):
             first, last = (
-                self._row(row, before, block_len, group_len) for row in (part * rows, (part + 1) * rows)
+                self._row(row, before, block_len, group_len)
+                for row in (part * rows, (part + 1) * rows)
             )
             rest = entry.shape[1:]
             cuts.append([((first, *(0 for _ in rest)), (last, *rest))] if first < last else [])
@@ -199,12 +208,15 @@ def layers_of_chunks(
     if middle:
         each = divide(num_layers - given, middle, "layers left", "pipeline stages left")
     elif given != num_layers:
-        raise ValueError(f"the first and last stage have {given} layers together, the model has {num_layers}")
+        raise ValueError(
+            f"the first and last stage have {given} layers together, the model has {num_layers}"
+        )
     else:
         each = 0
     num_chunks = vpp or 1
     per_chunk = [
-        divide(each if n is None else n, num_chunks, "layers of a pipeline stage", "vpp") for n in stages
+        divide(each if n is None else n, num_chunks, "layers of a pipeline stage", "vpp")
+        for n in stages
     ]
     chunks, first = [], 0
     for _ in range(num_chunks):

@@ -77,7 +77,11 @@ def join_rows(placement: Placement) -> Placement:
     joined: list[Piece] = []
     for piece in sorted(placement.pieces, key=lambda p: (p.start[1:], p.start)):
         above = joined[-1] if joined else None
-        if above and above == replace(piece, start=above.start, stop=above.stop) and _touch(above, piece):
+        if (
+            above
+            and above == replace(piece, start=above.start, stop=above.stop)
+            and _touch(above, piece)
+        ):
             joined[-1] = replace(above, stop=piece.stop)
         else:
             joined.append(piece)
@@ -91,7 +95,10 @@ def _touch(above: Piece, below: Piece) -> bool:
 
 def check_scales(name: str, target: Layout) -> None:
     """ValueError unless whoever wants blocks of the FP8 matrix `name` wants the scales of just these."""
-    matrix, scales = join_rows(target.placement(name)), join_rows(target.placement(scale_name(name)))
+    matrix, scales = (
+        join_rows(target.placement(name)),
+        join_rows(target.placement(scale_name(name))),
+    )
     if set(map(_scales_of, matrix.pieces)) != set(scales.pieces):
         rank = matrix.pieces[0].ranks[0]
         raise ValueError(
@@ -115,7 +122,9 @@ def check_blocks(common: Box, shape: tuple[int, ...], held: Piece, wanted: Piece
 def is_whole(start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a box begins and ends where blocks do, or at the end of the matrix of `shape`."""
     begins = not any(at % BLOCK for at in start)
-    return begins and all(at % BLOCK == 0 or at == size for at, size in zip(stop, shape, strict=True))
+    return begins and all(
+        at % BLOCK == 0 or at == size for at, size in zip(stop, shape, strict=True)
+    )
 
 
 def shape_of(*placements: Placement) -> tuple[int, ...]:

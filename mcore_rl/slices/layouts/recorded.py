@@ -39,7 +39,9 @@ class RecordedLayouts:
     def decode(text: str) -> "RecordedLayouts":
         fields = json.loads(text)
         trainer, engines = MegatronSizes(**fields["trainer"]), SGLangSizes(**fields["engines"])
-        return RecordedLayouts(fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"])
+        return RecordedLayouts(
+            fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"]
+        )
 
 
 def hf_tensors(layout: Layout) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -47,5 +49,8 @@ def hf_tensors(layout: Layout) -> dict[str, tuple[tuple[int, ...], str]]:
     found = {}
     for name in layout.all_names():
         pieces = layout.placement(name).pieces
-        found[name] = tuple(map(max, *(piece.stop for piece in pieces), pieces[0].stop)), pieces[0].dtype
+        found[name] = (
+            tuple(map(max, *(piece.stop for piece in pieces), pieces[0].stop)),
+            pieces[0].dtype,
+        )
     return found

@@ -112,7 +112,9 @@ class SGLangLayout(StagedLayout):
         if group == "tensor":
             return Ranks.grid(first + part, engines)
         replicas = self._attn_tp // parts
-        return Ranks.grid(first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1))
+        return Ranks.grid(
+            first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1)
+        )
 
     def _rule(self, entry: Entry) -> Rule:
         """ValueError names a tensor whose place in SGLang is not recorded."""

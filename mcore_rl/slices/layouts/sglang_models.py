@@ -176,14 +176,18 @@ def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None =
         raise ValueError(f"{what}: SGLang's {architecture} {why}")
 
     if architecture in WITHOUT_DENSE_LAYERS:
-        dense = [i for i in range(hf_config["num_hidden_layers"]) if not sparse_layers(hf_config, i)]
+        dense = [
+            i for i in range(hf_config["num_hidden_layers"]) if not sparse_layers(hf_config, i)
+        ]
         if dense:
             refuse(
                 f"mlp_only_layers or decoder_sparse_step, dense layer {dense[0]}",
                 "has experts in every layer",
             )
     if sizes.tp > 1 and architecture in WITHOUT_TENSOR_PARALLELISM:
-        refuse(f"tp = {sizes.tp}", "normalises queries and keys over all heads and knows one rank only")
+        refuse(
+            f"tp = {sizes.tp}", "normalises queries and keys over all heads and knows one rank only"
+        )
     if sizes.pp > 1 and architecture in WITHOUT_STAGES:
         refuse(f"pp = {sizes.pp}", "has no pipeline stages")
     if sizes.ep > 1 and architecture in WITHOUT_EXPERT_PARALLELISM:
@@ -203,4 +207,6 @@ def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None =
         refuse(f"dtype = {saved} in config.json and {dtype} for the engine", "would mix the two")
     for key in NEEDED.get(architecture, ()):
         if key not in hf_config:
-            refuse(f"no {key!r} in config.json", "takes that for another model than transformers does")
+            refuse(
+                f"no {key!r} in config.json", "takes that for another model than transformers does"
+            )

@@ -13,7 +13,9 @@ from mcore_rl.slices.layouts.tensors import Entry, Tensors
 class StagedLayout(ABC):
     """A layout in which the placement of a tensor follows from its entry, its stage and its expert group."""
 
-    def __init__(self, tensors: Tensors, stage_of: Mapping[int, int], experts_per_rank: int) -> None:
+    def __init__(
+        self, tensors: Tensors, stage_of: Mapping[int, int], experts_per_rank: int
+    ) -> None:
         """`stage_of`: layer -> pipeline stage; `experts_per_rank`: routed experts of an expert group."""
         self._tensors, self._stage_of, self._experts_per_rank = tensors, stage_of, experts_per_rank
         self._place, self._place_all = cache(self._make_placement), cache(self._join_placements)
@@ -57,9 +59,13 @@ class StagedLayout(ABC):
     def _join_placements(self, entry: Entry, stage: int) -> Placement:
         """Of a tensor that holds all experts."""
         groups = range(self._tensors.num_experts // self._experts_per_rank)
-        return Placement(tuple(piece for ep in groups for piece in self._place(entry, stage, ep).pieces))
+        return Placement(
+            tuple(piece for ep in groups for piece in self._place(entry, stage, ep).pieces)
+        )
 
-    def _experts_of(self, entry: Entry, ep: int | None, box: tuple[Shape, Shape]) -> tuple[Shape, Shape]:
+    def _experts_of(
+        self, entry: Entry, ep: int | None, box: tuple[Shape, Shape]
+    ) -> tuple[Shape, Shape]:
         """What of a box the expert group `ep` holds: of a tensor that holds all experts, its own."""
         if ep is None or not entry.rule.stacked:
             return box
@@ -80,4 +86,6 @@ class StagedLayout(ABC):
 
 def _numel(placement: Placement, rank: int) -> int:
     pieces = (piece for piece in placement.pieces if rank in piece.ranks)
-    return sum(prod(b - a for a, b in zip(piece.start, piece.stop, strict=True)) for piece in pieces)
+    return sum(
+        prod(b - a for a, b in zip(piece.start, piece.stop, strict=True)) for piece in pieces
+    )

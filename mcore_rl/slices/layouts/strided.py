@@ -36,7 +36,9 @@ def shards_of_view(
     """
     if view.numel() == 0:
         return []
-    dims = [_Dim(*dim) for dim in zip(view.shape, view.stride(), strides, strict=True) if dim[0] > 1]
+    dims = [
+        _Dim(*dim) for dim in zip(view.shape, view.stride(), strides, strict=True) if dim[0] > 1
+    ]
     hf_strides = contiguous_strides(hf_shape)
     shards = []
     for source, target, box_dims in _boxes(_merge(dims), hf_strides):
@@ -52,7 +54,11 @@ def _merge(dims: list[_Dim]) -> list[_Dim]:
     merged: list[_Dim] = []
     for dim in sorted(dims, key=lambda dim: -dim.source):
         outer = merged[-1] if merged else None
-        if outer and outer.source == dim.size * dim.source and outer.target == dim.size * dim.target:
+        if (
+            outer
+            and outer.source == dim.size * dim.source
+            and outer.target == dim.size * dim.target
+        ):
             merged[-1] = _Dim(outer.size * dim.size, dim.source, dim.target)
         else:
             merged.append(dim)
@@ -70,7 +76,11 @@ def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, i
         taken.add(dim.source)
     for steps in product(*(range(dim.size) for dim in reversed(stepped))):
         pairs = list(zip(steps, reversed(stepped), strict=True))
-        yield sum(n * dim.source for n, dim in pairs), sum(n * dim.target for n, dim in pairs), box_dims
+        yield (
+            sum(n * dim.source for n, dim in pairs),
+            sum(n * dim.target for n, dim in pairs),
+            box_dims,
+        )
 
 
 def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -82,20 +92,30 @@ def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _extents(
-    name: str, hf_shape: Sequence[int], hf_strides: Sequence[int], start: Sequence[int], dims: list[_Dim]
+    name: str,
+    hf_shape: Sequence[int],
+    hf_strides: Sequence[int],
+    start: Sequence[int],
+    dims: list[_Dim],
 ) -> tuple[list[int], tuple[int, ...]]:
     """Extent and local stride on each HF axis; what exceeds an axis continues on the next outer one."""
     extents = [1] * len(hf_shape)
     local = list(contiguous_strides(hf_shape))
     for dim in dims:
-        axis = max(a for a, stride in enumerate(hf_strides) if stride == dim.source and hf_shape[a] > 1)
+        axis = max(
+            a for a, stride in enumerate(hf_strides) if stride == dim.source and hf_shape[a] > 1
+        )
         size, target = dim.size, dim.target
         while size > hf_shape[axis] - start[axis]:
             if start[axis] != 0 or size % hf_shape[axis] or axis == 0 or extents[axis] != 1:
-                raise ValueError(f"a view of HF tensor {name!r} wraps around axis {axis}: cannot be traced")
+                raise ValueError(
+                    f"a view of HF tensor {name!r} wraps around axis {axis}: cannot be traced"
+                )
             extents[axis], local[axis] = hf_shape[axis], target
             size, target, axis = size // hf_shape[axis], target * hf_shape[axis], axis - 1
         if extents[axis] != 1:
-            raise ValueError(f"a view of HF tensor {name!r} crosses axis {axis} twice: cannot be traced")
+            raise ValueError(
+                f"a view of HF tensor {name!r} crosses axis {axis} twice: cannot be traced"
+            )
         extents[axis], local[axis] = size, target
     return extents, tuple(local)

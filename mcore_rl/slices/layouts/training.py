@@ -77,7 +77,9 @@ def training_padding(parts: Sequence[LocalPart], family: Family, hf_config: HfCo
         if block.tensor is None:
             row_len = contiguous_strides(matrix.shape)[0]
             offset = matrix.part.offset - matrix.start[0] * row_len
-            spans.append(Span(matrix.part.tensor, offset + first * row_len, offset + stop * row_len))
+            spans.append(
+                Span(matrix.part.tensor, offset + first * row_len, offset + stop * row_len)
+            )
     return spans
 
 
@@ -111,11 +113,18 @@ def _matrix(part: LocalPart, family: Family) -> _Matrix:
         )
     numbers |= dict(zip(axes, part.global_offset, strict=False))
     return _Matrix(
-        part, rule, numbers, part.global_shape[lead:], part.global_offset[lead:], part.local_shape[lead:]
+        part,
+        rule,
+        numbers,
+        part.global_shape[lead:],
+        part.global_offset[lead:],
+        part.local_shape[lead:],
     )
 
 
-def _check_present(matrix: _Matrix, family: Family, hf_config: HfConfig, left_out: frozenset[str]) -> None:
+def _check_present(
+    matrix: _Matrix, family: Family, hf_config: HfConfig, left_out: frozenset[str]
+) -> None:
     where, layer = matrix.rule.where, matrix.numbers.get("layer")
     if matrix.rule.tensors[0].name in left_out:
         raise ValueError(
@@ -133,7 +142,9 @@ def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
     expected = (num_rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
     have = matrix.global_shape
     if have[1:] != expected[1:] or have[0] < num_rows or (have[0] > num_rows and not rule.padded):
-        raise ValueError(f"{matrix.part.key} has shape {have}, by config.json it should be {expected}")
+        raise ValueError(
+            f"{matrix.part.key} has shape {have}, by config.json it should be {expected}"
+        )
     start = 0
     for group in range(num_groups):
         for tensor in rule.tensors:

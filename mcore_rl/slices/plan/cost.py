@@ -129,9 +129,15 @@ class _Bounds:
 
     @property
     def lowest(self) -> int:
-        bounds = [ceil(count / self._target_ranks[host]) for host, count in self._host_unique.items()]
-        bounds += [ceil(count / self._links_out(sources)) for sources, count in self._only_here.items()]
-        return max((*bounds, ceil(self._only_here.total() / self._links_out(range(self._num_sources)))))
+        bounds = [
+            ceil(count / self._target_ranks[host]) for host, count in self._host_unique.items()
+        ]
+        bounds += [
+            ceil(count / self._links_out(sources)) for sources, count in self._only_here.items()
+        ]
+        return max(
+            (*bounds, ceil(self._only_here.total() / self._links_out(range(self._num_sources))))
+        )
 
     def _links_out(self, sources: Collection[int]) -> int:
         """Of these trainer ranks and of the engine ranks beside them, which may pass on what they got."""
@@ -156,7 +162,9 @@ def predict_gather_broadcast(
     source: Layout, target: Layout, topology: Topology, stage_ranks: int
 ) -> GatherBroadcast:
     """`stage_ranks`: trainer ranks per pipeline stage, which follow one another."""
-    counts = Counter((source.placement(name), target.placement(name)) for name in target.all_names())
+    counts = Counter(
+        (source.placement(name), target.placement(name)) for name in target.all_names()
+    )
     stage_bytes: Counter[int] = Counter()
     on_host: Counter[tuple[int, int]] = Counter()
     for (held, wanted), num_tensors in counts.items():

@@ -25,7 +25,9 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
-def runs(shape: Iterable[int], strides: Iterable[int], offset: int = 0) -> tuple[NDArray[np.int64], int]:
+def runs(
+    shape: Iterable[int], strides: Iterable[int], offset: int = 0
+) -> tuple[NDArray[np.int64], int]:
     """The contiguous runs of a strided view: int64 [runs] first elements, and their length."""
     axes = sorted(((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1))
     run_len = 1
@@ -37,7 +39,9 @@ def runs(shape: Iterable[int], strides: Iterable[int], offset: int = 0) -> tuple
     return starts, run_len
 
 
-def check_coverage(shards: Iterable[Shard], padding: Iterable[Span], numels: Mapping[str, int]) -> None:
+def check_coverage(
+    shards: Iterable[Shard], padding: Iterable[Span], numels: Mapping[str, int]
+) -> None:
     """Every element of every tensor lies in exactly one shard or padding span.
 
     numels   tensor name -> number of elements
@@ -77,8 +81,12 @@ def _check_tiling(name: str, numel: int, pieces: list[tuple[NDArray[np.int64], i
         return
     at = int(wrong[0])
     element = int(min(edges[at], follows[at]))
-    problem = "not covered" if edges[at] < follows[at] else "covered twice or lies outside the tensor"
-    owners = np.concatenate([np.full(len(first), i) for i, (first, _, _) in enumerate(pieces)])[order]
+    problem = (
+        "not covered" if edges[at] < follows[at] else "covered twice or lies outside the tensor"
+    )
+    owners = np.concatenate([np.full(len(first), i) for i, (first, _, _) in enumerate(pieces)])[
+        order
+    ]
     nearby = dict.fromkeys(pieces[owners[i]][2] for i in (at - 1, at) if 0 <= i < len(owners))
     raise ValueError(
         f"local tensor {name!r}: element {element} of {numel} is {problem} (near {', '.join(nearby)})"

@@ -49,22 +49,34 @@ class Flow:
         """sha256 of the boxes and dtypes in order: equal on both ends exactly if they agree."""
         lines = hashlib.sha256()
         for piece in self.slices:
-            lines.update(f"{piece.box.name} {piece.box.start} {piece.box.stop} {piece.dtype}\n".encode())
+            lines.update(
+                f"{piece.box.name} {piece.box.start} {piece.box.stop} {piece.dtype}\n".encode()
+            )
         return lines.hexdigest()
 
 
 def plan_sends(
-    rank: int, source: Layout, target: Layout, topology: Topology, granularity: SplitGranularity = GRAIN
+    rank: int,
+    source: Layout,
+    target: Layout,
+    topology: Topology,
+    granularity: SplitGranularity = GRAIN,
 ) -> tuple[Flow, ...]:
     """What trainer rank `rank` sends to whom, in the order of the engine ranks."""
     return _flows(
         (region, Shares(region.sources, region.targets, topology).sends(rank))
-        for region in shared_regions(source.names(rank), source, target, granularity, source_rank=rank)
+        for region in shared_regions(
+            source.names(rank), source, target, granularity, source_rank=rank
+        )
     )
 
 
 def plan_recvs(
-    rank: int, source: Layout, target: Layout, topology: Topology, granularity: SplitGranularity = GRAIN
+    rank: int,
+    source: Layout,
+    target: Layout,
+    topology: Topology,
+    granularity: SplitGranularity = GRAIN,
 ) -> tuple[Flow, ...]:
     """What engine rank `rank` gets, in the order of the trainer ranks.
 
@@ -72,7 +84,9 @@ def plan_recvs(
     """
     return _flows(
         (region, Shares(region.sources, region.targets, topology).recvs(rank))
-        for region in shared_regions(target.names(rank), source, target, granularity, target_rank=rank)
+        for region in shared_regions(
+            target.names(rank), source, target, granularity, target_rank=rank
+        )
     )
 
 
@@ -110,7 +124,11 @@ def shared_regions(
 
 
 def _spans(
-    name: str, source: Placement, target: Placement, source_rank: int | None, target_rank: int | None
+    name: str,
+    source: Placement,
+    target: Placement,
+    source_rank: int | None,
+    target_rank: int | None,
 ) -> Iterator[tuple[Box, Ranks, Ranks, str]]:
     """(box, sources, targets, dtype) of each piece that is wanted, cut where the sources change; only those
     that `source_rank` holds and `target_rank` wants, if given.

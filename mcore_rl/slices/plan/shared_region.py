@@ -65,12 +65,17 @@ class SharedRegion:
         self._multiple = lcm(granularity.rows, BLOCK) if dtype == FP8 else granularity.rows
         size = itemsize(dtype)
         columns = [
-            tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True)) for _, start, stop in self._spans
+            tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True))
+            for _, start, stop in self._spans
         ]
         self._row_bytes = [size * prod(shape) for shape in columns]
-        self._scale_bytes = [SCALE_BYTES * num_blocks(*shape) if dtype == FP8 else 0 for shape in columns]
+        self._scale_bytes = [
+            SCALE_BYTES * num_blocks(*shape) if dtype == FP8 else 0 for shape in columns
+        ]
         self._num_rows = [stop[0] - start[0] if start else 1 for _, start, stop in self._spans]
-        self._ends = list(accumulate(map(self._num_bytes, range(len(columns)), self._num_rows), initial=0))
+        self._ends = list(
+            accumulate(map(self._num_bytes, range(len(columns)), self._num_rows), initial=0)
+        )
 
     @property
     def sort_key(self) -> tuple[BoxSpan, str]:
@@ -86,7 +91,10 @@ class SharedRegion:
         span = bisect_right(self._ends, position) - 1
         if span >= len(self._spans):
             return len(self._spans), 0
-        if self._ends[span + 1] - self._ends[span] < self._granularity.min_bytes or not self._spans[span][1]:
+        if (
+            self._ends[span + 1] - self._ends[span] < self._granularity.min_bytes
+            or not self._spans[span][1]
+        ):
             return span, 0
         first = self._spans[span][1][0]
         span_bytes = self._ends[span + 1] - self._ends[span]

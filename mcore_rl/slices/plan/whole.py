@@ -104,7 +104,14 @@ def _parts(box: Box, shards: Sequence[Shard]) -> Iterator[Shard]:
 
 def _order(transfer: Transfer) -> tuple[object, ...]:
     box, target = transfer.target.box, transfer.target
-    return transfer.source_rank, transfer.target_rank, box.name, box.start, target.tensor, target.offset
+    return (
+        transfer.source_rank,
+        transfer.target_rank,
+        box.name,
+        box.start,
+        target.tensor,
+        target.offset,
+    )
 
 
 def _group(transfers: Sequence[Transfer], rank: str) -> dict[int, tuple[Transfer, ...]]:

@@ -37,8 +37,12 @@ class EngineControl:
         info = await self._call("GET", "/server_info", None)
         loaders = info.get("custom_weight_loader") or []
         if LOADER not in loaders:
-            raise EngineUpdateError(f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}")
-        return SGLangSizes(1, info["tp_size"], info["ep_size"], info["pp_size"], info["attn_dp_size"])
+            raise EngineUpdateError(
+                f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}"
+            )
+        return SGLangSizes(
+            1, info["tp_size"], info["ep_size"], info["pp_size"], info["attn_dp_size"]
+        )
 
     async def pause(self) -> None:
         """Stop generating; requests in flight are kept without their KV cache, which old weights produced."""
@@ -71,7 +75,9 @@ class EngineControl:
 
     async def commit(self, version: int) -> None:
         """From here on, tokens are labelled with `version`."""
-        await self._post("/update_weight_version", new_version=str(version), abort_all_requests=False)
+        await self._post(
+            "/update_weight_version", new_version=str(version), abort_all_requests=False
+        )
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Return once no request is left; what their KV cache held is forgotten."""
@@ -93,7 +99,9 @@ class EngineControl:
         if not answer.get("success", True):
             raise RefusedError(f"engine {self.url} refused {path}: {answer.get('message')}")
 
-    async def _call(self, method: str, path: str, body: Any, *, answers_json: bool = True) -> dict[str, Any]:
+    async def _call(
+        self, method: str, path: str, body: Any, *, answers_json: bool = True
+    ) -> dict[str, Any]:
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
                 is_json = response.content_type == "application/json"

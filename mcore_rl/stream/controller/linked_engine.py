@@ -37,7 +37,9 @@ class LinkedEngine:
     num_orders: int = 0
     relay: Relay | None = None
 
-    async def command(self, control: EngineControl, action: Action, version: int | None = None) -> None:
+    async def command(
+        self, control: EngineControl, action: Action, version: int | None = None
+    ) -> None:
         """Have SGLang call the receiver in every rank; returns when all are done."""
         command_u8 = encode_command(Command(self.link, action, version))
         await control.run_loader(command_u8, self.tp_size, flush_cache=action != "connect")
@@ -53,7 +55,9 @@ class LinkedEngine:
         """
         return await self._collect(action, lambda: False, deadline_s)
 
-    async def order(self, order: Order, has_failed: Callable[[], bool], deadline_s: float) -> list[Report]:
+    async def order(
+        self, order: Order, has_failed: Callable[[], bool], deadline_s: float
+    ) -> list[Report]:
         """Have the ranks receive beside the decoding; their reports, once all are there.
 
         Ranks that are silent when time.monotonic() passes `deadline_s`, or some time after the transfer

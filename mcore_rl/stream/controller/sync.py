@@ -21,7 +21,13 @@ from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.controller.engine_control import EngineControl, EngineUpdateError
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
 from mcore_rl.stream.controller.sync_report import SyncReport, agreement
-from mcore_rl.stream.controller.update import GRACE_S, InPlaceUpdate, StagedUpdate, TrainerRanks, Updated
+from mcore_rl.stream.controller.update import (
+    GRACE_S,
+    InPlaceUpdate,
+    StagedUpdate,
+    TrainerRanks,
+    Updated,
+)
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
 
@@ -77,8 +83,12 @@ class SyncController:
     @property
     def in_rotation(self) -> tuple[str, ...]:
         """Urls of the engines that serve the newest version that any engine serves."""
-        newest = max((e.serves for e in self._engines.values() if e.serves is not None), default=None)
-        return tuple(url for url, e in self._engines.items() if newest is not None and e.serves == newest)
+        newest = max(
+            (e.serves for e in self._engines.values() if e.serves is not None), default=None
+        )
+        return tuple(
+            url for url, e in self._engines.items() if newest is not None and e.serves == newest
+        )
 
     def agreed_layouts(self, url: str) -> str:
         """How the ranks of a link came to their layouts, "recorded" or "listed", and the digest of those."""
@@ -116,14 +126,18 @@ class SyncController:
                 del self._engines[result.url]
         report = SyncReport(version, time.monotonic() - began_s, tuple(results))
         if len(report.failed) == len(chosen):
-            raise SyncError(f"no engine took version {version}: {'; '.join(report.failed.values())}")
+            raise SyncError(
+                f"no engine took version {version}: {'; '.join(report.failed.values())}"
+            )
         return report
 
     async def _connect(self, control: EngineControl) -> LinkedEngine:
         try:
             sizes = await control.parallel_sizes()
             if sizes.pp > 1 and not self._staged:
-                raise SyncError(f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync")
+                raise SyncError(
+                    f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync"
+                )
             deadline_s = time.monotonic() + self._timeout_s
             store = LinkStore.serve(self._host, self._timeout_s)
             link = Link(
@@ -141,7 +155,9 @@ class SyncController:
             await control.pause()
             await control.begin_update()
             loading = engine.command(control, "connect")
-            sent, loaded = await asyncio.gather(self._trainers.connect(link), loading, return_exceptions=True)
+            sent, loaded = await asyncio.gather(
+                self._trainers.connect(link), loading, return_exceptions=True
+            )
             if loaded is None:
                 reports = await engine.reports_by("connect", deadline_s)
             else:

@@ -48,7 +48,8 @@ class SyncReport:
             "sync/transfer_seconds": max(engine.transfer_seconds for engine in self.engines),
             "sync/pause_s": max(engine.pause_seconds for engine in self.engines),
             "sync/mib": sum(engine.num_bytes for engine in self.engines) / 2**20,
-            "sync/trainer_mib": sum(e.num_bytes for e in self.engines if e.upstream is None) / 2**20,
+            "sync/trainer_mib": sum(e.num_bytes for e in self.engines if e.upstream is None)
+            / 2**20,
             "sync/engines_failed": float(len(self.failed)),
         }
 

@@ -109,7 +109,9 @@ class InPlaceUpdate(Update):
 
     async def run(self, version: int, engines: Sequence[Updated]) -> list[EngineSyncResult]:
         began_s = time.monotonic()
-        opened = await asyncio.gather(*(self._open(e.control) for e in engines), return_exceptions=True)
+        opened = await asyncio.gather(
+            *(self._open(e.control) for e in engines), return_exceptions=True
+        )
         errors = {e.url: _engine_error(answer) for e, answer in zip(engines, opened, strict=True)}
         ready = [e for e in engines if errors[e.url] is None]
         moved: dict[str, EngineSyncResult] = {}
@@ -123,7 +125,12 @@ class InPlaceUpdate(Update):
             for e, reports, answer in zip(ready, received, loaded, strict=True):
                 moved[e.url] = self._judge(e.url, reports, sent, answer)
         closing = (
-            self._close(e, version, moved.get(e.url) or EngineSyncResult(e.url, error=errors[e.url]), began_s)
+            self._close(
+                e,
+                version,
+                moved.get(e.url) or EngineSyncResult(e.url, error=errors[e.url]),
+                began_s,
+            )
             for e in engines
         )
         return await asyncio.gather(*closing)
@@ -151,7 +158,9 @@ class StagedUpdate(Update):
         behind = [e for e in engines if _was_left_behind(results[e.url])]
         if behind:
             for e in behind:
-                _log.warning("trainer ranks send version %d after all: %s", version, results[e.url].error)
+                _log.warning(
+                    "trainer ranks send version %d after all: %s", version, results[e.url].error
+                )
             results |= await self._move(version, [[e] for e in behind])
         return [results[e.url] for e in engines]
 
@@ -163,7 +172,9 @@ class StagedUpdate(Update):
             alike[e.engine.digest].append(e)
         return list(alike.values())
 
-    async def _move(self, version: int, chains: Sequence[Sequence[Updated]]) -> dict[str, EngineSyncResult]:
+    async def _move(
+        self, version: int, chains: Sequence[Sequence[Updated]]
+    ) -> dict[str, EngineSyncResult]:
         """Each engine's verdict; those that got the version have swapped it in."""
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
         sending = self._start_send(version, [chain[0].url for chain in chains])
@@ -180,10 +191,16 @@ class StagedUpdate(Update):
         return {result.url: result for result in await asyncio.gather(*swaps)}
 
     async def _follow(
-        self, version: int, chain: Sequence[Updated], sending: "asyncio.Future[Any]", deadline_s: float
+        self,
+        version: int,
+        chain: Sequence[Updated],
+        sending: "asyncio.Future[Any]",
+        deadline_s: float,
     ) -> list[list[Report]]:
         """What the ranks of each engine of a chain said."""
-        relays = [before.engine.relay_to(e.engine, str(self._relay_host)) for before, e in pairwise(chain)]
+        relays = [
+            before.engine.relay_to(e.engine, str(self._relay_host)) for before, e in pairwise(chain)
+        ]
         links = [None, *(relay.link for relay in relays), None]
 
         async def follow(i: int) -> list[Report]:

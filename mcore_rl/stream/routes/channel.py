@@ -58,7 +58,12 @@ class Channel:
     """One end of what two ranks share."""
 
     def __init__(
-        self, peer: socket.socket, segment: mmap.mmap, gpu_words_W: Tensor | None, *, is_sender: bool
+        self,
+        peer: socket.socket,
+        segment: mmap.mmap,
+        gpu_words_W: Tensor | None,
+        *,
+        is_sender: bool,
     ) -> None:
         """`gpu_words_W`: where messages lie if not in the segment."""
         peer.setblocking(False)
@@ -107,7 +112,11 @@ class SegmentServer:
         self._listener.listen()
 
     def serve(
-        self, rooms: Mapping[int, SegmentSpec], names: tuple[str, ...], waiting: str, deadline_s: float
+        self,
+        rooms: Mapping[int, SegmentSpec],
+        names: tuple[str, ...],
+        waiting: str,
+        deadline_s: float,
     ) -> dict[int, Channel]:
         """A channel to each receiver, by rank, in whatever order they come."""
         channels: dict[int, Channel] = {}
@@ -139,9 +148,13 @@ def fetch(name: str, rank: int, room: SegmentSpec, sender: str, deadline_s: floa
             raise ConnectionResetError("the process is gone")
         sizes.frombytes(data)
         num_words, handle_bytes = sizes[-2:]
-        assert num_words == room.num_words, f"{sender} shares {num_words} words, the plan says {room}"
+        assert num_words == room.num_words, (
+            f"{sender} shares {num_words} words, the plan says {room}"
+        )
         segment = _map(descriptors[0], room)
-        gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL)) if handle_bytes else None
+        gpu_words_W = (
+            open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL)) if handle_bytes else None
+        )
     except (OSError, RuntimeError) as error:
         peer.close()
         raise TransferError(f"no shared memory from {sender}: {error}", peer_lost=True) from error

@@ -74,7 +74,9 @@ class Routes:
         self._started[-1].recv(tensor_u8, peer, what)
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
-        for transport in self._transports:  # peers hear at once that what came before may be overwritten
+        for (
+            transport
+        ) in self._transports:  # peers hear at once that what came before may be overwritten
             transport.run(deadline_s, failure, self._started.count(transport))
         while len(self._started) > pending:
             oldest = self._started.pop(0)
@@ -109,7 +111,9 @@ def make_routes(
     else:
         ways = {peer: choose_way(places[peer], places[rank]) for peer in sizes}
     rooms = {
-        peer: SegmentSpec(words, device if ways[peer] == "shared GPU memory" else torch.device("cpu"))
+        peer: SegmentSpec(
+            words, device if ways[peer] == "shared GPU memory" else torch.device("cpu")
+        )
         for peer, words in sizes.items()
         if ways[peer] in ("shared memory", "shared GPU memory")
     }
@@ -160,7 +164,11 @@ def _decode_place(data: bytes) -> RankLocation:
 
 
 def _fetch_all(
-    rooms: Mapping[int, SegmentSpec], places: Sequence[RankLocation], rank: int, link: Link, deadline_s: float
+    rooms: Mapping[int, SegmentSpec],
+    places: Sequence[RankLocation],
+    rank: int,
+    link: Link,
+    deadline_s: float,
 ) -> dict[int, Channel]:
     return {
         peer: fetch(places[peer].door, rank, room, link.names[peer], deadline_s)
@@ -170,8 +178,13 @@ def _fetch_all(
 
 def needs_gloo(senders: Sequence[RankLocation], receivers: Sequence[RankLocation]) -> bool:
     """Whether any pair goes by gloo, whose group all ranks of a link make together."""
-    kinds = [{RankLocation(p.machine, p.gpu and "any") for p in places} for places in (senders, receivers)]
-    return any(choose_way(sender, receiver) == "gloo" for sender in kinds[0] for receiver in kinds[1])
+    kinds = [
+        {RankLocation(p.machine, p.gpu and "any") for p in places}
+        for places in (senders, receivers)
+    ]
+    return any(
+        choose_way(sender, receiver) == "gloo" for sender in kinds[0] for receiver in kinds[1]
+    )
 
 
 def _make_gloo(store: LinkStore, rank: int, link: Link) -> GlooTransport:

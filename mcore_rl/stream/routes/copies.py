@@ -19,7 +19,9 @@ class Copies:
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = (
+            defaultdict(list)
+        )
         for left, right in pairs:
             is_dense = left.is_contiguous() and right.is_contiguous()
             groups[left.dtype, right.dtype, is_dense].append((left, right))

@@ -58,7 +58,9 @@ class GlooTransport:
     def _run(self, due: list[Any], deadline_s: float, failure: Callable[[], str | None]) -> None:
         # Gloo forgets some sends whose connection broke and then waits out its time, so it waits beside us.
         outcome: SimpleQueue[TransferError | None] = SimpleQueue()
-        Thread(target=self._wait, args=(due, deadline_s, outcome), name="gloo-wait", daemon=True).start()
+        Thread(
+            target=self._wait, args=(due, deadline_s, outcome), name="gloo-wait", daemon=True
+        ).start()
         reason = None
         while reason is None:
             with suppress(Empty):
@@ -89,7 +91,9 @@ class GlooTransport:
         del self._group
         self._started.clear()
 
-    def _wait(self, due: list[Any], deadline_s: float, outcome: "SimpleQueue[TransferError | None]") -> None:
+    def _wait(
+        self, due: list[Any], deadline_s: float, outcome: "SimpleQueue[TransferError | None]"
+    ) -> None:
         for work, _, what in due:
             began_s = time.monotonic()
             try:
@@ -100,7 +104,9 @@ class GlooTransport:
         outcome.put(None)
 
     def _start(self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str) -> None:
-        assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, f"{what}: bytes must lie contiguous"
+        assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, (
+            f"{what}: bytes must lie contiguous"
+        )
         try:
             self._started.append((verb([tensor_u8], peer, 0), tensor_u8, what))
         except RuntimeError as error:

@@ -54,12 +54,16 @@ class GpuPairTransport:
         TransferError names the peer that does not come by `deadline_s`.
         """
         self._rank, self._names, self._device = rank, link.names, device
-        meeting_store = LinkStore.open(link).tcp_store  # who waits in a store keeps all others from it
+        meeting_store = LinkStore.open(
+            link
+        ).tcp_store  # who waits in a store keeps all others from it
         self._groups: dict[int, Any] = {}
         self._started: list[_Message] = []
         self._is_closed = False
         try:
-            for peer in sorted(peers):  # one order of all pairs, so that no ring of ranks waits for itself
+            for peer in sorted(
+                peers
+            ):  # one order of all pairs, so that no ring of ranks waits for itself
                 self._connect(store, PrefixStore("pair", meeting_store), peer, deadline_s)
         except TransferError:
             self.close()
@@ -97,8 +101,12 @@ class GpuPairTransport:
         sender, receiver = sorted((self._rank, peer))
         pair_store = PrefixStore(f"{sender}-{receiver}", meeting_store)
         meeting: Future[_Message] = Future()
-        Thread(target=self._meet, args=(meeting, pair_store, peer), name="gpu-meet", daemon=True).start()
-        reason = wait_until(lambda s: bool(wait([meeting], max(0.0, s)).done), deadline_s, store.failure)
+        Thread(
+            target=self._meet, args=(meeting, pair_store, peer), name="gpu-meet", daemon=True
+        ).start()
+        reason = wait_until(
+            lambda s: bool(wait([meeting], max(0.0, s)).done), deadline_s, store.failure
+        )
         what = f"{self._names[peer]} to meet it over NCCL"
         if reason is None and meeting.exception() is not None:
             reason = str(meeting.exception())
@@ -119,14 +127,18 @@ class GpuPairTransport:
             meeting.set_exception(error)
 
     def _start(self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str) -> None:
-        assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, f"{what}: bytes must lie contiguous"
+        assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, (
+            f"{what}: bytes must lie contiguous"
+        )
         try:
             work = verb([tensor_u8], int(self._rank < peer), 0)
         except RuntimeError as error:
             raise self._failure(what, str(error), 0.0) from error
         self._started.append(_Message(work, tensor_u8, what))
 
-    def _wait(self, message: _Message, deadline_s: float, failure: Callable[[], str | None]) -> None:
+    def _wait(
+        self, message: _Message, deadline_s: float, failure: Callable[[], str | None]
+    ) -> None:
         began_s = time.monotonic()
 
         def is_done(seconds: float) -> bool:

@@ -28,7 +28,11 @@ class SharedMemoryTransport:
     """Messages must lie in `memory(peer)`, where sending and receiving only tell of them."""
 
     def __init__(
-        self, rank: int, names: tuple[str, ...], channels: Mapping[int, Channel], stream: DeviceStream
+        self,
+        rank: int,
+        names: tuple[str, ...],
+        channels: Mapping[int, Channel],
+        stream: DeviceStream,
     ) -> None:
         """`stream`: what this rank writes and reads messages with; word goes out when that is done."""
         self._rank, self._names, self._channels, self._stream = rank, names, channels, stream
@@ -76,12 +80,16 @@ class SharedMemoryTransport:
         self._started.append(_Message(channel, channel.num_started, what, is_incoming))
         return self._started[-1]
 
-    def _wait(self, message: _Message, deadline_s: float, failure: Callable[[], str | None]) -> None:
+    def _wait(
+        self, message: _Message, deadline_s: float, failure: Callable[[], str | None]
+    ) -> None:
         began_s = time.monotonic()
         try:
             reason = wait_until(partial(message.channel.wait, message.count), deadline_s, failure)
         except OSError as error:
-            raise self._failure(message, "the process is gone", time.monotonic() - began_s) from error
+            raise self._failure(
+                message, "the process is gone", time.monotonic() - began_s
+            ) from error
         if reason is not None:
             raise self._failure(message, reason, time.monotonic() - began_s)
 

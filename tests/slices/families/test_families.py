@@ -25,7 +25,10 @@ CASES = [
     ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [2]}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": False, "first_k_dense_replace": 3}),
     ("olmoe", {"num_key_value_heads": 2}),
-    ("deepseek_v3", {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}),
+    (
+        "deepseek_v3",
+        {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    ),
 ]
 
 
@@ -91,15 +94,35 @@ def test_missing_settings_are_named():
             {"rope_parameters": {"rope_type": "llama3"}},
             "low_freq_factor=None.*1.0 built in",
         ),
-        ("qwen3_moe", {"rope_scaling": {"type": "yarn"}, "rope_parameters": None}, "rope_type='yarn'"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8.*mcore-rl-ckpt dequantise"),
-        ("qwen3", {"quantization_config": {"quant_method": "awq"}}, "'awq'.*only 'fp8' and 'mxfp4'"),
+        (
+            "qwen3_moe",
+            {"rope_scaling": {"type": "yarn"}, "rope_parameters": None},
+            "rope_type='yarn'",
+        ),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "fp8.*mcore-rl-ckpt dequantise",
+        ),
+        (
+            "qwen3",
+            {"quantization_config": {"quant_method": "awq"}},
+            "'awq'.*only 'fp8' and 'mxfp4'",
+        ),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy'.*only 'noaux_tc'"),
-        ("deepseek_v3", {"num_experts_per_tok": 2}, "num_experts_per_tok=2 and topk_group=2.*by its best 1"),
+        (
+            "deepseek_v3",
+            {"num_experts_per_tok": 2},
+            "num_experts_per_tok=2 and topk_group=2.*by its best 1",
+        ),
         ("deepseek_v3", {"kv_lora_rank": None}, "lacks 'kv_lora_rank'"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window=4096.*only None"),
         ("mixtral", {"rope_theta": None, "rope_parameters": None}, "it lacks 'rope_theta'"),
-        ("qwen2_moe", {"shared_expert_intermediate_size": None}, "lacks 'shared_expert_intermediate_size'"),
+        (
+            "qwen2_moe",
+            {"shared_expert_intermediate_size": None},
+            "lacks 'shared_expert_intermediate_size'",
+        ),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*only None"),
         ("glm4_moe", {"n_group": 4, "topk_group": 4}, "num_experts_per_tok=4 and topk_group=4"),
         ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'.*only 'per_layer'"),
@@ -124,7 +147,9 @@ def test_multi_token_prediction_layers_are_carried_and_nothing_else(tmp_path, ki
     assert family.is_carried(config, "model.layers.4.eh_proj.weight")
     assert not family.is_carried(config, "model.layers.3.mlp.gate.weight")
     assert not family.is_carried(config, "model.layers.40.mlp.gate.weight")
-    assert not family.is_carried(config | {"num_nextn_predict_layers": 0}, "model.layers.4.eh_proj.weight")
+    assert not family.is_carried(
+        config | {"num_nextn_predict_layers": 0}, "model.layers.4.eh_proj.weight"
+    )
 
 
 def test_half_of_a_head_is_rotated_where_the_model_says_so(tmp_path):
@@ -139,4 +164,6 @@ def test_half_of_a_head_is_rotated_where_the_model_says_so(tmp_path):
 
 def test_every_family_has_a_tiny_model(tmp_path):
     described = (family_of(read_hf_config(write_model(kind, tmp_path / kind))) for kind in MODELS)
-    assert {family.architecture for family in described} == {family.architecture for family in CAUSAL}
+    assert {family.architecture for family in described} == {
+        family.architecture for family in CAUSAL
+    }

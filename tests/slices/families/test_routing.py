@@ -19,8 +19,16 @@ from tests.support.tiny_models import write_model
             {"router_replay": "engine"},
             "train.router_replay=engine, but Qwen3ForCausalLM has no experts",
         ),
-        ("llama", {"freeze_router": True}, "train.freeze_router=True, but .* set train.freeze_router=false"),
-        ("qwen2", {"router_aux_loss_coef": 0.1}, "train.router_aux_loss_coef=0.1, but .* has no experts"),
+        (
+            "llama",
+            {"freeze_router": True},
+            "train.freeze_router=True, but .* set train.freeze_router=false",
+        ),
+        (
+            "qwen2",
+            {"router_aux_loss_coef": 0.1},
+            "train.router_aux_loss_coef=0.1, but .* has no experts",
+        ),
         ("qwen3_moe", {"router_bias_rate": 0.1}, "train.router_bias_rate=0.1, but .* have no bias"),
         ("deepseek_v2", {"router_bias_rate": 0.1}, "routers of DeepseekV2ForCausalLM have no bias"),
     ],

@@ -53,7 +53,9 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, change) -> None:
     write_manifest(tmp_path, {"file": sum_file(tmp_path / "file")})
     content = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps(change(content)))
-    with pytest.raises(ValueError, match=r"checksums.json is damaged .*: take it from the original"):
+    with pytest.raises(
+        ValueError, match=r"checksums.json is damaged .*: take it from the original"
+    ):
         read_manifest(tmp_path)
 
 

@@ -42,7 +42,10 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def zeros_like_ranks(config: dict, weights: dict, dtype: torch.dtype) -> list[tuple]:
     """Per rank (shards, empty tensors) of LAYOUT."""
     ranks = train_ranks(config, weights, LAYOUT)
-    tensors = [{name: torch.zeros_like(t, dtype=dtype) for name, t in rank.tensors.items()} for rank in ranks]
+    tensors = [
+        {name: torch.zeros_like(t, dtype=dtype) for name, t in rank.tensors.items()}
+        for rank in ranks
+    ]
     return [
         (training_shards(rank.parts, family_of(config), config), local)
         for rank, local in zip(ranks, tensors, strict=True)
@@ -50,7 +53,11 @@ def zeros_like_ranks(config: dict, weights: dict, dtype: torch.dtype) -> list[tu
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -59,7 +66,9 @@ def test_ranks_load_their_slices_of_a_sharded_directory(hf_dir, dtype):
     weights = read_all(hf_dir)
     config = read_hf_config(hf_dir) | {"num_experts": 4, "mlp_only_layers": [1]}
     expected = train_ranks(config, weights, LAYOUT)
-    for rank, (shards, tensors) in zip(expected, zeros_like_ranks(config, weights, dtype), strict=True):
+    for rank, (shards, tensors) in zip(
+        expected, zeros_like_ranks(config, weights, dtype), strict=True
+    ):
         load_into(shards, tensors, hf_dir)
         for name, tensor in rank.tensors.items():
             assert torch.equal(tensors[name], tensor.to(dtype)), name
@@ -71,11 +80,17 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
     for shards, tensors in ranks:
         load_into(shards, tensors, hf_dir)
     shapes = hf_tensor_shapes(config)
-    files = plan_export(shapes, dict.fromkeys(shapes, "float32"), LAYOUT.world_size, max_file_bytes=1024)
+    files = plan_export(
+        shapes, dict.fromkeys(shapes, "float32"), LAYOUT.world_size, max_file_bytes=1024
+    )
     assert len(files) > LAYOUT.world_size
     targets = export_targets(files, LAYOUT.world_size)
     whole = [empty_tensors(shards) for shards in targets]
-    reshard(make_plan([shards for shards, _ in ranks], targets), [tensors for _, tensors in ranks], whole)
+    reshard(
+        make_plan([shards for shards, _ in ranks], targets),
+        [tensors for _, tensors in ranks],
+        whole,
+    )
     for file in files:
         write_export_file(tmp_path, file, whole[file.rank])
     assert not list(tmp_path.glob("*.safetensors"))
@@ -127,9 +142,18 @@ def broken(tmp_path: Path, change) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("model.norm.weight"), r"lacks 1 of \d+ tensors, the first is 'model.norm.weight'"),
-        (lambda w: w.update(extra=torch.zeros(1)), r"model.safetensors: tensor 'extra' has no place"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(9)}), r"\(9,\), by config.json .*\(8,\)"),
+        (
+            lambda w: w.pop("model.norm.weight"),
+            r"lacks 1 of \d+ tensors, the first is 'model.norm.weight'",
+        ),
+        (
+            lambda w: w.update(extra=torch.zeros(1)),
+            r"model.safetensors: tensor 'extra' has no place",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(9)}),
+            r"\(9,\), by config.json .*\(8,\)",
+        ),
         (
             lambda w: w.update({"lm_head.weight": w["lm_head.weight"].to(torch.float8_e4m3fn)}),
             "'lm_head.weight' is F8_E4M3, so the model is quantised.*mcore-rl-ckpt dequantise",

@@ -45,11 +45,13 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(128, 128), (384, 256), (1, 1), (300, 129), (576, 200)])
-def test_blocks_are_quantised_by_the_published_formula(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_blocks_are_quantised_by_the_published_formula(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    weights = (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()).to(
-        dtype
-    )
+    weights = (
+        torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp()
+    ).to(dtype)
     before = weights.clone()
     values, scales = quantise(weights)
     assert equal(weights, before)
@@ -64,7 +66,9 @@ def test_blocks_are_quantised_by_the_published_formula(shape: tuple[int, int], d
 def test_transformers_quantises_alike() -> None:
     weights = torch.randn(512, 384, generator=torch.Generator().manual_seed(1))
 
-    quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(128, 128)))
+    quantizer = SimpleNamespace(
+        quantization_config=FineGrainedFP8Config(weight_block_size=(128, 128))
+    )
     matrices: Any = {NAME: weights}
     theirs = Fp8Quantize(quantizer).convert(matrices)
     values, scales = quantise(weights)
@@ -102,7 +106,9 @@ def cuts(draw: st.DrawFn, shape: tuple[int, int], max_ranks: int) -> list[Box]:
 
 
 @st.composite
-def trainer_rank(draw: st.DrawFn, box: Box, weights_NK: Tensor) -> tuple[list[Shard], dict[str, Tensor]]:
+def trainer_rank(
+    draw: st.DrawFn, box: Box, weights_NK: Tensor
+) -> tuple[list[Shard], dict[str, Tensor]]:
     """A rank that holds `box` in runs of rows, in any order, as Megatron holds the groups of linear_qkv."""
     rows = range(box.start[0] + 1, box.stop[0])
     inner = draw(st.lists(st.sampled_from(rows), max_size=3, unique=True)) if rows else []
@@ -111,7 +117,9 @@ def trainer_rank(draw: st.DrawFn, box: Box, weights_NK: Tensor) -> tuple[list[Sh
     width, offset, shards = box.shape[1], 0, []
     for first, last in runs:
         piece = Box(NAME, (first, box.start[1]), (last, box.stop[1]))
-        shards.append(Shard(piece, "fused", offset, (width, 1), str(weights_NK.dtype).removeprefix("torch.")))
+        shards.append(
+            Shard(piece, "fused", offset, (width, 1), str(weights_NK.dtype).removeprefix("torch."))
+        )
         offset += piece.numel
     tensors = {"fused": torch.cat([weights_NK[first:last, columns] for first, last in runs])}
     return [*shards, Shard(Box(NORM, (0,), (7,)), "norm", 0, (1,), "float32")], tensors | {
@@ -128,8 +136,14 @@ def engine_rank(box: Box) -> tuple[list[Shard], dict[str, Tensor]]:
         "scale": torch.full(scales.shape, float("nan")),
         "norm": torch.full((7,), float("nan"), dtype=torch.bfloat16),
     }
-    boxes = (("weight", box, "float8_e4m3fn"), ("scale", scales, "float32"), ("norm", norm, "bfloat16"))
-    return [Shard(b, name, 0, contiguous_strides(b.shape), dtype) for name, b, dtype in boxes], tensors
+    boxes = (
+        ("weight", box, "float8_e4m3fn"),
+        ("scale", scales, "float32"),
+        ("norm", norm, "bfloat16"),
+    )
+    return [
+        Shard(b, name, 0, contiguous_strides(b.shape), dtype) for name, b, dtype in boxes
+    ], tensors
 
 
 def by_name(shards: list[Shard]) -> dict[str, list[Shard]]:
@@ -146,13 +160,18 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
 ) -> None:
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
     weights = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
-    sources = [data.draw(trainer_rank(box, weights)) for box in data.draw(cuts((rows, columns), max_ranks=6))]
+    sources = [
+        data.draw(trainer_rank(box, weights))
+        for box in data.draw(cuts((rows, columns), max_ranks=6))
+    ]
     wanted_boxes = data.draw(cuts((rows, columns), max_ranks=4))
     targets = [engine_rank(box) for box in wanted_boxes]
     source, target = ListedLayout([s for s, _ in sources]), ListedLayout([t for t, _ in targets])
     hosts = RegularHosts(len(sources), len(targets), 1)
     grain = data.draw(
-        st.builds(SplitGranularity, min_bytes=st.sampled_from([1, 1 << 16]), rows=st.sampled_from([1, 48]))
+        st.builds(
+            SplitGranularity, min_bytes=st.sampled_from([1, 1 << 16]), rows=st.sampled_from([1, 48])
+        )
     )
     bucket_bytes = data.draw(st.sampled_from([1000, 40_000, 1 << 20]))
 
@@ -163,13 +182,21 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
         for rank in range(len(targets))
         for flow in plan_recvs(rank, source, target, hosts, grain)
     }
-    assert {pair: flow.digest for pair, flow in flows.items()} == {p: f.digest for p, f in recvs.items()}
-    wanted_bytes = sum(t.numel() * t.element_size() for _, tensors in targets for t in tensors.values())
+    assert {pair: flow.digest for pair, flow in flows.items()} == {
+        p: f.digest for p, f in recvs.items()
+    }
+    wanted_bytes = sum(
+        t.numel() * t.element_size() for _, tensors in targets for t in tensors.values()
+    )
     assert sum(flow.num_bytes for flow in flows.values()) == wanted_bytes
     traffic = predict(source, target, hosts, grain)
-    assert traffic.trainer.network_out == [sum(flow.num_bytes for flow in planned) for planned in sends]
+    assert traffic.trainer.network_out == [
+        sum(flow.num_bytes for flow in planned) for planned in sends
+    ]
 
-    buckets = plan_buckets({pair: f.slices for pair, f in flows.items()}, len(targets), bucket_bytes)
+    buckets = plan_buckets(
+        {pair: f.slices for pair, f in flows.items()}, len(targets), bucket_bytes
+    )
     assert sum(bucket.num_bytes for bucket in buckets) == wanted_bytes
     for bucket in buckets:
         words = torch.zeros(bucket.num_words, dtype=torch.int64)
@@ -189,7 +216,9 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
         assert tensors["norm"].tolist() == [1.0] * 7
 
 
-def plan(source_boxes: list[Box], target_boxes: list[Box], scale_dtype: str | None = "float32") -> None:
+def plan(
+    source_boxes: list[Box], target_boxes: list[Box], scale_dtype: str | None = "float32"
+) -> None:
     held = [[Shard(box, "w", 0, (box.shape[1], 1), "bfloat16")] for box in source_boxes]
     wanted = []
     for values, scales, _ in (engine_rank(box)[0] for box in target_boxes):
@@ -203,10 +232,13 @@ HALVES = [Box(NAME, (0, 0), (192, 256)), Box(NAME, (192, 0), (384, 256))]
 
 def test_a_cut_through_blocks_is_refused_by_name() -> None:
     with pytest.raises(
-        ValueError, match=r"source rank 0 holds '.*up_proj.weight' \(0, 0\) to \(192, 256\) of \(384, 256\)"
+        ValueError,
+        match=r"source rank 0 holds '.*up_proj.weight' \(0, 0\) to \(192, 256\) of \(384, 256\)",
     ):
         plan(HALVES, WHOLE)
-    with pytest.raises(ValueError, match=r"target rank 0 holds '.*up_proj.weight' \(0, 0\) to \(192, 256\)"):
+    with pytest.raises(
+        ValueError, match=r"target rank 0 holds '.*up_proj.weight' \(0, 0\) to \(192, 256\)"
+    ):
         plan(WHOLE, HALVES)
 
 

@@ -15,7 +15,9 @@ from tests.support.megatron_layout import hf_weights, model_config
 def traced(config: dict, engine: EngineRank) -> list:
     shapes = hf_tensor_shapes(config)
     return trace_load_weights(
-        engine.load_weights, {name: (shape, torch.int64) for name, shape in shapes.items()}, engine.params
+        engine.load_weights,
+        {name: (shape, torch.int64) for name, shape in shapes.items()},
+        engine.params,
     )
 
 
@@ -84,9 +86,18 @@ def assign_data(param: Tensor, loaded: Tensor) -> None:
     ("loader", "message"),
     [
         (lambda p, w: p.copy_(w * 2), r"applies aten.mul.Tensor to 'hf.w'"),
-        (lambda p, w: p.copy_(torch.cat([w[:2], torch.zeros(2, 4)])), r"applies aten.cat.default to 'hf.w'"),
-        (lambda p, w: p.copy_(torch.cat([w[:2], w[2:]]) * 2), r"applies aten.mul.Tensor to 'hf.w \+ hf.w'"),
-        (lambda p, w: p.copy_(torch.cat([w, w])[:4]), r"applies aten.slice.Tensor to 'hf.w \+ hf.w'"),
+        (
+            lambda p, w: p.copy_(torch.cat([w[:2], torch.zeros(2, 4)])),
+            r"applies aten.cat.default to 'hf.w'",
+        ),
+        (
+            lambda p, w: p.copy_(torch.cat([w[:2], w[2:]]) * 2),
+            r"applies aten.mul.Tensor to 'hf.w \+ hf.w'",
+        ),
+        (
+            lambda p, w: p.copy_(torch.cat([w, w])[:4]),
+            r"applies aten.slice.Tensor to 'hf.w \+ hf.w'",
+        ),
         (lambda p, w: p.fill_(w[0, 0].item()), r"_local_scalar_dense.default to 'hf.w'"),
         (lambda p, w: (w[:2].zero_(), p.copy_(w)), r"applies aten.zero_.default to 'hf.w'"),
         (lambda p, w: p.add_(w), r"applies aten.add_.Tensor to 'hf.w'"),
@@ -111,7 +122,10 @@ def test_what_cannot_be_traced_fails_with_names(loader, message):
 
 def test_tensors_that_the_loader_joins_are_traced_each():
     weights = {"a": torch.arange(8).view(2, 4), "b": torch.arange(8, 20).view(3, 4)}
-    params = {"rows": torch.zeros(5, 4, dtype=torch.int64), "columns": torch.zeros(4, 5, dtype=torch.int64)}
+    params = {
+        "rows": torch.zeros(5, 4, dtype=torch.int64),
+        "columns": torch.zeros(4, 5, dtype=torch.int64),
+    }
 
     def load_weights(named_weights):
         parts = [weight for _, weight in named_weights]
@@ -120,7 +134,9 @@ def test_tensors_that_the_loader_joins_are_traced_each():
 
     described = {name: (tuple(weight.shape), torch.int64) for name, weight in weights.items()}
     for shard in trace_load_weights(load_weights, described, params):
-        shard.view(params).copy_(weights[shard.box.name][tuple(map(slice, shard.box.start, shard.box.stop))])
+        shard.view(params).copy_(
+            weights[shard.box.name][tuple(map(slice, shard.box.start, shard.box.stop))]
+        )
     assert torch.equal(params["rows"], torch.cat(list(weights.values())))
     assert torch.equal(params["columns"], params["rows"].t())
 
@@ -164,7 +180,9 @@ def test_matrices_of_fp8_parameters_are_traced_with_the_scales_of_their_blocks()
             module, _, kind = name.partition(".")
             param = params["norm" if module == "norm" else f"fused.{kind}"]
             rows = len(param) // 2
-            (param if module == "norm" else param[:rows] if module == "gate" else param[rows:]).copy_(loaded)
+            (
+                param if module == "norm" else param[:rows] if module == "gate" else param[rows:]
+            ).copy_(loaded)
 
     matrix, vector = ((256, 200), torch.bfloat16), ((200,), torch.bfloat16)
     named = {"gate.weight": matrix, "up.weight": matrix, "norm.weight": vector}

@@ -30,7 +30,9 @@ def test_a_tensor_of_two_dtypes_is_refused():
 
 
 def test_finer_cuts_and_a_second_place_are_fine():
-    check_rank(LAYOUT, 0, [shard("v", 0, 2), shard("w", 0, 1), shard("w", 1, 4), shard("v", 0, 2, "tied")])
+    check_rank(
+        LAYOUT, 0, [shard("v", 0, 2), shard("w", 0, 1), shard("w", 1, 4), shard("v", 0, 2, "tied")]
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,10 @@ def test_finer_cuts_and_a_second_place_are_fine():
         ),
         ([shard("w", 4, 7), shard("v", 0, 2)], "of 'w' is wrong"),
         ([shard("w", 4, 7), shard("w", 6, 7), shard("v", 0, 2)], "of 'w' is wrong"),
-        ([dataclasses.replace(shard("w", 4, 8), dtype="int8"), shard("v", 0, 2)], "dtype .*float32.*int8"),
+        (
+            [dataclasses.replace(shard("w", 4, 8), dtype="int8"), shard("v", 0, 2)],
+            "dtype .*float32.*int8",
+        ),
     ],
 )
 def test_what_differs_is_named_with_tensor_and_rank(shards, message):

@@ -18,12 +18,17 @@ from tests.support.megatron_layout import TrainLayout, hf_weights, model_config,
 @settings(max_examples=60, deadline=None)
 def test_every_rank_holds_what_the_rule_says(data: st.DataObject) -> None:
     dense_layers, tied = data.draw(st.sampled_from([[], [0], [1]])), data.draw(st.booleans())
-    config = data.draw(moe_models()) | {"mlp_only_layers": dense_layers, "tie_word_embeddings": tied}
+    config = data.draw(moe_models()) | {
+        "mlp_only_layers": dense_layers,
+        "tie_word_embeddings": tied,
+    }
     sizes = data.draw(megatron_sizes(config))
     if sizes.first_layers is not None:
         return
     layout = megatron_layout(config, sizes)
-    by_hand = TrainLayout(sizes.tp, sizes.pp, sizes.cp * sizes.dp, sizes.ep, sizes.etp, sizes.vpp or 1)
+    by_hand = TrainLayout(
+        sizes.tp, sizes.pp, sizes.cp * sizes.dp, sizes.ep, sizes.etp, sizes.vpp or 1
+    )
     ranks = train_ranks(config, hf_weights(hf_tensor_shapes(config)), by_hand)
     assert layout.num_ranks == len(ranks)
     for rank, held in enumerate(ranks):
@@ -61,7 +66,10 @@ def test_fewer_groups_than_ranks_are_cut_by_rows_of_the_fused_tensor() -> None:
     ("sizes", "message"),
     [
         (MegatronSizes(16, pp=2), "pipeline stages left = 2 does not divide layers left = 3"),
-        (MegatronSizes(16, pp=2, first_layers=1, last_layers=1), "have 2 layers together, the model has 3"),
+        (
+            MegatronSizes(16, pp=2, first_layers=1, last_layers=1),
+            "have 2 layers together, the model has 3",
+        ),
         (MegatronSizes(16, pp=3, vpp=2), "vpp = 2 does not divide layers of a pipeline stage = 1"),
         (MegatronSizes(16, ep=3, dp=3), "ep = 3 does not divide experts = 4"),
         (MegatronSizes(16, tp=2, ep=4), r"ep \* etp = 4 does not divide tp \* cp \* dp = 2"),
@@ -70,7 +78,10 @@ def test_fewer_groups_than_ranks_are_cut_by_rows_of_the_fused_tensor() -> None:
             MegatronSizes(24, tp=3, dp=1),
             "tp = 3 does not divide attention heads = 4",
         ),
-        (MegatronSizes(16, etp=8, dp=8), "ranks = 8 does not divide axis 0 of Megatron's .*linear_fc1"),
+        (
+            MegatronSizes(16, etp=8, dp=8),
+            "ranks = 8 does not divide axis 0 of Megatron's .*linear_fc1",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named(sizes: MegatronSizes, message: str) -> None:

@@ -28,9 +28,24 @@ def test_what_does_not_divide_is_named(sizes, message):
 @pytest.mark.parametrize(
     ("architecture", "tied", "sizes", "message"),
     [
-        ("LlamaForCausalLM", False, SGLangSizes(tp=2, dp=2), "LlamaForCausalLM has no DP attention"),
-        ("LlamaForCausalLM", True, SGLangSizes(pp=2), "pp = 2: SGLang's LlamaForCausalLM lacks a head"),
-        ("Qwen3MoeForCausalLM", True, SGLangSizes(), "Qwen3MoeForCausalLM has an output layer of its own"),
+        (
+            "LlamaForCausalLM",
+            False,
+            SGLangSizes(tp=2, dp=2),
+            "LlamaForCausalLM has no DP attention",
+        ),
+        (
+            "LlamaForCausalLM",
+            True,
+            SGLangSizes(pp=2),
+            "pp = 2: SGLang's LlamaForCausalLM lacks a head",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            True,
+            SGLangSizes(),
+            "Qwen3MoeForCausalLM has an output layer of its own",
+        ),
     ],
 )
 def test_what_sglang_cannot_do_is_refused(architecture, tied, sizes, message):
@@ -51,13 +66,21 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
         ({"norm_topk_prob": True}, SGLangSizes(), "norm_topk_prob = True: .* computes with False"),
         ({"rms_norm_eps": 1e-6}, SGLangSizes(), "rms_norm_eps = 1e-06: .* computes with 1e-05"),
         ({"num_key_value_heads": 2}, SGLangSizes(), "num_key_value_heads = 2: .* computes with 4"),
-        ({"architectures": ["MixtralForCausalLM"]}, SGLangSizes(), "head_dim = 3: .* computes with 2"),
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            SGLangSizes(),
+            "head_dim = 3: .* computes with 2",
+        ),
         (
             {"architectures": ["MiniMaxM2ForCausalLM"]},
             SGLangSizes(),
             "no 'use_qk_norm' in config.json: SGLang's MiniMaxM2ForCausalLM takes that for another model",
         ),
-        (GPT_OSS, SGLangSizes(tp=2, ep=2), "ep = 2: SGLang's GptOssForCausalLM loads .* on every rank"),
+        (
+            GPT_OSS,
+            SGLangSizes(tp=2, ep=2),
+            "ep = 2: SGLang's GptOssForCausalLM loads .* on every rank",
+        ),
         (
             GPT_OSS | {"torch_dtype": "bfloat16"},
             SGLangSizes(),
@@ -68,7 +91,9 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
 def test_what_sglang_would_compute_otherwise_is_refused(changes, sizes, message):
     config = model_config(head_dim=3, rms_norm_eps=1e-5, num_key_value_heads=4)
     with pytest.raises(ValueError, match=message):
-        refuse_unserved(config | {"architectures": ["OlmoeForCausalLM"]} | changes, sizes, "float32")
+        refuse_unserved(
+            config | {"architectures": ["OlmoeForCausalLM"]} | changes, sizes, "float32"
+        )
 
 
 def test_dense_layers_among_the_experts_are_refused_where_sglang_has_none():

@@ -30,7 +30,9 @@ def test_shards_view_the_hf_elements_they_name(layout, tied):
     for rank in train_ranks(config, weights, layout):
         shards = training_shards(rank.parts, family, config)
         padding = training_padding(rank.parts, family, config)
-        check_coverage(shards, padding, {name: tensor.numel() for name, tensor in rank.tensors.items()})
+        check_coverage(
+            shards, padding, {name: tensor.numel() for name, tensor in rank.tensors.items()}
+        )
         for shard in shards:
             box = tuple(map(slice, shard.box.start, shard.box.stop))
             assert torch.equal(shard.view(rank.tensors), weights[shard.box.name][box]), shard
@@ -47,11 +49,27 @@ def parts_of(config: dict, layout: TrainLayout) -> list[LocalPart]:
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        ("decoder.final_layernorm.weight", {"key": "decoder.norm.weight"}, "'decoder.norm.weight' is not in"),
-        ("decoder.final_layernorm.weight", {"global_shape": (9,)}, r"has shape \(9,\).*should be \(8,\)"),
+        (
+            "decoder.final_layernorm.weight",
+            {"key": "decoder.norm.weight"},
+            "'decoder.norm.weight' is not in",
+        ),
+        (
+            "decoder.final_layernorm.weight",
+            {"global_shape": (9,)},
+            r"has shape \(9,\).*should be \(8,\)",
+        ),
         ("embedding.word_embeddings.weight", {"global_shape": (12, 8)}, r"should be \(13, 8\)"),
-        ("decoder.layers.mlp.router.weight", {"local_shape": (2, 4, 8)}, "size 1 for each of .'layer'"),
-        ("decoder.layers.pre_mlp_layernorm.weight", {"global_offset": (1, 0)}, "layer 1 is not a moe layer"),
+        (
+            "decoder.layers.mlp.router.weight",
+            {"local_shape": (2, 4, 8)},
+            "size 1 for each of .'layer'",
+        ),
+        (
+            "decoder.layers.pre_mlp_layernorm.weight",
+            {"global_offset": (1, 0)},
+            "layer 1 is not a moe layer",
+        ),
     ],
 )
 def test_what_the_config_does_not_describe_is_refused_by_name(key, change, message):

@@ -40,7 +40,9 @@ def test_the_prediction_is_the_sum_of_the_plans(data: st.DataObject) -> None:
             count_send(rank, flow, hosts, trainer, engines)
     for rank in range(one.num_ranks, target.num_ranks):
         before = rank - one.num_ranks
-        got = sum(flow.num_bytes for flow in plan_recvs(before % one.num_ranks, source, one, hosts, grain))
+        got = sum(
+            flow.num_bytes for flow in plan_recvs(before % one.num_ranks, source, one, hosts, grain)
+        )
         near = hosts.target_host(before) == hosts.target_host(rank)
         (engines.local_out if near else engines.network_out)[before] += got
         (engines.local_in if near else engines.network_in)[rank] += got
@@ -63,7 +65,9 @@ def layout(rows: list[tuple[int, int]]) -> ListedLayout:
 def test_even_layouts_reach_the_lower_bound() -> None:
     source = layout([(0, 8), (8, 16)] * 2)
     target = layout([(0, 4), (4, 8), (8, 12), (12, 16)] * 2)
-    traffic = predict(source, target, RegularHosts(2, 2, 2), SplitGranularity(min_bytes=1), engine_ranks=4)
+    traffic = predict(
+        source, target, RegularHosts(2, 2, 2), SplitGranularity(min_bytes=1), engine_ranks=4
+    )
     assert traffic.trainer.network_out == [16 * 4 * 4 // 4] * 4
     assert traffic.engines.network_in == [4 * 4 * 4] * 8
     assert traffic.busiest_link == traffic.lower_bound == 64
@@ -74,7 +78,9 @@ def test_even_layouts_reach_the_lower_bound() -> None:
 def test_engine_ranks_beside_the_trainer_pass_on_over_links_of_their_own() -> None:
     """Engine rank 0 runs on the trainer's host and passes its half on to the next engine."""
     source, target = layout([(0, 8)]), layout([(0, 4), (4, 8)] * 2)
-    traffic = predict(source, target, RegularHosts(1, 1, 0), SplitGranularity(min_bytes=1), engine_ranks=2)
+    traffic = predict(
+        source, target, RegularHosts(1, 1, 0), SplitGranularity(min_bytes=1), engine_ranks=2
+    )
     assert traffic.trainer.local_out == traffic.trainer.network_out == [64]
     assert traffic.engines.network_out == [64, 64, 0, 0]
     assert traffic.busiest_link == traffic.lower_bound == 64

@@ -13,7 +13,11 @@ from mcore_rl.slices.plan.coverage import Span, check_coverage, contiguous_strid
 
 def rows(start: int, stop: int, name: str = "w", num_columns: int = 4) -> Shard:
     return Shard(
-        Box(name, (start, 0), (stop, num_columns)), "local", start * num_columns, (num_columns, 1), "int8"
+        Box(name, (start, 0), (stop, num_columns)),
+        "local",
+        start * num_columns,
+        (num_columns, 1),
+        "int8",
     )
 
 
@@ -43,7 +47,9 @@ def test_shard_of_an_unknown_tensor_is_refused():
 
 
 @given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False), st.integers(0, 5)
+    st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+    st.integers(0, 5),
 )
 def test_runs_are_the_elements_of_the_strided_view(shape, random, offset):
     order = random.sample(range(len(shape)), len(shape))

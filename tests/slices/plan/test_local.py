@@ -64,7 +64,9 @@ def listed_layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], full: bo
     for name, shape in shapes.items():
         for rank, held in enumerate(ranks):
             cells = draw(grids(shape))
-            chosen = cells if full and rank == 0 else draw(st.lists(st.sampled_from(cells), unique=True))
+            chosen = (
+                cells if full and rank == 0 else draw(st.lists(st.sampled_from(cells), unique=True))
+            )
             held += [shard(name, *cell) for cell in chosen]
     return ListedLayout(ranks)
 
@@ -88,7 +90,9 @@ def replicated(num_ranks: int, shape: tuple[int, int] = (64, 64)) -> ListedLayou
 def test_holders_of_the_same_share_what_the_wanters_get() -> None:
     source, target = replicated(3), replicated(2)
     hosts = RegularHosts(1, 2, 3)
-    sent = [sum(flow.num_bytes for flow in plan_sends(r, source, target, hosts, FINE)) for r in range(3)]
+    sent = [
+        sum(flow.num_bytes for flow in plan_sends(r, source, target, hosts, FINE)) for r in range(3)
+    ]
     copy = 64 * 64 * 4
     assert max(sent) - min(sent) <= 64 * 4
     for rank in range(2):
@@ -128,7 +132,9 @@ def test_cuts_keep_to_the_grain() -> None:
 def test_what_no_trainer_rank_holds_is_named() -> None:
     source = ListedLayout([[shard("w", (0, 0), (3, 4))]])
     target = ListedLayout([[], [shard("w", (0, 0), (4, 4))]])
-    with pytest.raises(ValueError, match=r"target rank 1 needs Box\(name='w'.*no source rank holds 4 el"):
+    with pytest.raises(
+        ValueError, match=r"target rank 1 needs Box\(name='w'.*no source rank holds 4 el"
+    ):
         plan_recvs(1, source, target, RegularHosts(1, 1, 1))
 
 
@@ -139,7 +145,9 @@ def corrupted(layout: Any, change: Any) -> Any:
     def wrong(name: str) -> Placement:
         pieces = placement(name).pieces
         return (
-            Placement(change(pieces)) if name == "model.layers.0.self_attn.q_proj.weight" else placement(name)
+            Placement(change(pieces))
+            if name == "model.layers.0.self_attn.q_proj.weight"
+            else placement(name)
         )
 
     layout.placement = wrong
@@ -150,7 +158,10 @@ def corrupted(layout: Any, change: Any) -> Any:
     "change",
     [
         lambda pieces: (dataclasses.replace(pieces[0], ranks=pieces[1].ranks), *pieces[1:]),
-        lambda pieces: (dataclasses.replace(pieces[0], stop=(pieces[0].stop[0] - 1, 8)), *pieces[1:]),
+        lambda pieces: (
+            dataclasses.replace(pieces[0], stop=(pieces[0].stop[0] - 1, 8)),
+            *pieces[1:],
+        ),
         lambda pieces: (*pieces, dataclasses.replace(pieces[0], ranks=pieces[1].ranks)),
         lambda pieces: pieces[1:],
     ],
@@ -164,5 +175,9 @@ def test_a_corrupted_table_is_noticed(change: Any, side: str) -> None:
     wrong = corrupted(wrong, change)
     source, target = (wrong, truth) if side == "source" else (truth, wrong)
     with pytest.raises((AssertionError, ValueError)):
-        check(truth, weights, execute(source, target, weights, RegularHosts(2, 2, 1), FINE, held=truth))
+        check(
+            truth,
+            weights,
+            execute(source, target, weights, RegularHosts(2, 2, 1), FINE, held=truth),
+        )
     check(truth, weights, execute(truth, truth, weights, RegularHosts(2, 2, 1), FINE))

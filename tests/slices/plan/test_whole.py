@@ -15,16 +15,21 @@ from mcore_rl.slices.plan.reshard import reshard
 from mcore_rl.slices.plan.whole import make_plan
 
 
-def grid(shape: tuple[int, ...], rng: random.Random) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def grid(
+    shape: tuple[int, ...], rng: random.Random
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(start, stop) of the cells of a random grid over a tensor."""
     cuts = [
-        sorted({0, size, *rng.sample(range(size + 1), rng.randrange(min(3, size + 1)))}) for size in shape
+        sorted({0, size, *rng.sample(range(size + 1), rng.randrange(min(3, size + 1)))})
+        for size in shape
     ]
     cells = product(*(list(pairwise(c)) for c in cuts))
     return [(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in cells]
 
 
-def local_tensor(rank: dict[str, torch.Tensor], box: Box, rng: random.Random, value: torch.Tensor) -> Shard:
+def local_tensor(
+    rank: dict[str, torch.Tensor], box: Box, rng: random.Random, value: torch.Tensor
+) -> Shard:
     """A new tensor of `rank` that holds `value`, its axes in random order, behind a random offset."""
     name, offset = f"t{len(rank)}", rng.randrange(3)
     order = rng.sample(range(len(box.shape)), len(box.shape))
@@ -92,7 +97,9 @@ def test_replicas_share_the_bytes():
 
 def test_bytes_are_those_of_the_target_dtype_and_a_box_in_two_places_fills_both():
     wanted = [column("w", 0, 8, "bfloat16"), column("w", 0, 8, "bfloat16", tensor="tied")]
-    plan = make_plan([[column("w", 0, 8, "float32"), column("w", 0, 8, "float32", tensor="tied")]], [wanted])
+    plan = make_plan(
+        [[column("w", 0, 8, "float32"), column("w", 0, 8, "float32", tensor="tied")]], [wanted]
+    )
     assert [transfer.num_bytes for transfer in plan.transfers] == [16, 16]
     assert {transfer.target.tensor for transfer in plan.transfers} == {"t.w", "tied.w"}
 
@@ -109,7 +116,9 @@ def test_sends_and_recvs_of_a_pair_are_in_the_same_order():
 
 @pytest.mark.parametrize("held", [[], [column("w", 0, 3)], [column("w", 0, 3), column("w", 4, 8)]])
 def test_a_target_that_nobody_holds_is_named(held):
-    with pytest.raises(ValueError, match=r"target rank 1 needs Box\(name='w'.*no source rank holds"):
+    with pytest.raises(
+        ValueError, match=r"target rank 1 needs Box\(name='w'.*no source rank holds"
+    ):
         make_plan([held], [[], [column("w", 0, 8, tensor="engine")]])
 
 

@@ -52,7 +52,9 @@ def logprob_error(checkpoint: Path, answer: Any) -> float:
     return max(abs(float(logprobs_TV[t, token]) - own[i]) for i, (t, token) in enumerate(pairs))
 
 
-def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkpoint(stage: Stage) -> None:
+def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkpoint(
+    stage: Stage,
+) -> None:
     expected = {url: checksums_after_loading(url, stage.checkpoints[1]) for url in stage.urls}
     for url in stage.urls:
         others = checksums_after_loading(url, stage.checkpoints[0])
@@ -68,7 +70,9 @@ def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkp
         answer = generate(url)
         assert answer["meta_info"]["weight_version"] == "1"
         assert (
-            logprob_error(stage.checkpoints[1], answer) < 1e-4 < logprob_error(stage.checkpoints[0], answer)
+            logprob_error(stage.checkpoints[1], answer)
+            < 1e-4
+            < logprob_error(stage.checkpoints[0], answer)
         )
 
 
@@ -76,7 +80,9 @@ def test_engines_give_up_memory_once_idle_and_serve_again_after_a_sync(stage: St
     memory = EngineMemory(stage.urls, timeout_s=30)
     stage.sync(1)
     answers: list[Any] = []
-    request = threading.Thread(target=lambda: answers.append(generate(stage.urls[0], max_new_tokens=900)))
+    request = threading.Thread(
+        target=lambda: answers.append(generate(stage.urls[0], max_new_tokens=900))
+    )
     request.start()
     time.sleep(0.5)
     asyncio.run(memory.for_training())
@@ -114,11 +120,14 @@ def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:
     print(f"seconds per sync: median {seconds[5]:.3f}, least {seconds[0]:.3f}")
     assert seconds[0] < 0.5
     assert all(
-        num_keys < 20 for num_keys in (e.store.num_keys for e in stage.sync_controller._engines.values())
+        num_keys < 20
+        for num_keys in (e.store.num_keys for e in stage.sync_controller._engines.values())
     )
 
 
-def test_corrupted_bytes_keep_one_engine_out_of_rotation_until_it_is_synced_anew(stage: Stage) -> None:
+def test_corrupted_bytes_keep_one_engine_out_of_rotation_until_it_is_synced_anew(
+    stage: Stage,
+) -> None:
     bad, good = stage.urls
     stage.sync(5)
     stage.ranks.inject(bad, Fault(rank=1, message=2, kind="corrupt"))

@@ -37,7 +37,9 @@ def test_words_are_seen_and_counters_heard_by_both(ends: tuple[Channel, Channel]
     assert sender.wait(1, 10)
 
 
-def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(ends: tuple[Channel, Channel]) -> None:
+def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(
+    ends: tuple[Channel, Channel],
+) -> None:
     sender, receiver = ends
     sender.advance()
     sender.close()
@@ -50,7 +52,9 @@ def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(ends: tupl
 
 
 def test_those_who_do_not_come_are_named() -> None:
-    with pytest.raises(TransferError, match=r"trainer rank 0 waited in vain for rank 0 of engine engine-0"):
+    with pytest.raises(
+        TransferError, match=r"trainer rank 0 waited in vain for rank 0 of engine engine-0"
+    ):
         SegmentServer().serve({1: ROOM}, NAMES, NAMES[0], time.monotonic() + 0.05)
     with pytest.raises(TransferError, match="no shared memory from trainer rank 0"):
         fetch("mcore_rl-nobody", 1, ROOM, NAMES[0], time.monotonic() + 0.05)

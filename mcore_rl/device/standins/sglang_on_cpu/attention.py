@@ -68,12 +68,16 @@ def _group_stop(order: list[int], start: int, query_lens: list[int], seq_lens: l
     for position in range(start, len(order)):
         most_queries = max(most_queries, query_lens[order[position]])
         size = (position - start + 1) * most_queries * longest
-        if position > start and (2 * seq_lens[order[position]] < longest or size > _MAX_MASK_ELEMENTS):
+        if position > start and (
+            2 * seq_lens[order[position]] < longest or size > _MAX_MASK_ELEMENTS
+        ):
             return position
     return len(order)
 
 
-def _make_group(first_row_B1: Tensor, query_len_B1: Tensor, seq_len_B1: Tensor, slots_BK: Tensor) -> Group:
+def _make_group(
+    first_row_B1: Tensor, query_len_B1: Tensor, seq_len_B1: Tensor, slots_BK: Tensor
+) -> Group:
     query_Q = torch.arange(int(query_len_B1.max()))
     key_K = torch.arange(slots_BK.shape[1])
     position_BQ = seq_len_B1 - query_len_B1 + query_Q
@@ -109,7 +113,9 @@ def attend(
         cache.flatten(1).index_select(0, slots).view(num_requests, -1, num_kv_heads, cache.shape[2])
         for cache in (k_cache, v_cache)
     )
-    queries = query[group.query_rows_BQ].view(num_requests, num_queries, num_kv_heads, heads_per_kv, -1)
+    queries = query[group.query_rows_BQ].view(
+        num_requests, num_queries, num_kv_heads, heads_per_kv, -1
+    )
     queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (x.transpose(1, 2).to(query.dtype) for x in (keys, values))
     mask = group.mask_BQK(window)[:, None].expand(-1, heads_per_kv, -1, -1).flatten(1, 2)[:, None]
@@ -117,8 +123,12 @@ def attend(
         result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
     else:
         sinks = sinks_h.view(num_kv_heads, heads_per_kv, 1).expand(-1, -1, num_queries).flatten(1)
-        result = attend_with_sinks(queries, keys, values, mask, scaling or query.shape[-1] ** -0.5, sinks)
-    result = result.view(num_requests, num_kv_heads, heads_per_kv, num_queries, -1).permute(0, 3, 1, 2, 4)
+        result = attend_with_sinks(
+            queries, keys, values, mask, scaling or query.shape[-1] ** -0.5, sinks
+        )
+    result = result.view(num_requests, num_kv_heads, heads_per_kv, num_queries, -1).permute(
+        0, 3, 1, 2, 4
+    )
     valid = group.valid_BQ
     output[group.query_rows_BQ[valid]] = result.flatten(2, 3)[valid]
 
@@ -158,7 +168,9 @@ def batch_attention() -> None:
 
 
 def _with_sinks(forward: Any) -> Any:
-    def forward_with_sinks(self: Any, *args: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+    def forward_with_sinks(
+        self: Any, *args: Any, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
         self.sinks_h = sinks
         return forward(self, *args, **options)
 
@@ -180,7 +192,9 @@ def _run_groups(
     query, output, k_cache, v_cache = tensors
     if getattr(backend, "attention_groups", None) is None:
         req_to_token, req_pool_indices, seq_lens = requests
-        backend.attention_groups = make_groups(query_lens, seq_lens.tolist(), req_to_token, req_pool_indices)
+        backend.attention_groups = make_groups(
+            query_lens, seq_lens.tolist(), req_to_token, req_pool_indices
+        )
     window, sinks_h = options.get("sliding_window_size"), getattr(backend, "sinks_h", None)
     for group in backend.attention_groups:
         attend(group, query, output, k_cache, v_cache, options["scaling"], window, sinks_h)
@@ -206,9 +220,13 @@ def absorb_latents() -> None:
     For a backend it does not know SGLang chooses expanded keys and values, which torch_native does not keep.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
 
-    AttentionBackendRegistry.register("torch_native", lambda attn, forward_batch: AttnForwardMethod.MLA)
+    AttentionBackendRegistry.register(
+        "torch_native", lambda attn, forward_batch: AttnForwardMethod.MLA
+    )
 
 
 def rotate_without_yarn() -> None:

@@ -11,7 +11,12 @@ def gate_shared_expert() -> None:
     from sglang.kernels.ops.elementwise import elementwise
 
     def launch(
-        hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, output: Tensor, *, do_add: bool
+        hidden_states: Tensor,
+        gate_weight: Tensor,
+        shared_output: Tensor,
+        output: Tensor,
+        *,
+        do_add: bool,
     ) -> None:
         gate_T1 = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
         gated = gate_T1 * shared_output.float()
