@@ -17,6 +17,7 @@ from checkpoint_tools.cli import main
 from mcore_rl.run.serving import find_model
 from mcore_rl.slices.hf.checksums import MANIFEST
 from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
 from tests.support.tiny_models import write_model
@@ -147,7 +148,7 @@ def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"quant_method='mxfp4'.*: mcore-rl-ckpt dequantise"):
         read_hf_config(source)
     assert main(["dequantise", str(source), str(out), "--workers", "1"]) == 0
-    assert open_hf_dir(out).keys() == read_all(out).keys()
+    assert open_hf_dir(ModelFacts.read(out)).keys() == read_all(out).keys()
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
         before, after = (
