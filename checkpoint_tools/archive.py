@@ -11,7 +11,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.megatron_files.metadata import READ_ERRORS
 from mcore_rl.slices.plan.coverage import contiguous_strides
 
 STORAGES = {
@@ -36,23 +36,6 @@ STORAGES = {
     "CharStorage": "int8",
     "BoolStorage": "bool",
 }
-READ_ERRORS = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    NotImplementedError,
-    UnicodeDecodeError,
-    EOFError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-)
-"""What parsing damaged bytes with pickle and zipfile can raise."""
 LOCAL_HEADER = 30
 
 

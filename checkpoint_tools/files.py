@@ -14,8 +14,7 @@ from mcore_rl.slices.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
-
-REMEDY = "if it was changed on purpose, write the checksums anew: mcore-rl-ckpt checksums <folder>"
+from mcore_rl.slices.megatron_files.integrity import REMEDY, check_sizes, find_damage
 
 
 def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileSums] | None:
@@ -27,16 +26,10 @@ def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileS
     sums = read_manifest(folder)
     if sums is None:
         return None
+    check_sizes(folder, sums)
     for name, entry in sorted(sums.items()):
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path}, named in {MANIFEST}, does not exist: {REMEDY}")
-        size = path.stat().st_size
-        if size != entry.num_bytes:
-            raise ValueError(
-                f"{path} has {size} bytes, by {MANIFEST} it should have {entry.num_bytes}: {REMEDY}"
-            )
-        if name not in data_files and sum_file(path, [span.stop for span in entry.spans]) != entry:
+        if name not in data_files and find_damage(folder, name, entry.spans) is not None:
+            path = folder / name
             raise ValueError(f"{path}: its contents do not agree with {MANIFEST}: {REMEDY}")
     for name in sorted(data_files):
         if name not in sums:
