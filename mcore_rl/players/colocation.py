@@ -19,7 +19,7 @@ from torch import Tensor
 from mcore_rl.process.http import open_session
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
-from mcore_rl.stream.controller.update import GRACE_S
+from mcore_rl.stream.controller.strategy import GRACE_S
 from mcore_rl.types import LogprobOptions, Sample, StepStats, TokenScores, TrainBatch
 
 S = TypeVar("S")
@@ -37,7 +37,7 @@ class EngineMemory:
         self._released: set[str] = set()
 
     async def for_training(self) -> None:
-        """All of it is free once this returns. EngineUpdateError names the engine that does not give it up."""
+        """All of it is free once this returns. EngineCallError names the engine that does not give it up."""
         await self._give_up({WEIGHTS, KV_CACHE} - self._released)
 
     @property
