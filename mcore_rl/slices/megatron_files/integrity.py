@@ -25,9 +25,7 @@ def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:
             )
 
 
-def spans_of_rank(
-    sums: Mapping[str, FileSums], rank: int, num_ranks: int
-) -> dict[str, list[Span]]:
+def spans_of_rank(sums: Mapping[str, FileSums], rank: int, num_ranks: int) -> dict[str, list[Span]]:
     """Return the spans, by file, that one of `num_ranks` ranks is to check.
 
     Each span goes to exactly one rank: the one in whose equal share of all bytes its middle lies. A rank's
