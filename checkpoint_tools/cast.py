@@ -14,7 +14,7 @@ def cast(data: memoryview, dtype: str, to: str) -> memoryview:
     return bytes_of(_view(data, dtype).to(getattr(torch, to)))
 
 
-def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
+def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
     """(8-bit values, float32 scales) of whole rows of blocks; see mcore_rl/slices/hf/quantize.py."""
     weights_NK = _view(data, dtype).view(-1, num_columns)
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""HuggingFace directory of a quantised model in, the same model with plain weights out; see packed.py."""
+"""HuggingFace directory of a quantized model in, the same model with plain weights out; see packed.py."""
 
 from functools import partial
 from pathlib import Path
@@ -22,17 +22,17 @@ HALVES = ("bfloat16", "float16")
 """Dtypes whose tensors are cast if they have no scales; float32 is the choice of those who published it."""
 
 
-def dequantise(
+def dequantize(
     source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort
 ) -> Report:
     """Write the model of `source_hf`, block FP8 or MXFP4, to `out` in `dtype`; of any architecture.
 
-    ValueError names the file or tensor that is wrong, or the kind of quantisation that is not supported.
+    ValueError names the file or tensor that is wrong, or the kind of quantization that is not supported.
     """
     refuse_existing(out)
     config, file = parse_hf_config(source_hf), source_hf / "config.json"
     if config.get("quantization_config") is None:
-        raise ValueError(f"{file} has no quantization_config: the model is not quantised")
+        raise ValueError(f"{file} has no quantization_config: the model is not quantized")
     checkpoint = open_hf(source_hf)
     packed = find_packed(config, checkpoint.tensors, dtype, file)
     halves = stored_names(packed)
