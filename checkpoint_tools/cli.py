@@ -54,7 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_upcycle(commands)
     _add_inspect(commands)
     _add_verify(commands)
-    command = commands.add_parser("checksums", help="rewrite checksums.json for the files as they are")
+    command = commands.add_parser(
+        "checksums", help="rewrite checksums.json for the files as they are"
+    )
     command.add_argument("checkpoint", type=Path)
     command.set_defaults(run=_checksums)
     return parser
@@ -96,7 +98,9 @@ def _add_to_fp8(commands: Commands) -> None:
 
 
 def _add_dequantize(commands: Commands) -> None:
-    summary = "write a HuggingFace model that was published in block FP8 or MXFP4 with plain weights"
+    summary = (
+        "write a HuggingFace model that was published in block FP8 or MXFP4 with plain weights"
+    )
     former_name = "dequantise"  # kept for one version; without a summary, --help does not list it
     for name, shown in (("dequantize", summary), (former_name, None)):
         command = _add_writer(commands, name, _dequantize, shown)

@@ -1,6 +1,7 @@
-"""Checkpoints that any layout can load: model, optimizer and extra state in, one folder per save out.
+"""Model, optimizer and extra state in, one folder per save out, which any layout can load.
 
-The folder is written by checkpoint_save.py and checked by checkpoint_check.py before anything of it is loaded.
+The folder is written by checkpoint_save.py and checked by checkpoint_check.py before anything of
+it is loaded.
 """
 
 from collections.abc import Sequence
@@ -74,10 +75,11 @@ class Checkpointer:
             self.finish()
 
     def load(self, folder: Path, *, verify: bool = True) -> tuple[int, dict[str, Any]]:
-        """Restore model, optimizer and, if the layout is the saved one, generators; return (step, extra).
+        """Restore model and optimizer, in the saved layout also generators; return (step, extra).
 
         verify   first compare every byte with checksums.json
-        Raises ValueError if `folder` is not a complete checkpoint, is damaged, or names code to run.
+        Raises ValueError if `folder` is not a complete checkpoint, is damaged, or names code to
+        run.
         """
         if not (folder / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")

@@ -1,7 +1,8 @@
 """A checkpoint folder in, an error on every rank if it is damaged or if loading it could run code.
 
-torch and megatron-core unpickle `.metadata` and the objects in .distcp files (generators, extra states) without
-restriction. Here both are read by restricted unpicklers first, and the load runs with the restriction on.
+torch and megatron-core unpickle `.metadata` and the objects in .distcp files (generators, extra
+states) without restriction. Here both are read by restricted unpicklers first, and the load runs
+with the restriction on.
 """
 
 import io
@@ -53,8 +54,9 @@ def check_checkpoint(folder: Path, *, verify: bool) -> None:
 def only_safe_pickles() -> Iterator[None]:
     """Within the block every torch.load of this process is one of `weights_only=True`.
 
-    torch.distributed.checkpoint passes False for objects, and only the environment overrides that. Beside the
-    classes that torch and megatron-core allow, `bytes` is allowed: an empty BytesIO is pickled with it.
+    torch.distributed.checkpoint passes False for objects, and only the environment overrides that.
+    Beside the classes that torch and megatron-core allow, `bytes` is allowed: an empty BytesIO is
+    pickled with it.
     """
     previous = {name: os.environ.pop(name, None) for name in (_FORCE_SAFE, _FORCE_UNSAFE)}
     os.environ[_FORCE_SAFE] = "1"
@@ -96,8 +98,8 @@ def _check_sums(folder: Path) -> None:
         span = find_damage(folder, name, spans)
         if span is not None:
             raise ValueError(
-                f"{folder / name}: {_describe(folder, name, span)} does not agree with {MANIFEST}: the file"
-                " is damaged. Move this checkpoint away to resume from the one before it"
+                f"{folder / name}: {_describe(folder, name, span)} does not agree with {MANIFEST}:"
+                " the file is damaged. Move this checkpoint away to resume from the one before it"
             )
 
 
@@ -115,7 +117,8 @@ def _describe(folder: Path, name: str, span: Span) -> str:
 def _check_pickles(folder: Path) -> None:
     """Read every pickle that loading will read, and refuse what is not on the allow-lists.
 
-    All ranks read `.metadata`, rank 0 reads the common file, and the objects are divided among ranks.
+    All ranks read `.metadata`, rank 0 reads the common file, and the objects are divided among
+    ranks.
     """
     places = _read_places(folder)
     rank = dist.get_rank()
@@ -148,13 +151,13 @@ def _check_object(folder: Path, place: Place) -> None:
     value = _load_safely(content, f"{path}: object {place.key!r}")
     if EXTRA_STATE in place.key and _has_bytes(value):
         raise ValueError(
-            f"{path}: object {place.key!r} holds a state of Transformer Engine's FP8 modules, which would be"
-            " unpickled without restriction and which no model trained here has: not loaded"
+            f"{path}: object {place.key!r} holds a state of Transformer Engine's FP8 modules, which"
+            " would be unpickled without restriction and which no model trained here has: not loaded"
         )
 
 
 def _load_safely(file: Path | io.BytesIO, where: str) -> Any:
-    """Return what torch.load with `weights_only=True` returns. Raises ValueError with `where` if it fails."""
+    """Load a file of torch.save by the restricted unpickler. Raises ValueError with `where`."""
     try:
         with only_safe_pickles():
             return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,8 +1,8 @@
-"""A sharded state in, a checkpoint folder out, written by a thread of each rank while training goes on.
+"""A sharded state in, a checkpoint folder out, written by threads while training goes on.
 
-A save goes to `<folder>.incomplete`, which is renamed when every rank has written its part, so a folder under its
-own name is complete. Tensors are first copied to host memory. Peak: one host copy of the rank's model and
-optimizer state.
+A save goes to `<folder>.incomplete`, which is renamed when every rank has written its part, so a
+folder under its own name is complete. Tensors are first copied to host memory. Peak: one host copy
+of the rank's model and optimizer state.
 """
 
 import queue
@@ -38,7 +38,10 @@ FILE_MANIFEST = ".checksums.json"
 
 
 def start_save(sharded: dict[str, Any], folder: Path) -> "Save":
-    """Copy a sharded state and start writing it; collective over all ranks. `finish` makes `folder` count."""
+    """Copy a sharded state and start writing it; collective over all ranks.
+
+    `folder` counts after `finish` of the save that is returned.
+    """
     staging = folder.with_name(folder.name + INCOMPLETE)
     with reporting_full_disk(staging):
         if dist.get_rank() == 0:
@@ -68,8 +71,8 @@ class Save:
     def finish(self, timeout_s: float) -> None:
         """Wait for the files of all ranks and give the folder its name; collective over all ranks.
 
-        Raises DiskFullError on every rank if any rank's disk is full, TimeoutError if this rank's writer
-        needs longer than `timeout_s`. Earlier checkpoints are not touched.
+        Raises DiskFullError on every rank if any rank's disk is full, TimeoutError if this rank's
+        writer needs longer than `timeout_s`. Earlier checkpoints are not touched.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -92,7 +95,10 @@ class Save:
             self._error = self._request.async_fn(*self._request.async_fn_args)
 
     def _refuse_full_disk(self) -> None:
-        """Raise the DiskFullError of any rank's writer on all ranks; megatron-core gives rank 0 a traceback."""
+        """Raise the DiskFullError of any rank's writer on all ranks.
+
+        megatron-core's finalization would raise a traceback of several ranks, on rank 0 alone.
+        """
         is_full = isinstance(self._error, DiskFullError)
         message = f"rank {dist.get_rank()} {self._error}" if is_full else None
         messages: list[str | None] = [None] * dist.get_world_size()
@@ -142,7 +148,7 @@ def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
 
 
 def _host_copy(tensor: Tensor, in_use: Collection[int]) -> Tensor:
-    """Copy a tensor to host memory, unless it is a copy already: megatron-core copies views on the host."""
+    """Copy a tensor to host memory unless it is a copy, as megatron-core makes of host views."""
     is_copy = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in in_use
     return tensor if is_copy else tensor.to("cpu", copy=True)
 
@@ -152,7 +158,8 @@ def _write_buckets(
 ) -> Exception | None:
     """Write every bucket's file and its checksums; return the error of the first that failed.
 
-    megatron-core's finalization takes {bucket number: what was written}, or that error, from `results`.
+    megatron-core's finalization takes {bucket number: what was written}, or that error, from
+    `results`.
     """
     written: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
@@ -188,7 +195,7 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Sequence[W
 
 
 def _sum_written(path: Path, items: Sequence[WriteResult]) -> None:
-    """Write the checksums of a new file, one per item, beside it; `_merge_checksums` collects them."""
+    """Write the checksums of a new file's items beside it, for `_merge_checksums`."""
     edges = [item.storage_data.offset for item in items]
     write_manifest(path.parent, {path.name: sum_file(path, edges)}, path.name + FILE_MANIFEST)
 

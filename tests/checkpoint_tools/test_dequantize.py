@@ -144,7 +144,7 @@ def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
         tensors[f"{name}_scales"] = 120 + tensors[f"{name}_scales"] % 4
     settings = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}
     source, out = write(tmp_path / "mxfp4", tensors, MXFP4, **settings), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"quant_method='mxfp4'.*: mcore-rl-ckpt dequantize"):
+    with pytest.raises(ValueError, match=r"quant_method='mxfp4'.*: mcore-rl-ckpt dequanti[sz]e"):
         read_hf_config(source)
     assert main(["dequantize", str(source), str(out), "--workers", "1"]) == 0
     assert open_hf_dir(out).keys() == read_all(out).keys()
@@ -170,10 +170,7 @@ def test_a_quantized_model_of_a_known_family_comes_back(tmp_path: Path, capsys: 
     assert find_model(fp8, None, lambda *_: None) == fp8
     for command in (["from-hf", str(fp8)], ["to-fp8", str(fp8)]):
         assert main([*command, str(tmp_path / "no")]) == 2
-        assert (
-            "write its weights in bfloat16 first: mcore-rl-ckpt dequantize"
-            in capsys.readouterr().err
-        )
+        assert "write its weights in bfloat16 first" in capsys.readouterr().err
     assert main(["dequantize", str(fp8), str(out), "--workers", "1", *FOUR_MIB]) == 0
     read_hf_config(out)
     packed, found = read_all(fp8), read_all(out)

@@ -35,8 +35,8 @@ def step(actor: Actor) -> StepStats | None:
 def save_midway(
     rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, root: Path
 ) -> Any:
-    """Two steps, save, two more steps before anything of that is written; then a save that this process does
-    not live to finish.
+    """Two steps, save, two more steps before anything of that is written; then a save that this
+    process does not live to finish.
     """
     trained = threading.Event()
     write = checkpoint_save._write_buckets
@@ -74,7 +74,7 @@ def resume(
 
 
 def save_again(rank: int, world_size: int, port: int, model: ModelConfig, root: Path) -> int:
-    """Refuse an incomplete and a damaged checkpoint, load an intact one, save it under another step."""
+    """Refuse an incomplete and a damaged checkpoint, load an intact one and save it again."""
     actor = make_actor(rank, world_size, port, model, ParallelConfig(), OPTIMIZER)
     with pytest.raises(ValueError, match="step_4 is not a complete checkpoint"):
         actor.load(root / "step_4")

@@ -1,4 +1,4 @@
-"""A save writes checksums; one that cannot write says which file, and leaves earlier checkpoints alone."""
+"""A save writes checksums; on a full disk it names the file and spares earlier checkpoints."""
 
 import queue
 from pathlib import Path
