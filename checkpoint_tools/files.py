@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint against its files: sizes of all, contents of the small ones."""
+"""A checkpoint's files and its checksums.json in, an error naming the file that does not agree out."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -10,7 +10,6 @@ from mcore_rl.slices.hf.checksums import (
     FileSums,
     read_manifest,
     sum_file,
-    sum_ranges,
     sum_small_files,
     write_manifest,
 )
@@ -18,10 +17,11 @@ from mcore_rl.slices.megatron_files.integrity import REMEDY, check_sizes, find_d
 
 
 def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileSums] | None:
-    """The checksums that came with the checkpoint, or None, after checking every file but `data_files`.
+    """Return the checksums that came with a checkpoint, or None if there are none.
 
-    Those are checked while their tensors are read. ValueError names a file that is missing, has another
-    size, other contents, or none of its checksums.
+    The sizes of all files are checked, and the contents of all but `data_files`, which are checked
+    while their tensors are read. Raises ValueError with the file that is missing, has another size
+    or other contents, or has no checksums.
     """
     sums = read_manifest(folder)
     if sums is None:
@@ -38,9 +38,10 @@ def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileS
 
 
 def check_whole_files(checkpoint: Checkpoint) -> int:
-    """Compare with checksums.json what no tensor's reading has covered: headers and other items; how many.
+    """Compare with checksums.json all bytes but those of tensors: headers and objects.
 
-    ValueError names the file and what lies there.
+    Returns the number of checksums compared. Raises ValueError with the file and the object or
+    byte.
     """
     if checkpoint.sums is None:
         return 0
@@ -49,25 +50,18 @@ def check_whole_files(checkpoint: Checkpoint) -> int:
     count = 0
     for file in sorted({file for file, _ in tensors | names.keys()}):
         path = checkpoint.folder / file
-        left = [span for span in checkpoint.sums[file].spans if (file, span.start) not in tensors]
-        for span, found in zip(
-            left, sum_ranges(path, [(s.start, s.stop) for s in left]), strict=True
-        ):
-            if span != found:
-                what = (
-                    repr(names[file, span.start])
-                    if (file, span.start) in names
-                    else f"byte {span.start}"
-                )
-                raise ValueError(
-                    f"{path}: {what} does not agree with {MANIFEST}: the file is damaged"
-                )
-            count += 1
+        spans = [span for span in checkpoint.sums[file].spans if (file, span.start) not in tensors]
+        damaged = find_damage(checkpoint.folder, file, spans)
+        if damaged is not None:
+            key = names.get((file, damaged.start))
+            place = f"byte {damaged.start}" if key is None else repr(key)
+            raise ValueError(f"{path}: {place} does not agree with {MANIFEST}: the file is damaged")
+        count += len(spans)
     return count
 
 
 def write_checksums(checkpoint: Checkpoint) -> Path:
-    """Write checksums.json anew, of the files as they are now."""
+    """Write checksums.json for the files as they are now, and return its path."""
     edges: dict[str, list[int]] = defaultdict(list)
     for tensor in checkpoint.tensors.values():
         for chunk in tensor.chunks:

@@ -70,10 +70,11 @@ def run_train(config: Config) -> None:
         gpus.take(TRAINER, ALL)
         if config.algorithm.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
+        start_step = resume(trainer, config, {"prompts": prompts, "advantages": advantages}, newest)
         if critic is not None and start_step:
             gpus.take(CRITIC, ALL)
-            critic.load(str(folder.critic_checkpoint(start_step)))
+            saved = str(folder.critic_checkpoint(start_step))
+            critic.load(saved, verify=config.checkpoint.verify)
         client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
         packed = pack(config, trainer, folder, config.rollout.temperature)
         watched = processes.watched
@@ -108,7 +109,7 @@ def run_sft(config: Config) -> None:
     with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(config.sft.optimizer, config.sft.steps, sft_loss)
         trainer.wait_built()
-        start_step = resume(trainer, {"prompts": batches}, newest)
+        start_step = resume(trainer, config, {"prompts": batches}, newest)
         with make_log(config, folder, config.sft.steps, start_step) as log:
             fine_tune(config, batches, pack(config, trainer, folder), log, start_step)
         finish_training(config, trainer, folder)
@@ -131,7 +132,7 @@ def run_dpo(config: Config) -> None:
         trainer.wait_built()
         if config.algorithm.preference.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"pairs": stream}, newest)
+        start_step = resume(trainer, config, {"pairs": stream}, newest)
         with make_log(config, folder, options.steps, start_step) as log:
             optimise_preferences(
                 config, stream, batches, pack(config, trainer, folder), log, start_step

@@ -139,11 +139,11 @@ def sample_beside(
     )
 
 
-def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
+def resume(trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Any) -> int:
     """The step to continue after: 0 without a checkpoint. `parts`: what else has a state, by its name."""
     if newest is None:
         return 0
-    state = trainer.load(str(newest))
+    state = trainer.load(str(newest), verify=config.checkpoint.verify)
     if not state:
         raise ValueError(
             f"{newest} holds a model without the state of a run: choose its HuggingFace directory as "

@@ -102,9 +102,9 @@ class TrainedModel:
         """Wait until the save under way, if there is one, is complete."""
         self._checkpointer.finish(timeout_s)
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path, *, verify: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint of the same model in any layout; returns its `extra`."""
-        self.step, extra = self._checkpointer.load(Path(folder))
+        self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
         return extra
 
     def export_hf(self, out_dir: Path) -> None:

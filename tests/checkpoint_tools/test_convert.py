@@ -143,11 +143,11 @@ def test_eight_bit_values_and_scales_are_those_of_the_trainer(tmp_path: Path, co
     source, out = write_source("deepseek_v3", tmp_path / "hf"), tmp_path / "out"
     assert command("to-fp8", source, out, "--memory-budget", "4MiB") == 0
     before, after = read_all(source), read_all(out)
-    quantised = [name for name in after if name + "_scale_inv" in after]
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in quantised
-    assert MTP[0] not in quantised and MTP[1] in quantised
+    quantized = [name for name in after if name + "_scale_inv" in after]
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in quantized
+    assert MTP[0] not in quantized and MTP[1] in quantized
     for name, tensor in before.items():
-        if name not in quantised:
+        if name not in quantized:
             assert torch.equal(after[name], tensor), name
             continue
         values = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
@@ -196,7 +196,7 @@ def test_the_documented_commands_run(saved: Path, tmp_path: Path, monkeypatch: A
         "to-hf",
         "from-hf",
         "to-fp8",
-        "dequantise",
+        "dequantize",
         "inspect",
         "verify",
         "checksums",
@@ -229,7 +229,7 @@ def test_tensors_of_mixed_precision_come_out_in_one(tmp_path: Path, command: Any
         assert file.metadata() == {"format": "pt"}
 
 
-def test_stacked_experts_are_not_quantised(
+def test_stacked_experts_are_not_quantized(
     saved: Path, tmp_path: Path, command: Any, capsys: Any
 ) -> None:
     assert command("to-fp8", saved / "gpt_oss/hf", tmp_path / "out") == 2

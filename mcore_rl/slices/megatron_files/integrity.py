@@ -1,6 +1,7 @@
 """A checkpoint folder and its checksums.json in, an error naming the damaged file out.
 
-The bytes are divided among ranks, so that all ranks together read each byte once. Peak memory: 4 MiB.
+The bytes are divided among ranks, so that all ranks together read each byte once.
+Peak memory: 4 MiB.
 """
 
 from collections import defaultdict
@@ -13,7 +14,7 @@ REMEDY = "if it was changed on purpose, write the checksums anew: mcore-rl-ckpt 
 
 
 def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:
-    """Raise ValueError with the path of a file that is missing or has another size than recorded."""
+    """Raise ValueError with the path of a file that is missing or has another size."""
     for name, entry in sorted(sums.items()):
         path = folder / name
         if not path.is_file():
@@ -25,13 +26,11 @@ def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:
             )
 
 
-def spans_of_rank(
-    sums: Mapping[str, FileSums], rank: int, num_ranks: int
-) -> dict[str, list[Span]]:
+def spans_of_rank(sums: Mapping[str, FileSums], rank: int, num_ranks: int) -> dict[str, list[Span]]:
     """Return the spans, by file, that one of `num_ranks` ranks is to check.
 
-    Each span goes to exactly one rank: the one in whose equal share of all bytes its middle lies. A rank's
-    spans are consecutive, so that it reads sequentially.
+    Each span goes to exactly one rank: the one in whose equal share of all bytes its middle lies.
+    A rank's spans are consecutive, so that it reads sequentially.
     """
     total = sum(entry.num_bytes for entry in sums.values())
     shares: dict[str, list[Span]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """The `.metadata` file of a torch_dist checkpoint in, inert records and stored places out.
 
-The file is a pickle. It is read without importing what it names, so it cannot run code: each class on the
-allow-list becomes an inert record, and any other name is refused.
+The file is a pickle. It is read without importing what it names, so it cannot run code: each class
+on the allow-list becomes an inert record, and any other name is refused.
 """
 
 import io
@@ -62,7 +62,8 @@ _RECORDS = {
 }
 """Module -> its classes that a `.metadata` file may name: data classes, enums and paths.
 
-Names are exact. A prefix would let `<module>.os.system` through, which pickle resolves by attributes.
+Names are exact. A prefix would let `<module>.os.system` through, which pickle resolves by
+attributes.
 """
 _PLAIN = {
     ("torch", "Size"): tuple,
@@ -98,7 +99,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Place:
-    """The bytes [start, start + num_bytes) of a file that hold one chunk of a tensor, or one object."""
+    """The bytes [start, start + num_bytes) of a file: a chunk of a tensor, or an object."""
 
     key: str
     file: str
@@ -137,10 +138,11 @@ def read_metadata(content: bytes, path: object) -> Record:
 
 
 def read_places(metadata: Record) -> dict[tuple[str, Shape | None], Place]:
-    """Return where everything is stored: (key, offset of the chunk, or None for an object) -> place.
+    """Return where everything is stored: (key, offset of the chunk) -> place.
 
-    Raises ValueError, without the path of the file, for an entry that is damaged, stored twice, stored
-    transformed, or outside the checkpoint's folder.
+    The offset of an object, which has no chunks, is None.
+    Raises ValueError, without the path of the file, for an entry that is damaged, stored twice,
+    stored transformed, or outside the checkpoint's folder.
     """
     places: dict[tuple[str, Shape | None], Place] = {}
     for index, info in metadata.get("storage_data").items():
