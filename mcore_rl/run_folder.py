@@ -1,11 +1,11 @@
 """The folder of a run in; the places of its files, its lock and its newest checkpoint out.
 
-    run.lock         locked while a command writes here; names the process that did last
-    logs/            controller.log, one file per rank and per engine
-    config.yaml      the recipe with all overrides and defaults
-    checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
-    hf/, critic_hf/  the exported policy and critic
-    metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
+run.lock         locked while a command writes here; names the process that did last
+logs/            controller.log, one file per rank and per engine
+config.yaml      the recipe with all overrides and defaults
+checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
+hf/, critic_hf/  the exported policy and critic
+metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
 """
 
 import logging
