@@ -7,7 +7,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "reward/mean": "mean reward of the samples the step trains on",
         "reward/std": "their standard deviation, over all samples",
         "reward/groups_without_signal": "share of groups whose rewards are all equal",
-        "reward/part/<name>": "mean of one of the numbers that rewards are made of",
+        "reward/part/<name>": "mean of one number that rewards are made of",
         "reward/errors": "samples whose reward failed and counts as reward.error_value",
     },
     "Sampling": {
@@ -139,8 +139,11 @@ surrogate, which UTF-8 lacks, is written as a JSON escape.
 
 This page is made from the list in `mcore_rl/metrics/names.py`:
 
-```bash
-python -c "from mcore_rl.metrics.names import make_document as make; print(make(), end='')" > docs/metrics.md
+```python
+from pathlib import Path
+from mcore_rl.metrics.names import make_document
+
+Path("docs/metrics.md").write_text(make_document())
 ```
 """
 

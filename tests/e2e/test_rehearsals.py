@@ -14,8 +14,8 @@ from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 
-MAX_DIFF = 1e-3
-"""Nats between trainer and engines. A step moves log-probs by more: an engine that missed a sync shows."""
+MAX_DIFF = 1e-4
+"""Nats between trainer and engines; a step must move log-probs by far more."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_step_moves_weights_and_a_restart_goes_on(
     finish(runs, "train", f"recipe={recipe}", "rehearse=true", run_dir=tmp_path / "run")
     check_step(runs[-1], 1)
     after_one = load_weights(folder)
-    check_export(folder)
+    logprobs_after_one = compute_logprobs(folder)
 
     again = ("run.steps=2", "run.resume=true")
     finish(runs, "train", f"recipe={recipe}", "rehearse=true", *again, run_dir=tmp_path / "run")
@@ -45,6 +45,8 @@ def test_a_step_moves_weights_and_a_restart_goes_on(
     assert after_one.keys() == after_two.keys()
     changed = [name for name, value in after_one.items() if not value.equal(after_two[name])]
     assert len(changed) > len(after_one) / 2, f"{recipe}: only {len(changed)} tensors have changed"
+    moved = (compute_logprobs(folder) - logprobs_after_one).abs().max()
+    assert moved > 10 * MAX_DIFF, "an engine that missed a sync would go unnoticed"
 
 
 def finish(runs: list[Run], *args: str, run_dir: Path) -> None:
@@ -58,13 +60,11 @@ def check_step(run: Run, step: int) -> None:
     """The gradient is not zero, engines agree with the trainer, and held-out prompts were tried."""
     rows = run.metrics("../run_rehearsal")
     metrics = {name: value for row in rows if row["step"] == step for name, value in row.items()}
-    assert metrics["reward/groups_without_signal"] < 1 or metrics["rollout/samples"] == 32
     assert metrics["reward/std"] > 0.1
     assert metrics["loss/grad_norm"] > 0 and math.isfinite(metrics["loss/total"])
     assert metrics["logprob_diff/mean"] < MAX_DIFF
     assert 0 < metrics["sync/canary_diff"] < MAX_DIFF
     assert metrics["eval/prompts"] > 0
-    # The policy has moved by far more than the difference that is tolerated.
     print({name: metrics.get(name) for name in ("time/step", "logprob_diff/mean", "time/sync")})
 
 
@@ -76,11 +76,13 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-def check_export(folder: Path) -> None:
-    """transformers finds every weight of its model in the export, and computes with it."""
+def compute_logprobs(folder: Path) -> torch.Tensor:
+    """Log-probs by transformers, which must find every weight of its model in the export."""
     model, report = AutoModelForCausalLM.from_pretrained(
         folder / "hf", dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"], report["missing_keys"]
-    logits = model(torch.arange(1, 9)[None]).logits
-    assert logits.isfinite().all()
+    with torch.no_grad():
+        logprobs = model(torch.arange(1, 9)[None]).logits.log_softmax(-1)
+    assert logprobs.isfinite().all()
+    return logprobs
