@@ -100,9 +100,14 @@ class RewardConfig:
     """Tokens before rollout.max_response_len over which a penalty grows; 0: none (DAPO)."""
     overlong_penalty: float = 1.0
     """What a response of the full length loses."""
+    noise: float = 0.0
+    """Add to each part of a reward a pseudo-random number in [0, noise) made of prompt and response;
+    rehearse=true sets it, as a random model earns nothing that could move its weights."""
 
     def __post_init__(self) -> None:
         positive("reward.timeout_s", self.timeout_s)
+        if self.noise < 0:
+            raise ValueError(f"reward.noise={self.noise}: must not be negative")
         if len(self.parts) != len(self.weights):
             raise ValueError(
                 f"reward.parts={self.parts} and reward.weights={self.weights}: there must be one per part"

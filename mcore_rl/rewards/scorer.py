@@ -15,6 +15,7 @@ from typing import Any, Self
 from mcore_rl.config import RewardConfig
 from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
+from mcore_rl.rewards.noise import noise_of
 from mcore_rl.rewards.user_function import Answer, Fields, describe_error, load_function
 from mcore_rl.types import Sample, Scores
 
@@ -63,7 +64,13 @@ class Scorer:
         numbers, errors = self._numbers(samples)
         scored = [self._score(*pair) for pair in zip(numbers, errors, strict=True)]
         errors = [error for _, error in scored]
+        # A failed sample counts as 0 in each part: a NaN would reach advantages made of parts.
+        numbers = [
+            _only_finite(sample_numbers) if error else sample_numbers
+            for sample_numbers, error in zip(numbers, errors, strict=True)
+        ]
         self._log_errors(samples, errors)
+        noises_N = self._add_noise(samples, numbers)
         names = dict.fromkeys([*self._config.parts, *chain(*numbers)])
         parts = {
             name: [sample_numbers.get(name, 0.0) for sample_numbers in numbers]
@@ -77,7 +84,8 @@ class Scorer:
         if self._config.overlong_buffer_len:
             parts["overlong_penalty"] = penalties
         rewards_N = [
-            reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)
+            reward + noise + penalty
+            for (reward, _), noise, penalty in zip(scored, noises_N, penalties, strict=True)
         ]
         return Scores(rewards_N, parts, errors)
 
@@ -134,6 +142,21 @@ class Scorer:
             return self._config.error_value, f"it is {reward}"
         return reward, ""
 
+    def _add_noise(
+        self, samples: Sequence[Sample], numbers: Sequence[dict[str, float]]
+    ) -> list[float]:
+        """Add reward.noise to the parts in `numbers`; return what each reward gains by it."""
+        width = self._config.noise
+        if not width:
+            return [0.0] * len(samples)
+        gains = []
+        for sample, parts in zip(samples, numbers, strict=True):
+            noises = {name: width * noise_of(sample, name) for name in self._weights}
+            for name, noise in noises.items():
+                parts[name] = parts.get(name, 0.0) + noise
+            gains.append(sum(self._weights[name] * noise for name, noise in noises.items()))
+        return gains
+
     def _log_errors(self, samples: Sequence[Sample], errors: Sequence[str]) -> None:
         failed = [(sample, error) for sample, error in zip(samples, errors, strict=True) if error]
         for sample, error in failed[:LOGGED_ERRORS]:
@@ -161,6 +184,10 @@ def overlong_penalty(response_len: int, max_response_len: int, config: RewardCon
         return 0.0
     beyond = response_len - (max_response_len - config.overlong_buffer_len)
     return -config.overlong_penalty * min(max(beyond / config.overlong_buffer_len, 0.0), 1.0)
+
+
+def _only_finite(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _fields(sample: Sample) -> Fields:

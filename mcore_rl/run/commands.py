@@ -205,15 +205,16 @@ def _run(
     if with_engines:
         check_engines(config, policy)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)
-    newest = folder.prepare(config)
-    _log.info("start-up")
-    with run_processes(
-        config,
-        policy,
-        folder.logs,
-        with_engines=with_engines,
-        with_trainer=with_trainer,
-        with_critic=with_critic,
-        served=served,
-    ) as processes:
-        yield folder, newest, processes
+    with folder.locked():
+        newest = folder.prepare(config)
+        _log.info("start-up")
+        with run_processes(
+            config,
+            policy,
+            folder.logs,
+            with_engines=with_engines,
+            with_trainer=with_trainer,
+            with_critic=with_critic,
+            served=served,
+        ) as processes:
+            yield folder, newest, processes

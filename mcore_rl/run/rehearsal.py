@@ -6,12 +6,19 @@ modes of the rollout, the reward's function, who shares GPUs with whom.
 """
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelConfig
+from mcore_rl.config import (
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    ServedModelConfig,
+)
 from mcore_rl.config.recipe import value_of
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
 from mcore_rl.slices.families import refuse_unsupported
@@ -23,6 +30,10 @@ MOST_RANKS = 4
 PROMPTS, SAMPLES = 8, 4
 MAX_PROMPT_LEN, MAX_RESPONSE_LEN, MAX_TOKENS = 64, 16, 1024
 KV_CACHE_LEN = 8192
+REWARD_NOISE = 1.0
+"""Added to rewards (rewards/noise.py), as a random model earns 0 for all that it says."""
+LEARNING_RATE = 1e-3
+"""One step at this rate changes log-probs far more than arithmetic does, so stale engines show."""
 
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -54,6 +65,11 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     `given`: options ("run.steps") asked for beside rehearse=true. Of them, run.steps and run.resume are kept;
     see `replaced` for the others.
     """
+    print(
+        f"in a rehearsal every reward gets a pseudo-random number below {REWARD_NOISE:g}, and"
+        f" optimizers step at {LEARNING_RATE:g}, so that a random model learns something",
+        file=sys.stderr,
+    )
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
     critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
@@ -74,9 +90,17 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
         train=replace(
-            config.train, max_tokens_per_microbatch=MAX_TOKENS, mini_batches=mini_batches
+            config.train,
+            max_tokens_per_microbatch=MAX_TOKENS,
+            mini_batches=mini_batches,
+            optimizer=_moving(config.train.optimizer),
         ),
-        critic=replace(critic, mini_batches=min(critic.mini_batches, SMALLEST), warmup_steps=0),
+        critic=replace(
+            critic,
+            mini_batches=min(critic.mini_batches, SMALLEST),
+            warmup_steps=0,
+            optimizer=_moving(critic.optimizer),
+        ),
         data=replace(
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
         ),
@@ -94,6 +118,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             config.reward,
             workers=min(config.reward.workers, 1),
             overlong_buffer_len=min(config.reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
+            noise=REWARD_NOISE,
         ),
         eval=replace(
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
@@ -112,6 +137,10 @@ def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[
         if before != after:
             lines.append(f"{name}={after}, not {before}")
     return lines
+
+
+def _moving(optimizer: OptimizerConfig) -> OptimizerConfig:
+    return replace(optimizer, lr=LEARNING_RATE, warmup_steps=0)
 
 
 def _smallest(size: int) -> int:
