@@ -56,7 +56,7 @@ class ServedEngines:
         found = dict(self._running)
         for role, group in self._groups.items():
             config, addresses = self._configs[role], tuple(group.wait_built())
-            found[role] = ServedEndpoint(role, config, addresses, group.rotation, config.path)
+            found[role] = ServedEndpoint(role, config, addresses, group.health, config.path)
         return found
 
     def watches(self) -> list[Awaitable[None]]:

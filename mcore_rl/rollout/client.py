@@ -77,14 +77,14 @@ class RolloutClient:
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         experts_shape: RoutedExpertsShape | None = None,
-        rotation: EngineHealth | None = None,
+        health: EngineHealth | None = None,
     ) -> None:
         """`experts_shape`: of what engines tell of the experts that they chose, if they do.
-        `rotation`: which engines serve, asked before each request; None: all of them, always.
+        `health`: which engines serve, asked before each request; None: all of them, always.
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
-        self._rotation = rotation or EngineHealth([address.url for address in engines])
+        self._health = health or EngineHealth([address.url for address in engines])
         self._engines = [_Engine(address) for address in engines]
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
@@ -163,10 +163,10 @@ class RolloutClient:
 
     def _pick(self, request: Request, failed: Sequence[_Engine]) -> _Engine:
         """The engine of the prompt's other samples, which caches the prompt, unless it is too loaded."""
-        in_rotation = [e for e in self._engines if not self._rotation.why_out(e.address.url)]
+        in_rotation = [e for e in self._engines if not self._health.why_out(e.address.url)]
         if not in_rotation:
             reasons = "; ".join(
-                f"{e.address}: {self._rotation.why_out(e.address.url)}" for e in self._engines
+                f"{e.address}: {self._health.why_out(e.address.url)}" for e in self._engines
             )
             raise RolloutError(f"no engine in rotation for {request}: {reasons}")
         candidates = [engine for engine in in_rotation if engine not in failed] or in_rotation

@@ -25,12 +25,12 @@ class EngineHealth:
     def __init__(self, urls: Sequence[str], weights_stay: bool = False) -> None:
         """All of `urls` serve, until something else is learnt."""
         self._weights_stay = weights_stay
-        self._lives = {url: EngineState(url) for url in urls}
+        self._states = {url: EngineState(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
 
     @property
-    def lives(self) -> list[EngineState]:
-        return list(self._lives.values())
+    def states(self) -> list[EngineState]:
+        return list(self._states.values())
 
     @property
     def serving(self) -> list[str]:
@@ -40,21 +40,21 @@ class EngineHealth:
         """Why the engine at `url` gets no requests; empty while it does."""
         return self._why_out[url]
 
-    def note(self, lives: Sequence[EngineState]) -> None:
+    def note(self, states: Sequence[EngineState]) -> None:
         """Take in what the engines' watch saw: what a new process serves is not the current weights.
 
         Several may watch at once; what was seen of an earlier process counts for nothing.
         """
-        for life in lives:
-            if life.restarts < self._lives[life.url].restarts:
+        for state in states:
+            if state.restarts < self._states[state.url].restarts:
                 continue
-            if life.restarts > self._lives[life.url].restarts:
-                self._why_out[life.url] = "its server died and was started again"
-                _log.warning("engine %s: %s", life.url, self._why_out[life.url])
-            elif self._weights_stay and life.healthy and self._why_out[life.url]:
-                self._why_out[life.url] = ""
-                _log.info("engine %s serves again", life.url)
-            self._lives[life.url] = life
+            if state.restarts > self._states[state.url].restarts:
+                self._why_out[state.url] = "its server died and was started again"
+                _log.warning("engine %s: %s", state.url, self._why_out[state.url])
+            elif self._weights_stay and state.healthy and self._why_out[state.url]:
+                self._why_out[state.url] = ""
+                _log.info("engine %s serves again", state.url)
+            self._states[state.url] = state
 
     def set_serving(self, urls: Collection[str], reasons: Mapping[str, str]) -> None:
         """From here on `urls` serve and no others; `reasons` says why not, where that is known."""

@@ -97,9 +97,9 @@ class ServedClient:
             ) from None
 
     def _pick(self) -> EngineAddress:
-        rotation = self._model.rotation
-        serving = [engine for engine in self._model.engines if not rotation.why_out(engine.url)]
+        health = self._model.health
+        serving = [engine for engine in self._model.engines if not health.why_out(engine.url)]
         if not serving:
-            reasons = "; ".join(f"{e}: {rotation.why_out(e.url)}" for e in self._model.engines)
+            reasons = "; ".join(f"{e}: {health.why_out(e.url)}" for e in self._model.engines)
             raise _Transient(f"no engine serves: {reasons}")
         return min(serving, key=lambda engine: self._in_flight[engine.url])

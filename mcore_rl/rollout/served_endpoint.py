@@ -21,7 +21,7 @@ class ServedEndpoint:
     """Where a judge, reward model or teacher answers.
 
     role      the config group, which names it in messages
-    engines   its servers; requests go to those that `rotation` says serve
+    engines   its servers; requests go to those that `health` says serve
     model     what requests to OpenAI-compatible endpoints name it
     api_key   empty where none is needed
     """
@@ -29,7 +29,7 @@ class ServedEndpoint:
     role: str
     config: ServedModelConfig
     engines: tuple[EngineAddress, ...]
-    rotation: EngineHealth
+    health: EngineHealth
     model: str
     api_key: str = ""
 

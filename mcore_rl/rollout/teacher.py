@@ -71,7 +71,7 @@ class Teacher:
         before = len(sample.prompt.token_ids)
         tokens = (*sample.prompt.token_ids, *sample.response_ids)
         while True:
-            if serving := self._served.rotation.serving:
+            if serving := self._served.health.serving:
                 url = serving[(index + len(failures)) % len(serving)]
                 try:
                     return tuple(await score_tokens(http, url, tokens, before - 1))

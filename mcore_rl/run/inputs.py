@@ -12,6 +12,7 @@ from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.planning.checks import check_sizes
+from mcore_rl.players.canary import make_probe
 from mcore_rl.rewards.model_scorers import JudgeScorer, ModelScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
@@ -20,7 +21,7 @@ from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf.carried import carried_tensors
 from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.hf.files import open_hf_dir
-from mcore_rl.types import Prompt
+from mcore_rl.types import Prompt, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class TrainInputs:
     scorer: Scorer
     loss: TokenLoss
     advantages: Advantages
+    canary_probe: TrainBatch
+    """Prompts that engines and trainer score at the first sync, before there are samples."""
 
 
 def read_train_inputs(config: Config) -> TrainInputs:
@@ -40,13 +43,15 @@ def read_train_inputs(config: Config) -> TrainInputs:
     tokenizer = open_tokenizer(config, "data.train")
     check_routing(config.train, read_hf_config(config.model.path))
     prompts = load_split(config, config.data.train, tokenizer)
+    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     inputs = TrainInputs(
         tokenizer,
         ShuffledStream(prompts, config.run.seed, config.data.shuffle),
-        load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
+        held_out,
         make_scorer(config),
         make_policy_loss(config.algorithm),
         Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
+        make_probe(held_out or prompts, config.canary.sequences),
     )
     if config.has_critic:
         check_critic(config)

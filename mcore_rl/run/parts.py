@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.host import node_address
+from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config
@@ -66,7 +66,7 @@ def make_client(
         [stop],
         decode,
         experts_shape(config),
-        engines.rotation,
+        engines.health,
     )
 
 
@@ -112,7 +112,7 @@ def make_sync(
         record=partial(record_layouts, config),
     )
     canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
-    return EngineSync(sync_controller, canary, engines.rotation, engines.look, watched, gpus)
+    return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 
 def sample_beside(

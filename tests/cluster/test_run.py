@@ -158,7 +158,7 @@ def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
         assert report.failed == {}
 
     asyncio.run(run.engines.look())
-    assert run.engines.rotation.serving == [run.address.url]
+    assert run.engines.health.serving == [run.address.url]
     asyncio.run(guard(sync(), run.trainer.watch(), run.engines.watch()))
 
 
@@ -211,7 +211,7 @@ def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
     before = ask(engine.url)
 
     async def serves(wanted: bool) -> None:
-        while (judge.rotation.serving == [engine.url]) is not wanted:
+        while (judge.health.serving == [engine.url]) is not wanted:
             await asyncio.sleep(0.1)
 
     [server] = run.served.server_pids("judge")
