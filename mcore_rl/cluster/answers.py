@@ -1,5 +1,4 @@
-"""Waiting for a call that was sent to several ranks: Ray object references in, results or one error
-out.
+"""Waiting for a call to several ranks: Ray object references in, results or one error out.
 
 The first failure ends the wait. If a rank died, its death is reported and not the exceptions of the
 ranks that were communicating with it, because those follow from the death.
@@ -29,9 +28,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as error messages name it; `place` is its coordinate in words, empty until it is
-    known.
-    """
+    """A rank as error messages name it; `place` is its coordinate in words, once known."""
 
     role: str
     index: int
@@ -146,9 +143,7 @@ def _death_message(rank: Rank, cause: str, method: str) -> str:
 
 
 def _exception_message(raised: Sequence[tuple[Rank, Raised]]) -> str:
-    """Return the exception of the lowest rank with its frames, and which other ranks raised as
-    well.
-    """
+    """Return the exception of the lowest rank, and which other ranks raised as well."""
     rank, first = min(raised, key=lambda entry: entry[0].index)
     other_indices = sorted(other.index for other, _ in raised if other is not rank)
     also = f"also raised on: {_name_ranks(other_indices)}" if other_indices else ""

@@ -1,4 +1,4 @@
-"""The ranks of one role as one object: a method call in, the ranks' answers or one RankError out."""
+"""The ranks of one role as one object: a method call in, all answers or one error out."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -164,7 +164,7 @@ class RankGroup:
         return self.finish(self._expect("pid", refs, deadline_s))
 
     def meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
-        """Return, by rank, an (address, free port) of its machine for torch.distributed to meet at."""
+        """Return, by rank, (address, free port) of its machine for ranks to meet at."""
         refs = [actor.meeting_point.remote() for actor in self._actors]
         return self.finish(self._expect("start-up", refs, deadline_s))
 

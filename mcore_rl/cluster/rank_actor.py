@@ -93,17 +93,13 @@ class RankActor:
 
 
 def node_address() -> str:
-    """Return this machine's address for the other processes of the run; loopback if it is the only
-    one.
-    """
+    """Return this machine's address for the run's other processes; loopback if it is alone."""
     has_other_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
     return ray.util.get_node_ip_address() if has_other_nodes else "127.0.0.1"
 
 
 def redirect_output(path: Path) -> None:
-    """Append what this process and its children print to `path`, line by line, crash stacks
-    included.
-    """
+    """Append the output of this process and its children, crash stacks included, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

@@ -1,5 +1,4 @@
-"""After each weight sync, trainer and engines score the same few sequences; engines that disagree
-are named.
+"""A check after each weight sync: trainer and engines score the same sequences and must agree.
 
 The sequences are the first of the step's own samples. At the first sync of a run there are none
 yet, so they come from the run's prompts (`make_probe`).
@@ -65,9 +64,7 @@ def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
 
 
 class Canary:
-    """Compares the engines' log-probs of a few sequences with those of the trainer's current
-    weights.
-    """
+    """Compares the engines' log-probs of a few sequences with the trainer's."""
 
     def __init__(
         self,

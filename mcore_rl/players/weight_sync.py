@@ -1,5 +1,4 @@
-"""Trainer weights in, engines that serve them out: sync, canary check, and re-linking of lost
-engines.
+"""Trainer weights in, engines that serve them out; lost engines are linked again.
 
 The order of one sync: link new engines -> send weights -> trainer and engines score the same
 sequences -> requests go to the engines that agree.

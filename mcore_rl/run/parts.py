@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
     """The models beside the policy, once they are up; those that give rewards are the scorer's."""
-    served = processes.served.wait()
+    served = processes.served_engines.wait_built()
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
     clients = {role: ServedClient(model) for role, model in served.items()}
@@ -127,10 +127,17 @@ def sample_beside(
     """What samples beside training, if the recipe wants that."""
     if config.rollout.mode == "sync":
         return nullcontext()
-    version = WeightVersion(start_step)
-    watched, start = processes.watched, processes.start_watched
     return BackgroundSampler(
-        config, version, prompts, client, scorer, watched, start, weights.revive
+        config.rollout,
+        config.run.seed,
+        WeightVersion(start_step),
+        prompts,
+        client,
+        scorer,
+        processes.watched,
+        processes.start_watched,
+        weights.revive,
+        with_greedy=config.algorithm.advantage == "remax",
     )
 
 
