@@ -21,6 +21,7 @@ import ray._private.worker
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.config import ClusterConfig
+from mcore_rl.device import has_cuda
 
 TEMP_PREFIX = "mcore_rl_ray_"
 JOIN_TIMEOUT_S = 10.0
@@ -73,7 +74,7 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
-        object_store_memory=config.object_store_mib * 2**20,
+        object_store_memory=_object_store_mib(config) * 2**20,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -81,6 +82,13 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     )
     _exit_on_sigterm()
     _raise_if_ray_is_lost()
+
+
+def _object_store_mib(config: ClusterConfig) -> int:
+    """The size in the recipe; by default one for the rollouts of a machine with GPUs, or of a laptop."""
+    if config.object_store_mib is not None:
+        return config.object_store_mib
+    return 8192 if has_cuda() else 512
 
 
 def _raise_if_ray_is_lost(*_: object) -> None:
