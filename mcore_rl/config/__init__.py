@@ -15,11 +15,9 @@ from mcore_rl.config.algorithm import (
 from mcore_rl.config.consistency import (
     check_colocated,
     check_colocated_models,
-    check_critic_fits,
     check_quantization,
     check_replay,
     check_steps,
-    check_teacher,
 )
 from mcore_rl.config.rollout import (
     CanaryConfig,
@@ -116,26 +114,10 @@ class Config:
     def __post_init__(self) -> None:
         for role, model in self.served_models.items():
             model.check(role)
-        has_critic, rollout, train = self.has_critic, self.rollout, self.train
+        rollout, train = self.rollout, self.train
         check_quantization(rollout, self.model)
-        check_replay(train, self.algorithm, self.drift)
-        check_teacher(self.algorithm, self.teacher, rollout)
+        check_replay(train, self.drift)
         check_colocated_models(self.served_models, self.parallel, rollout)
         check_steps(self.algorithm, rollout, train, self.critic)
         if self.cluster.colocated:
             check_colocated(self.parallel, rollout)
-        if has_critic and self.critic.colocated:
-            check_critic_fits(self.critic.parallel, self.parallel)
-        shares_gpus = self.cluster.colocated or (has_critic and self.critic.colocated)
-        shares_gpus = shares_gpus or any(
-            model.is_colocated for model in self.served_models.values()
-        )
-        if self.cluster.offload and not shares_gpus:
-            raise ValueError(
-                "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
-                " critic.colocated=true or cluster.offload=false"
-            )
-
-    @property
-    def has_critic(self) -> bool:
-        return self.algorithm.needs_critic

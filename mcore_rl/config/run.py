@@ -32,6 +32,8 @@ class DataConfig:
     max_prompt_len: int = 512
     overlong: str = "filter"
     shuffle: bool = True
+    cache_dir: str = ""
+    """Folder that keeps tokenized files; empty: mcore_rl/tokens in $XDG_CACHE_HOME or ~/.cache."""
 
     def __post_init__(self) -> None:
         one_of("data.overlong", self.overlong, ("filter", "error"))
@@ -124,6 +126,10 @@ class EvalConfig:
     max_prompts: int = 256
     pass_k: int = 1
     """Besides greedy accuracy, report pass@k from k samples at the rollout temperature; 1 leaves it out."""
+    correct_part: str = ""
+    """Part of the reward that says whether an answer is right; empty: the reward before penalties."""
+    correct_at: float | None = None
+    """Least value of a right answer; None: full marks, 1 for a number that rates an answer from 0 to 1."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Sizes of a recipe that must fit one another and the model; errors name both numbers and a remedy."""
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.families import family_of
@@ -13,7 +14,7 @@ def check_sizes(config: Config) -> None:
     """ValueError where a layout does not divide the model, or a sequence does not fit where it has to be."""
     hf_config = read_hf_config(config.model.path)
     check_layout(hf_config, config.parallel)
-    if config.has_critic:
+    if needs_of(config.algorithm).critic:
         check_layout(hf_config, config.critic.parallel, "critic.parallel")
     check_lens(config, hf_config)
 

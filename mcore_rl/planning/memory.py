@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
 from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts
@@ -58,7 +59,7 @@ def predict_memory(config: Config, side: Side | None = None) -> list[RankMemory]
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
         ranks += _trainer_gpus(config, hf_config)
-    if side in (None, "critic") and config.has_critic and not config.critic.colocated:
+    if side in (None, "critic") and needs_of(config.algorithm).critic and not config.critic.colocated:
         ranks += _own_gpus("critic", _critic(config, hf_config), config.critic.parallel)
     if side in (None, "engine") and not config.cluster.colocated:
         ranks += _engine_ranks(_engines(config, hf_config))
@@ -68,7 +69,7 @@ def predict_memory(config: Config, side: Side | None = None) -> list[RankMemory]
 def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
     parallel = config.parallel
     trainer = _trained(config, hf_config, parallel, sends=True)
-    critic = _critic(config, hf_config) if config.has_critic and config.critic.colocated else []
+    critic = _critic(config, hf_config) if needs_of(config.algorithm).critic and config.critic.colocated else []
     engines = _engines(config, hf_config) if config.cluster.colocated else []
     served = {
         role: _served_bytes(model)

@@ -19,6 +19,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
 from mcore_rl.loops.sampling import groups_with_signal
 from mcore_rl.players.generator import make_sampling
@@ -74,7 +75,7 @@ class BackgroundSampler:
             in_order=rollout.mode == "one_step_off",
             waits=rollout.stale == "wait",
         )
-        self._with_greedy = config.algorithm.advantage == "remax"
+        self._with_greedy = needs_of(config.algorithm).greedy_baseline
         self._max_in_flight = rollout.max_in_flight or max(
             client.max_in_flight, rollout.samples_per_prompt
         )

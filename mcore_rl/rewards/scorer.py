@@ -88,10 +88,11 @@ class Scorer:
         ]
         if self._config.overlong_buffer_len:
             parts["overlong_penalty"] = penalties
+        unpenalized_N = [reward for reward, _ in scored]
         rewards_N = [
-            reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)
+            reward + penalty for reward, penalty in zip(unpenalized_N, penalties, strict=True)
         ]
-        return Scores(rewards_N, parts, errors)
+        return Scores(rewards_N, parts, errors, unpenalized_N=unpenalized_N)
 
     def __enter__(self) -> Self:
         return self

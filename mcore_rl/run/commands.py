@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_rl.algo.build import make_policy_loss, sft_loss
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
-from mcore_rl.loops.dpo import optimise_preferences
+from mcore_rl.loops.dpo import optimize_preferences
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
@@ -54,15 +55,16 @@ def run_train(config: Config) -> None:
     inputs = read_train_inputs(config)
     prompts, scorer, advantages = inputs.prompts, inputs.scorer, inputs.advantages
     served = ("judge", "reward_model", "teacher")
+    needs = needs_of(config.algorithm)
     run = _run(
-        config, with_engines=True, with_trainer=True, with_critic=config.has_critic, served=served
+        config, with_engines=True, with_trainer=True, with_critic=needs.critic, served=served
     )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
         trainer, critic, gpus = started.trainer, started.critic, started.gpus
         others = connect(scorer, processes)
         gpus.take(TRAINER, ALL)
-        if config.algorithm.needs_reference:
+        if needs.reference:
             trainer.snapshot_reference()
         start_step = resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
         if critic is not None and start_step:
@@ -110,7 +112,7 @@ def run_sft(config: Config) -> None:
 
 
 def run_dpo(config: Config) -> None:
-    """`mcore-rl dpo`: preference optimisation of the weights in model.path, to <run.dir>/hf."""
+    """`mcore-rl dpo`: preference optimization of the weights in model.path, to <run.dir>/hf."""
     tokenizer = open_tokenizer(config, "dpo.data")
     config = without_replay(config)
     options = config.dpo
@@ -127,7 +129,7 @@ def run_dpo(config: Config) -> None:
             trainer.snapshot_reference()
         start_step = resume(trainer, {"pairs": stream}, newest)
         with make_log(config, folder, options.steps, start_step) as log:
-            optimise_preferences(
+            optimize_preferences(
                 config, stream, batches, pack(config, trainer, folder), log, start_step
             )
         finish_training(config, trainer, folder)

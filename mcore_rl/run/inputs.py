@@ -6,7 +6,10 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mcore_rl.algo.build import Advantages, TokenLoss, make_policy_loss
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
+from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
@@ -37,6 +40,7 @@ class TrainInputs:
 
 def read_train_inputs(config: Config) -> TrainInputs:
     """ValueError naming the option if a file cannot be used, or a size or a model does not fit the rest."""
+    check_algorithm(config)
     tokenizer = open_tokenizer(config, "data.train")
     check_routing(config.train, read_hf_config(config.model.path))
     prompts = load_split(config, config.data.train, tokenizer)
@@ -48,7 +52,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
         make_policy_loss(config.algorithm),
         Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
     )
-    if config.has_critic:
+    if needs_of(config.algorithm).critic:
         check_critic(config)
     check_sizes(config)
     if config.teacher.path:

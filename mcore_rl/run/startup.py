@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.algo.build import TokenLoss, make_value_loss
+from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses

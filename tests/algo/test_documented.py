@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.algo.advantages import ADVANTAGES
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.build import Advantages, make_policy_loss
+from mcore_rl.algo.choice import advantages, losses
+from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.kl import KL_ESTIMATORS
-from mcore_rl.algo.losses import LOSSES
+from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.config.recipe import load_recipe
 
@@ -37,7 +37,7 @@ def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
 
 @pytest.mark.parametrize(
     "registry",
-    [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES],
+    [advantages, losses, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES],
     ids=lambda r: r.option,
 )
 def test_every_choice_is_named(registry) -> None:
