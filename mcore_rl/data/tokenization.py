@@ -103,10 +103,13 @@ def fingerprint(tokenizer: Any) -> str | None:
     template = getattr(tokenizer, "chat_template", None)
     if backend is None or template is None or "strftime_now" in str(template):
         return None
+    state = json.loads(backend.to_str())
+    for name in ("truncation", "padding"):  # calls change these two, chat templates ignore them
+        state.pop(name, None)
     parts = [
         type(tokenizer).__name__,
         transformers.__version__,
-        backend.to_str(),
+        state,
         template,
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
     ]

@@ -1,4 +1,4 @@
-"""What the commands do: a checked Config in, a run folder out; parts are made here and handed to loops."""
+"""The commands: a checked Config in, a run folder out. They make the parts of a run and hand them to loops."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
 from mcore_rl.loops.dpo import optimize_preferences
-from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
@@ -28,6 +28,7 @@ from mcore_rl.run.inputs import (
     make_scorer,
     open_tokenizer,
     read_train_inputs,
+    token_cache_dir,
     without_replay,
 )
 from mcore_rl.run.parts import (
@@ -41,7 +42,7 @@ from mcore_rl.run.parts import (
     make_teacher,
     pack,
     resume,
-    sample_beside,
+    sample_in_background,
 )
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
@@ -51,22 +52,25 @@ _log = logging.getLogger(__name__)
 
 
 def run_train(config: Config) -> None:
-    """`mcore-rl train`: everything that can be refused is refused before a process is started."""
+    """`mcore-rl train`: wrong input is refused before any process is started."""
     inputs = read_train_inputs(config)
-    prompts, scorer, advantages = inputs.prompts, inputs.scorer, inputs.advantages
-    served = ("judge", "reward_model", "teacher")
+    prompts = inputs.prompts
+    scorer = inputs.scorer
     needs = needs_of(config.algorithm)
+    served = ("judge", "reward_model", "teacher")
     run = _run(
         config, with_engines=True, with_trainer=True, with_critic=needs.critic, served=served
     )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
-        trainer, critic, gpus = started.trainer, started.critic, started.gpus
-        others = connect(scorer, processes)
+        trainer = started.trainer
+        critic = started.critic
+        gpus = started.gpus
+        served_models = connect(scorer, processes)
         gpus.take(TRAINER, ALL)
         if needs.reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
+        start_step = resume(trainer, {"prompts": prompts, "advantages": inputs.advantages}, newest)
         if critic is not None and start_step:
             gpus.take(CRITIC, ALL)
             critic.load(str(folder.critic_checkpoint(start_step)))
@@ -75,19 +79,22 @@ def run_train(config: Config) -> None:
         watched = processes.watched
         weights = make_sync(config, started, packed, watched)
         weights.sync(WeightVersion(start_step))
-        background = sample_beside(config, start_step, prompts, client, scorer, processes, weights)
-        with make_log(config, folder, config.run.steps, start_step) as log, background as beside:
+        background_sampler = sample_in_background(
+            config, start_step, prompts, client, scorer, processes, weights
+        )
+        log = make_log(config, folder, config.run.steps, start_step)
+        with log, background_sampler as background:
             roles = Roles(
                 prompts=prompts,
                 held_out=inputs.held_out,
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
                 reward=SharingScorer(scorer, ("judge", "reward_model"), gpus),
-                advantages=advantages,
+                advantages=inputs.advantages,
                 trainer=SharingTrainer(packed, gpus),
                 weights=weights,
                 log=log,
-                background=beside,
-                teacher=make_teacher(others, watched, gpus),
+                background=background,
+                teacher=make_teacher(served_models, watched, gpus),
                 critic=critic and make_critic(config, critic, folder, gpus),
                 both=in_turn if config.critic.colocated else at_once,
             )
@@ -97,27 +104,34 @@ def run_train(config: Config) -> None:
 
 
 def run_sft(config: Config) -> None:
-    """`mcore-rl sft`: from the weights in model.path, or from random ones, to <run.dir>/hf."""
+    """`mcore-rl sft`: fine-tune the weights in model.path, or random ones, to <run.dir>/hf."""
     tokenizer = open_tokenizer(config, "sft.data")
     config = without_replay(config)
-    batches = SftStream(config.sft.data, tokenizer, config.sft.max_len, config.run.seed)
+    options = config.sft
+    cache_dir = token_cache_dir(config.data)
+    batches = SftStream(options.data, tokenizer, options.max_len, config.run.seed, cache_dir)
     with _run(config, with_trainer=True) as (folder, newest, processes):
-        trainer = processes.start_trainer(config.sft.optimizer, config.sft.steps, sft_loss)
+        trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = resume(trainer, {"prompts": batches}, newest)
-        with make_log(config, folder, config.sft.steps, start_step) as log:
-            fine_tune(config, batches, pack(config, trainer, folder), log, start_step)
-        finish_training(config, trainer, folder)
+        packed = pack(config, trainer, folder)
+        with make_log(config, folder, options.steps, start_step) as log:
+            fine_tune(options, config.checkpoint, batches, packed, log, start_step)
+        finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
 
 def run_dpo(config: Config) -> None:
-    """`mcore-rl dpo`: preference optimization of the weights in model.path, to <run.dir>/hf."""
+    """`mcore-rl dpo`: optimize preferences from the weights in model.path, to <run.dir>/hf."""
     tokenizer = open_tokenizer(config, "dpo.data")
     config = without_replay(config)
     options = config.dpo
-    stream = PreferenceStream(load_pairs(options.data, tokenizer, options.max_len), config.run.seed)
-    held_out = load_pairs(options.held_out, tokenizer, options.max_len) if options.held_out else []
+    cache_dir = token_cache_dir(config.data)
+    pairs = load_pairs(options.data, tokenizer, options.max_len, cache_dir)
+    stream = PreferenceStream(pairs, config.run.seed)
+    held_out = []
+    if options.held_out:
+        held_out = load_pairs(options.held_out, tokenizer, options.max_len, cache_dir)
     batches = batches_of(held_out, options.batch_size)
     loss = make_policy_loss(
         AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
@@ -128,11 +142,10 @@ def run_dpo(config: Config) -> None:
         if config.algorithm.preference.needs_reference:
             trainer.snapshot_reference()
         start_step = resume(trainer, {"pairs": stream}, newest)
+        packed = pack(config, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
-            optimize_preferences(
-                config, stream, batches, pack(config, trainer, folder), log, start_step
-            )
-        finish_training(config, trainer, folder)
+            optimize_preferences(config, stream, batches, packed, log, start_step)
+        finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
 
@@ -145,7 +158,8 @@ def run_pairs(config: Config) -> None:
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
     }
     scorer = make_scorer(config)
-    num_samples, num_pairs = config.rollout.samples_per_prompt, config.dpo.pairs_per_prompt
+    num_samples = config.rollout.samples_per_prompt
+    num_pairs = config.dpo.pairs_per_prompt
     served = ("judge", "reward_model")
     with _run(config, "pairs", with_engines=True, served=served) as (folder, _, processes), scorer:
         client = make_client(config, processes.start_engines(), tokenizer)
@@ -160,11 +174,12 @@ def run_pairs(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
+    """`mcore-rl eval`: engines without a trainer, on the weights in model.path, to <run.dir>/eval."""
     check_no_trainer(config)
     tokenizer = open_tokenizer(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = make_scorer(config)
+    correctness = Correctness.of(config.eval, config.reward)
     served = ("judge", "reward_model")
     with _run(config, "eval", with_engines=True, served=served) as (folder, _, processes), scorer:
         client = make_client(config, processes.start_engines(), tokenizer)
@@ -172,7 +187,12 @@ def run_eval(config: Config) -> None:
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with make_log(config, folder, None, 0) as log:
             metrics, samples, scores = evaluate(
-                generator, held_out, scorer, config.eval, config.run.seed
+                generator,
+                held_out,
+                scorer,
+                correctness,
+                pass_k=config.eval.pass_k,
+                seed=config.run.seed,
             )
             log.log(0, metrics)
             log.log_samples(0, samples, scores, split="eval")
@@ -189,7 +209,7 @@ def _run(
     with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
-    """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
+    """Yield the prepared run folder, the checkpoint to continue from, and the processes of the run."""
     if with_engines:
         check_engines(config)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)

@@ -10,10 +10,11 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.algo.requirements import check_algorithm
-from mcore_rl.config import Config, ModelConfig
+from mcore_rl.config import Config, DataConfig, ModelConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.data.token_cache import default_cache_dir
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.rewards.model_scorers import JudgeScorer, ModelScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
@@ -107,11 +108,16 @@ def without_replay(config: Config) -> Config:
 def load_split(
     config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    return (
-        load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong)
-        if files
-        else []
-    )
+    """Return the prompts of `files`, none if there are no files."""
+    if not files:
+        return []
+    data = config.data
+    return load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, token_cache_dir(data))
+
+
+def token_cache_dir(data: DataConfig) -> Path:
+    """Return the folder that keeps token ids."""
+    return Path(data.cache_dir) if data.cache_dir else default_cache_dir()
 
 
 def make_scorer(config: Config) -> Scorer:

@@ -1,4 +1,4 @@
-"""The parts of a run, made of its recipe and its processes."""
+"""A recipe and the processes of a run in; the parts that loops work with out."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.host import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.config import Config
+from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
@@ -38,7 +38,10 @@ _log = logging.getLogger(__name__)
 
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
-    """The models beside the policy, once they are up; those that give rewards are the scorer's."""
+    """Wait for the models served beside the policy, and connect the scorer to those that give rewards.
+
+    Returns the endpoints by role.
+    """
     served = processes.served.wait()
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
@@ -50,7 +53,7 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 def make_client(
     config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
-    """Waits for the engines."""
+    """Wait for the engines. Raises ValueError if the tokenizer has no token that ends a response."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -91,7 +94,7 @@ def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: Sha
 def make_teacher(
     served: Mapping[str, ServedEndpoint], watched: Watched[Any], gpus: SharedGpus
 ) -> SharingScorer[list[tuple[float, ...]]] | None:
-    """Where the recipe has one."""
+    """Return a function that scores samples by the teacher; None if the recipe has none."""
     if "teacher" not in served:
         return None
     return SharingScorer(Teacher(served["teacher"], watched), ("teacher",), gpus)
@@ -100,8 +103,10 @@ def make_teacher(
 def make_sync(
     config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]
 ) -> EngineSync:
-    """What brings the trainer's weights to the engines and sees that they compute alike."""
-    timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
+    """Return what brings the trainer's weights to the engines and checks that both compute alike."""
+    timeout_s = config.run.call_timeout_s
+    engines = started.engines
+    gpus = started.gpus
     sync_controller = SyncController(
         started.trainer,
         host=node_address(),
@@ -115,7 +120,7 @@ def make_sync(
     return EngineSync(sync_controller, canary, engines.rotation, engines.look, watched, gpus)
 
 
-def sample_beside(
+def sample_in_background(
     config: Config,
     start_step: int,
     prompts: ShuffledStream[Prompt],
@@ -124,18 +129,27 @@ def sample_beside(
     processes: RunProcesses,
     weights: EngineSync,
 ) -> AbstractContextManager[BackgroundSampler | None]:
-    """What samples beside training, if the recipe wants that."""
+    """Return the sampler that works while the trainer trains; a context of None if rollout.mode is sync."""
     if config.rollout.mode == "sync":
         return nullcontext()
-    version = WeightVersion(start_step)
-    watched, start = processes.watched, processes.start_watched
     return BackgroundSampler(
-        config, version, prompts, client, scorer, watched, start, weights.revive
+        config,
+        WeightVersion(start_step),
+        prompts,
+        client,
+        scorer,
+        processes.watched,
+        processes.start_watched,
+        weights.revive,
     )
 
 
 def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
-    """The step to continue after: 0 without a checkpoint. `parts`: what else has a state, by its name."""
+    """Load the trainer and `parts`, by their names in the saved state, from the checkpoint `newest`.
+
+    Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint holds no
+    state of a run.
+    """
     if newest is None:
         return 0
     state = trainer.load(str(newest))
@@ -166,21 +180,24 @@ def make_log(
     )
 
 
-def finish_training(config: Config, trainer: TrainerGroup, folder: RunFolder) -> None:
-    """Complete the save under way; export if asked."""
+def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder: RunFolder) -> None:
+    """Complete the save in progress; export the weights if the recipe says so."""
     trainer.finish_save()
-    folder.prune(config.checkpoint.keep)
-    if config.checkpoint.export_hf:
+    folder.prune(checkpoint.keep)
+    if checkpoint.export_hf:
         _log.info("export")
         trainer.export_hf(str(folder.export))
 
 
 def finish(config: Config, started: Started, folder: RunFolder) -> None:
-    """The critic's saves and export, then the trainer's, whole on its GPUs beside the engines' weights."""
+    """Save and export the critic, then the trainer.
+
+    Each has its whole model in GPU memory meanwhile, beside colocated engines' weights.
+    """
     if started.critic is not None:
         with started.gpus.beside_engines(CRITIC):
             started.critic.finish_save()
             if config.checkpoint.export_hf:
                 started.critic.export_hf(str(folder.critic_export))
     with started.gpus.beside_engines(TRAINER):
-        finish_training(config, started.trainer, folder)
+        finish_training(config.checkpoint, started.trainer, folder)
