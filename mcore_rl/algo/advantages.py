@@ -1,7 +1,7 @@
 """Outcomes of samples in, the advantage of each response token out. One function per algorithm.
 
-Each function returns advantages_R, float32. Axes: N samples, R response tokens of all samples end to end; see
-outcomes.py.
+Each function returns advantages_R, float32. Axes: N samples, R response tokens of all samples end
+to end; see outcomes.py.
 """
 
 import torch
@@ -23,9 +23,11 @@ WEIGHT_EPS = 1e-8
 
 @advantages.register("grpo")
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group; GRPO, arXiv:2402.03300, section 4.1.2.
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group; GRPO, arXiv:2402.03300, section
+    4.1.2.
 
-    std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards, gets 0.
+    std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards,
+    gets 0.
     """
     return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
 
@@ -51,9 +53,11 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("opo")
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths; OPO, arXiv:2505.23585, section 3.
+    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths; OPO, arXiv:2505.23585,
+    section 3.
 
-    This baseline has the least variance if a gradient's norm grows with the length. A group of one gets 0.
+    This baseline has the least variance if a gradient's norm grows with the length. A group of one
+    gets 0.
     """
     groups = Groups.of(outcomes.group_N)
     return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
@@ -61,7 +65,8 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("gpg")
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)); GPG, arXiv:2504.02546, eq. 6.
+    """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)); GPG, arXiv:2504.02546,
+    eq. 6.
 
     Groups of equal rewards add nothing to the gradient; the factor makes up for them.
     """
@@ -75,8 +80,8 @@ def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
 
-    This is the leave-one-out gradient of the group's best reward, arXiv:2503.19595, section 3, scaled as in
-    GRPO. If two samples share the best reward, or the group has one sample, all get 0.
+    This is the leave-one-out gradient of the group's best reward, arXiv:2503.19595, section 3,
+    scaled as in GRPO. If two samples share the best reward, or the group has one sample, all get 0.
     """
     groups = Groups.of(outcomes.group_N)
     scores_N = outcomes.scores_N
@@ -102,7 +107,8 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """r_i - mean(r) within each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
+    """r_i - mean(r) within each group, normalized over all tokens; arXiv:2501.03262, section 3.3.
+    """
     return normalize(
         outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double()
     )
@@ -121,8 +127,8 @@ def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
-    GDPO, arXiv:2601.05242: a part of large numbers does not drown another. Parts and weights come from the
-    recipe's reward.
+    GDPO, arXiv:2601.05242: a part of large numbers does not drown another. Parts and weights come
+    from the recipe's reward.
     """
     if not outcomes.parts:
         raise ValueError(
@@ -137,7 +143,9 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("remax", Needs(greedy_baseline=True))
 def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """The rewards to go minus the reward of the greedy response; ReMax, arXiv:2310.10505, algorithm 1."""
+    """The rewards to go minus the reward of the greedy response; ReMax, arXiv:2310.10505, algorithm
+    1.
+    """
     if outcomes.greedy_N is None:
         raise ValueError("algorithm.advantage=remax needs the rewards of greedy responses")
     return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
@@ -147,10 +155,10 @@ def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """G_t - sum(G_t W_t) / sum(W_t) over the samples of the group that reach token t.
 
-    G_t is the reward to go. W_t sums 1 - 2 p + sum(p^2) over the tokens up to t; each term is the squared
-    norm of the gradient of a token's log-prob by the logits. This is the baseline of least variance for each
-    token. A token that only one sample reaches has no baseline. Source: verl's optimal_token_baseline
-    (verl/trainer/ppo/core_algos.py).
+    G_t is the reward to go. W_t sums 1 - 2 p + sum(p^2) over the tokens up to t; each term is the
+    squared norm of the gradient of a token's log-prob by the logits. This is the baseline of least
+    variance for each token. A token that only one sample reaches has no baseline. Source: verl's
+    optimal_token_baseline (verl/trainer/ppo/core_algos.py).
     """
     if outcomes.energy_R is None:
         raise ValueError(
@@ -170,10 +178,11 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
 
 @advantages.register("dpo", Needs(pairs=True, old_logprobs=True))
 def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """Minus the gradient of the pairs' loss by each response's log-prob; online DPO, arXiv:2402.04792.
+    """Minus the gradient of the pairs' loss by each response's log-prob; online DPO,
+    arXiv:2402.04792.
 
-    Any two samples of a group that differ in reward are a pair; `algorithm.preference` chooses the loss
-    (preferences.py). Samples whose group has equal rewards get 0.
+    Any two samples of a group that differ in reward are a pair; `algorithm.preference` chooses the
+    loss (preferences.py). Samples whose group has equal rewards get 0.
     """
     weights_N, _ = weights_of_groups(outcomes, config.preference)
     return outcomes.spread(weights_N)
@@ -200,15 +209,17 @@ def weights_of_groups(
 def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """log teacher - log policy of each token, plus `algorithm.reward_coef` times GRPO's advantage.
 
-    This is the policy gradient of each token's own reverse KL(policy || teacher), without the effect on later
-    tokens: on-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation, which is GKD,
-    arXiv:2306.13649, section 3, on policy and with reverse KL.
+    This is the policy gradient of each token's own reverse KL(policy || teacher), without the
+    effect on later tokens: on-policy distillation,
+    https://thinkingmachines.ai/blog/on-policy-distillation, which is GKD, arXiv:2306.13649, section
+    3, on policy and with reverse KL.
     """
     return (teacher_log_ratio(outcomes) + config.reward_coef * grpo(outcomes, config)).float()
 
 
 def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
-    """float64 [R], log teacher - log policy; minus its mean over policy samples is the reverse KL."""
+    """float64 [R], log teacher - log policy; minus its mean over policy samples is the reverse KL.
+    """
     if outcomes.teacher_logprobs_R is None or outcomes.logprobs_R is None:
         raise ValueError(
             "algorithm.advantage=distillation needs log-probs of the policy and of a teacher"

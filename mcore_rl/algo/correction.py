@@ -1,8 +1,9 @@
-"""Importance weights between the engine that sampled and the trainer that learns: log-probs in, weights out.
+"""Importance weights between the engine that sampled and the trainer that learns: log-probs in,
+weights out.
 
-There are three policies: the engine's (rollout), the trainer's with the same or newer weights (old), and the
-one being trained. The policy loss corrects for policy / old, these weights for old / rollout (decoupled PPO,
-arXiv:2110.00641, eq. 11).
+There are three policies: the engine's (rollout), the trainer's with the same or newer weights
+(old), and the one being trained. The policy loss corrects for policy / old, these weights for old /
+rollout (decoupled PPO, arXiv:2110.00641, eq. 11).
 """
 
 from collections.abc import Callable
@@ -20,7 +21,9 @@ MAX_LOG_WEIGHT = 20.0
 
 
 def old_policy(batch: TrainBatch, config: AlgorithmConfig) -> Tensor | None:
-    """Return the log-probs that the ratio of the policy loss starts from; None if the batch is on policy."""
+    """Return the log-probs that the ratio of the policy loss starts from; None if the batch is on
+    policy.
+    """
     return batch.rollout_logprobs_T if config.correction.bypass else batch.old_logprobs_T
 
 
@@ -36,9 +39,10 @@ def correction_weights(
     num_tokens_T   number of trained tokens in each token's sequence
     sequence_mean  as in loss_tokens.LossTokens
 
-    Truncated importance sampling (weight=token, bound=truncate): Yao et al., "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training", 2025; IcePop (weight=token, bound=mask, low=0.5, high=5):
-    arXiv:2510.18855, section 3.1. Tokens left out get weight 0; the denominators of the loss stay.
+    Truncated importance sampling (weight=token, bound=truncate): Yao et al., "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training", 2025; IcePop (weight=token, bound=mask,
+    low=0.5, high=5): arXiv:2510.18855, section 3.1. Tokens left out get weight 0; the denominators
+    of the loss stay.
     """
     log_ratio_T = log_ratio_T.detach()
     if config.weight == "sequence":

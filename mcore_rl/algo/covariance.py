@@ -1,8 +1,9 @@
-"""Which tokens of a mini-batch Clip-Cov and KL-Cov hold back: advantages and old log-probs in, a mask out.
+"""Which tokens of a mini-batch Clip-Cov and KL-Cov hold back: advantages and old log-probs in, a
+mask out.
 
-The mask is computed once for the whole mini-batch, so it does not depend on how the batch is spread over
-ranks. The published code uses the current log-probs of each micro-batch; in the first mini-batch of a rollout
-these are the old ones.
+The mask is computed once for the whole mini-batch, so it does not depend on how the batch is spread
+over ranks. The published code uses the current log-probs of each micro-batch; in the first
+mini-batch of a rollout these are the old ones.
 """
 
 from dataclasses import replace
@@ -40,7 +41,8 @@ def covariance(advantages_R: Tensor, logprobs_R: Tensor) -> Tensor:
 
 
 def pick_between(covariance_R: Tensor, config: CovarianceConfig, seed: int) -> Tensor:
-    """Clip-Cov: random tokens whose covariance lies between `low` and `high`, up to `share` of all tokens.
+    """Clip-Cov: random tokens whose covariance lies between `low` and `high`, up to `share` of all
+    tokens.
 
     At least one token is picked if there is a candidate.
     """

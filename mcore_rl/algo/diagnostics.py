@@ -1,4 +1,5 @@
-"""Two sets of log-probs of the same tokens in; their ratio, and metrics_T of their difference, out."""
+"""Two sets of log-probs of the same tokens in; their ratio, and metrics_T of their difference, out.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -17,13 +18,17 @@ MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(logprobs_T: Tensor, base_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """logprobs - base, clamped to +-MAX_LOG_RATIO; off the mask 0 without gradient, also where it is NaN."""
+    """logprobs - base, clamped to +-MAX_LOG_RATIO; off the mask 0 without gradient, also where it
+    is NaN.
+    """
     difference_T = torch.where(mask_T, logprobs_T - base_logprobs_T, 0.0)
     return difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def policy_drift(log_ratio_T: Tensor) -> Metrics:
-    """Compare the policy with the old one: the k3 estimate of KL(old || policy), and the importance ratio."""
+    """Compare the policy with the old one: the k3 estimate of KL(old || policy), and the importance
+    ratio.
+    """
     log_ratio_T = log_ratio_T.detach()
     ratio_T = log_ratio_T.exp()
     return {"kl/old_new": k3(-log_ratio_T), "ratio/mean": ratio_T, "ratio/token_max": ratio_T}
@@ -37,7 +42,9 @@ def logprob_diff(
     clip_low: float,
     clip_high: float,
 ) -> Metrics:
-    """Compare trainer and engine: |difference| in nats, and the share of ratios outside the clip range."""
+    """Compare trainer and engine: |difference| in nats, and the share of ratios outside the clip
+    range.
+    """
     difference_T = torch.where(mask_T, old_logprobs_T - rollout_logprobs_T, 0.0).detach()
     ratio_T = difference_T.exp()
     clipped_T = (ratio_T < 1 - clip_low) | (ratio_T > 1 + clip_high)
@@ -49,7 +56,8 @@ def logprob_diff(
 
 
 def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor | None) -> Metrics:
-    """Attribute |trainer - engine| to causes; stale + router + arithmetic = difference on every token.
+    """Attribute |trainer - engine| to causes; stale + router + arithmetic = difference on every
+    token.
 
     stale        the token was sampled from older weights
     router       same weights, but in some layer the token before it went to other experts
@@ -70,13 +78,16 @@ def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor
 
 
 class DriftError(RuntimeError):
-    """Trainer and engine disagree on the log-probs of sampled tokens by more than the recipe allows."""
+    """Trainer and engine disagree on the log-probs of sampled tokens by more than the recipe
+    allows.
+    """
 
 
 def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) -> None:
     """Compare this step's mean |trainer - engine| with the recipe's bounds, and name its causes.
 
-    Logs a warning above `drift.warn_above`; raises DriftError above `drift.stop_above`. A bound of 0 is off.
+    Logs a warning above `drift.warn_above`; raises DriftError above `drift.stop_above`. A bound of
+    0 is off.
     """
     mean = metrics.get("logprob_diff/mean")
     if mean is None:  # the policy took no step: its critic is warming up

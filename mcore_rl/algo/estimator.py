@@ -20,8 +20,8 @@ from mcore_rl.types import Sample, Scores, TrainBatch
 class Advantages:
     """Computes the advantages of a run's batches and the returns that its critic learns.
 
-    Samples of the same prompt (by Prompt.index) are one group. The state is the coefficient of a KL in the
-    reward, which may be steered from step to step.
+    Samples of the same prompt (by Prompt.index) are one group. The state is the coefficient of a KL
+    in the reward, which may be steered from step to step.
     """
 
     def __init__(
@@ -30,7 +30,8 @@ class Advantages:
         part_weights: Mapping[str, float] | None = None,
         return_lambda: float = 1.0,
     ) -> None:
-        """Raise ValueError if the advantage is unknown, or needs reward parts that the recipe lacks.
+        """Raise ValueError if the advantage is unknown, or needs reward parts that the recipe
+        lacks.
 
         part_weights    weight of each of the recipe's reward.parts
         return_lambda   critic.gae_lambda
@@ -51,7 +52,8 @@ class Advantages:
     ) -> tuple[TrainBatch, dict[str, float]]:
         """Return (the batch with advantages_T and, if it has values, returns_T; metrics).
 
-        `batch` was made of `samples`, in their order. Advantages and returns are 0 off its loss mask.
+        `batch` was made of `samples`, in their order. Advantages and returns are 0 off its loss
+        mask.
         """
         kl_R = None
         metrics: dict[str, float] = {}
@@ -85,7 +87,9 @@ class Advantages:
     def _outcomes(
         self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, kl_R: Tensor | None
     ) -> Outcomes:
-        """Gather what the samples earned; `kl_R` is subtracted from their rewards, times the coefficient."""
+        """Gather what the samples earned; `kl_R` is subtracted from their rewards, times the
+        coefficient.
+        """
         parts = [
             (weight, torch.tensor(scores.parts[name]))
             for name, weight in self._part_weights.items()
@@ -111,7 +115,8 @@ class Advantages:
         )
 
     def _at_tokens(self, batch: TrainBatch, values_R: Tensor) -> Tensor:
-        """Spread values_R over the batch's tokens. Raises ValueError if they are not one per trained token.
+        """Spread values_R over the batch's tokens. Raises ValueError if they are not one per
+        trained token.
 
         A user's advantage may return another shape or dtype.
         """
@@ -126,7 +131,9 @@ class Advantages:
 
 
 def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float:
-    """Return the coefficient after a step of `num_samples` with this KL; arXiv:1909.08593, section 2.2."""
+    """Return the coefficient after a step of `num_samples` with this KL; arXiv:1909.08593, section
+    2.2.
+    """
     if not config.target:
         return coef
     error = min(max(kl / config.target - 1, -0.2), 0.2)
@@ -136,8 +143,8 @@ def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float
 def kl_of_tokens(batch: TrainBatch, config: AlgorithmConfig) -> Tensor:
     """Return KL(old || reference) of each trained token, float64 [R].
 
-    InstructGPT, arXiv:2203.02155, eq. 2, subtracts it from the reward. Raises ValueError without log-probs of
-    both policies.
+    InstructGPT, arXiv:2203.02155, eq. 2, subtracts it from the reward. Raises ValueError without
+    log-probs of both policies.
     """
     old_logprobs_T = old_policy(batch, config)
     if old_logprobs_T is None or batch.ref_logprobs_T is None:

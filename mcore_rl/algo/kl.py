@@ -1,8 +1,9 @@
-"""Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T out.
+"""Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T
+out.
 
 log_ratio = log policy - log reference. Source: John Schulman, "Approximating KL Divergence",
-http://joschu.net/blog/kl-approx.html. A name that ends in "+" has the value of the estimator without it and
-the gradient of k2, whose expectation is the gradient of the KL.
+http://joschu.net/blog/kl-approx.html. A name that ends in "+" has the value of the estimator
+without it and the gradient of k2, whose expectation is the gradient of the KL.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,9 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl.estimator")
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_ratio_T: Tensor) -> Tensor:
-    """log_ratio: unbiased, may be negative. Its expected gradient as a loss term is 0: measure only."""
+    """log_ratio: unbiased, may be negative. Its expected gradient as a loss term is 0: measure
+    only.
+    """
     return log_ratio_T
 
 
@@ -32,7 +35,8 @@ def k2(log_ratio_T: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio_T: Tensor) -> Tensor:
-    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative; GRPO's, arXiv:2402.03300, eq. 4."""
+    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative; GRPO's, arXiv:2402.03300, eq. 4.
+    """
     return (-log_ratio_T).expm1() + log_ratio_T
 
 

@@ -1,9 +1,10 @@
-"""Policy losses per token: tokens with ratios and advantages in, loss_T and metrics_T out, not yet summed.
+"""Policy losses per token: tokens with ratios and advantages in, loss_T and metrics_T out, not yet
+summed.
 
-`algorithm.loss` names a maker, which takes AlgorithmConfig and returns the loss with its constants bound.
-Notation: w = exp(log_ratio) = policy / old policy, A is the advantage, sg() stops the gradient. Losses over
-whole sequences are written token by token as well; they have the value and gradient of the published loss if
-`algorithm.aggregation` is sequence_mean.
+`algorithm.loss` names a maker, which takes AlgorithmConfig and returns the loss with its constants
+bound. Notation: w = exp(log_ratio) = policy / old policy, A is the advantage, sg() stops the
+gradient. Losses over whole sequences are written token by token as well; they have the value and
+gradient of the published loss if `algorithm.aggregation` is sequence_mean.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,9 @@ from mcore_rl.config import AlgorithmConfig
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); a token counts as clipped if its gradient is 0."""
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); a token counts as clipped if its gradient
+    is 0.
+    """
     ratio_T = log_ratio_T.exp()
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
@@ -40,10 +43,12 @@ def make_ppo_clip(config: AlgorithmConfig) -> PolicyLoss:
 def ppo_clip(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Metrics]:
-    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); with dual_clip c, at most -c A where A < 0.
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); with dual_clip c, at most -c A where A <
+    0.
 
-    PPO, arXiv:1707.06347, eq. 7; per token as in GRPO, arXiv:2402.03300, eq. 3; clip_high > clip_low is
-    DAPO's clip-higher, arXiv:2503.14476, section 3.1; dual clip is arXiv:1912.09729, eq. 5.
+    PPO, arXiv:1707.06347, eq. 7; per token as in GRPO, arXiv:2402.03300, eq. 3; clip_high >
+    clip_low is DAPO's clip-higher, arXiv:2503.14476, section 3.1; dual clip is arXiv:1912.09729,
+    eq. 5.
     """
     loss_T, metrics = clipped_surrogate(
         tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high
@@ -62,9 +67,11 @@ def make_gspo(config: AlgorithmConfig) -> PolicyLoss:
 
 
 def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of w over the sequence.
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of w over the
+    sequence.
 
-    GSPO-token, arXiv:2507.18071, eq. 14: s_t = sg(s) policy / sg(policy). Clip ranges are about 3e-4.
+    GSPO-token, arXiv:2507.18071, eq. 14: s_t = sg(s) policy / sg(policy). Clip ranges are about
+    3e-4.
     """
     mean_T = tokens.sequence_mean(tokens.log_ratio_T.detach())
     log_ratio_T = mean_T + tokens.log_ratio_T - tokens.log_ratio_T.detach()
@@ -77,7 +84,8 @@ def make_gmpo(config: AlgorithmConfig) -> PolicyLoss:
 
 
 def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-A times the geometric mean over the sequence of w, each clipped to exp(-clip_low) .. exp(clip_high).
+    """-A times the geometric mean over the sequence of w, each clipped to exp(-clip_low) ..
+    exp(clip_high).
 
     GMPO, arXiv:2507.20673, eq. 4: clipped on the side where PPO clips. Clip ranges are about 0.4.
     """
@@ -118,7 +126,9 @@ def make_sapo(config: AlgorithmConfig) -> PolicyLoss:
 
 
 def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, Metrics]:
-    """-A 4 / tau sigmoid(tau (w - 1)), a soft gate instead of a clip; SAPO, arXiv:2511.20347, eq. 5, 6."""
+    """-A 4 / tau sigmoid(tau (w - 1)), a soft gate instead of a clip; SAPO, arXiv:2511.20347, eq.
+    5, 6.
+    """
     tau_T = torch.where(tokens.advantages_T > 0, tau_positive, tau_negative)
     gate_T = 4 / tau_T * torch.sigmoid(tau_T * (tokens.log_ratio_T.exp() - 1))
     return -tokens.advantages_T * gate_T, {}
@@ -130,7 +140,9 @@ def make_policy_gradient(config: AlgorithmConfig) -> PolicyLoss:
 
 
 def policy_gradient(tokens: LossTokens) -> tuple[Tensor, Metrics]:
-    """-A log policy, without a ratio to the old policy; REINFORCE, and GPG, arXiv:2504.02546, eq. 5."""
+    """-A log policy, without a ratio to the old policy; REINFORCE, and GPG, arXiv:2504.02546, eq.
+    5.
+    """
     return -tokens.advantages_T * tokens.logprobs_T, {}
 
 
@@ -152,10 +164,11 @@ def dppo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """-sg(min(w, max_ratio)) A log policy on tokens whose divergence from the old policy is small enough.
+    """-sg(min(w, max_ratio)) A log policy on tokens whose divergence from the old policy is small
+    enough.
 
-    DPPO, arXiv:2602.04879, section 4: a token drops out if its probability has already moved by more than
-    `clip_high` up (A > 0) or `clip_low` down (A <= 0), measured by `divergence`.
+    DPPO, arXiv:2602.04879, section 4: a token drops out if its probability has already moved by
+    more than `clip_high` up (A > 0) or `clip_low` down (A <= 0), measured by `divergence`.
     """
     logprobs_T = tokens.logprobs_T.detach()
     log_ratio_T = tokens.log_ratio_T.detach()
@@ -175,7 +188,9 @@ def binary_tv(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 
 
 def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """KL(old || policy) of "this token or another"; 1e-8 is added to both probabilities of another token."""
+    """KL(old || policy) of "this token or another"; 1e-8 is added to both probabilities of another
+    token.
+    """
     p_T = logprobs_T.exp()
     q_T = old_logprobs_T.exp()
     return (

@@ -1,6 +1,7 @@
 """Rewards and log-probs of finished samples, from which advantages are computed; sums over groups.
 
-Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest response.
+Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest
+response.
 """
 
 from collections.abc import Sequence
@@ -17,13 +18,15 @@ class Outcomes:
     rewards_N         reward of each whole response; computed with in float64
     group_N           one id per sample, equal for the samples of one prompt
     lens_N            int64, response tokens
-    token_rewards_R   float64, additional reward of each token, such as a KL penalty; None means zeros
+    token_rewards_R   float64, additional reward of each token, such as a KL penalty; None means
+                      zeros
     parts             (weight, values_N) of each part of the reward, if it has parts
     greedy_N          reward of the greedy response to the same prompt
     energy_R          squared norm of the gradient of each token's log-prob by the logits
     values_R          the critic's value of the state in which each token was drawn
     logprobs_R, ref_logprobs_R, teacher_logprobs_R
-                      log-probs by the policy that the step starts from, the reference and the teacher
+                      log-probs by the policy that the step starts from, the reference and the
+                      teacher
     """
 
     rewards_N: Tensor
@@ -97,7 +100,9 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Groups:
-    """Samples by group. index_N: the group of each sample, counted from 0; sizes_G: float64, their sizes."""
+    """Samples by group. index_N: the group of each sample, counted from 0; sizes_G: float64, their
+    sizes.
+    """
 
     index_N: Tensor
     sizes_G: Tensor
@@ -120,8 +125,8 @@ class Groups:
     def centered(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
         """values - (weighted) mean of the group; float64 [N].
 
-        Equal values give exactly 0, not rounding errors that a division by their standard deviation would
-        blow up.
+        Equal values give exactly 0, not rounding errors that a division by their standard deviation
+        would blow up.
         """
         weights_N = torch.ones_like(values_N) if weights_N is None else weights_N
         lowest_G = torch.full_like(self.sizes_G, torch.inf)
@@ -131,5 +136,7 @@ class Groups:
         return above_N - self.sum(weights_N * above_N) / torch.where(total_N > 0, total_N, 1.0)
 
     def std(self, centered_N: Tensor) -> Tensor:
-        """At each sample, the standard deviation (divided by G - 1) of its group; 0 in a group of one."""
+        """At each sample, the standard deviation (divided by G - 1) of its group; 0 in a group of
+        one.
+        """
         return (self.sum(centered_N.square()) / (self.sizes_N - 1).clamp(min=1)).sqrt()

@@ -32,9 +32,9 @@ class TokenLoss(Protocol):
     ) -> tuple[Tensor, Metrics]:
         """Return (loss_T, metrics_T). Pass `sums` if the batch's sequences lie on several ranks.
 
-        loss_T is not weighted: the loss of the step is sum(batch.loss_weights_T * loss_T). metrics_T are
-        detached token values, which the caller averages over the loss mask of the step; it takes the maximum
-        of those named *_max.
+        loss_T is not weighted: the loss of the step is sum(batch.loss_weights_T * loss_T).
+        metrics_T are detached token values, which the caller averages over the loss mask of the
+        step; it takes the maximum of those named *_max.
         """
         ...
 
@@ -87,8 +87,8 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """Return (policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy, metrics_T).
 
-    A batch without log-probs of an old policy is on policy: the detached log-probs serve as the old ones.
-    Tokens off the loss mask do not affect loss, gradient or metrics.
+    A batch without log-probs of an old policy is on policy: the detached log-probs serve as the old
+    ones. Tokens off the loss mask do not affect loss, gradient or metrics.
     """
     if batch.advantages_T is None:
         raise ValueError("policy_loss needs batch.advantages_T")
@@ -147,7 +147,9 @@ def _correction(
 def _kl_loss(
     logprobs_T: Tensor, batch: TrainBatch, config: AlgorithmConfig, metrics: Metrics
 ) -> Tensor | float:
-    """Return kl.coef * KL(policy || reference), 0 if the KL is part of the reward; add kl/ref to `metrics`."""
+    """Return kl.coef * KL(policy || reference), 0 if the KL is part of the reward; add kl/ref to
+    `metrics`.
+    """
     if batch.ref_logprobs_T is None:
         if config.kl.coef:
             raise ValueError(f"algorithm.kl.coef={config.kl.coef} needs batch.ref_logprobs_T")

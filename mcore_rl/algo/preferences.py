@@ -1,8 +1,9 @@
 """Pairs of a preferred and a rejected response in; the pairs' loss and a weight per sequence out.
 
-The loss depends on the policy only through the log-probs of whole sequences. Once these are known, its
-gradient is one weight per sequence: -weight * (log-prob of the tokens) has the gradient of the published loss.
-This holds however sequences are cut into micro-batches, and a sequence may be in any number of pairs.
+The loss depends on the policy only through the log-probs of whole sequences. Once these are known,
+its gradient is one weight per sequence: -weight * (log-prob of the tokens) has the gradient of the
+published loss. This holds however sequences are cut into micro-batches, and a sequence may be in
+any number of pairs.
 
 Axes: N sequences, P pairs, T tokens of all sequences end to end, G samples of one prompt.
 """
@@ -18,14 +19,17 @@ from mcore_rl.algo.registry import Registry
 from mcore_rl.config import PreferenceConfig
 
 PairLoss = Callable[[Tensor, PreferenceConfig], Tensor]
-"""margins_P (implicit reward of the chosen minus that of the rejected response), options -> loss_P."""
+"""margins_P (implicit reward of the chosen minus that of the rejected response), options -> loss_P.
+"""
 
 PAIR_LOSSES: Registry[PairLoss] = Registry("algorithm.preference.loss")
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """chosen_P and rejected_P: int64, indices of sequences. weights_P: float64, each pair's weight in the loss."""
+    """chosen_P and rejected_P: int64, indices of sequences. weights_P: float64, each pair's weight
+    in the loss.
+    """
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -34,7 +38,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """float64 [N] each: the response's log-prob by the policy, its tokens, its log-prob by the reference."""
+    """float64 [N] each: the response's log-prob by the policy, its tokens, its log-prob by the
+    reference.
+    """
 
     logprobs_N: Tensor
     lens_N: Tensor
@@ -45,8 +51,9 @@ class Likelihoods:
 def dpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     """-log sigmoid(margin); DPO, arXiv:2305.18290, eq. 7.
 
-    With label_smoothing e it is -(1 - e) log sigmoid(margin) - e log sigmoid(-margin), for data with a share
-    e of wrong labels; cDPO, section 3 of E. Mitchell's note https://ericmitchell.ai/cdpo.pdf.
+    With label_smoothing e it is -(1 - e) log sigmoid(margin) - e log sigmoid(-margin), for data
+    with a share e of wrong labels; cDPO, section 3 of E. Mitchell's note
+    https://ericmitchell.ai/cdpo.pdf.
     """
     smoothing = config.label_smoothing
     return -(1 - smoothing) * logsigmoid(margins_P) - smoothing * logsigmoid(-margins_P)
@@ -54,7 +61,8 @@ def dpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
 
 @PAIR_LOSSES.register("ipo")
 def ipo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
-    """(h - 1 / (2 beta))^2, h = margin / beta; IPO, arXiv:2310.12036, eq. 17, whose tau is beta here.
+    """(h - 1 / (2 beta))^2, h = margin / beta; IPO, arXiv:2310.12036, eq. 17, whose tau is beta
+    here.
 
     h uses sums over tokens, as published; TRL uses means over tokens.
     """
@@ -74,7 +82,9 @@ def simpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
 
 
 def implicit_rewards(likelihoods: Likelihoods, config: PreferenceConfig) -> Tensor:
-    """float64 [N]: beta log(policy / reference); for simpo, beta times the mean log-prob of the tokens."""
+    """float64 [N]: beta log(policy / reference); for simpo, beta times the mean log-prob of the
+    tokens.
+    """
     if not config.needs_reference:
         return config.beta * likelihoods.logprobs_N / likelihoods.lens_N.clamp(min=1)
     if likelihoods.ref_logprobs_N is None:
@@ -87,10 +97,11 @@ def implicit_rewards(likelihoods: Likelihoods, config: PreferenceConfig) -> Tens
 def preference_weights(
     likelihoods: Likelihoods, pairs: Pairs, config: PreferenceConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return (weights_N, metrics); a weight is minus the gradient of the loss by the sequence's log-prob.
+    """Return (weights_N, metrics); a weight is minus the gradient of the loss by the sequence's
+    log-prob.
 
-    The loss is the sum over pairs of weight * (loss - nll_coef * mean log-prob of the chosen response's
-    tokens); the second term is that of Llama 3, arXiv:2407.21783, section 4.1.4.
+    The loss is the sum over pairs of weight * (loss - nll_coef * mean log-prob of the chosen
+    response's tokens); the second term is that of Llama 3, arXiv:2407.21783, section 4.1.4.
     """
     logprobs_N = likelihoods.logprobs_N.detach().requires_grad_()
     lens_N = likelihoods.lens_N.clamp(min=1)
@@ -121,7 +132,8 @@ def preference_weights(
 
 
 def pairs_by_turns(num_sequences: int) -> Pairs:
-    """Pair sequences 0, 2, ... (chosen) with 1, 3, ... (rejected); the loss is the mean over pairs."""
+    """Pair sequences 0, 2, ... (chosen) with 1, 3, ... (rejected); the loss is the mean over pairs.
+    """
     index_N = torch.arange(num_sequences)
     num_pairs = num_sequences // 2
     weights_P = torch.full((num_pairs,), 1 / num_pairs, dtype=torch.float64)
@@ -131,8 +143,8 @@ def pairs_by_turns(num_sequences: int) -> Pairs:
 def pairs_of_groups(rewards_N: Tensor, group_N: Tensor) -> Pairs:
     """Pair any two samples of a group that differ in reward; the better one is chosen.
 
-    The loss is the mean over a group's pairs, then over the groups that have pairs. With two samples per
-    prompt it is online DPO, arXiv:2402.04792, algorithm 1.
+    The loss is the mean over a group's pairs, then over the groups that have pairs. With two
+    samples per prompt it is online DPO, arXiv:2402.04792, algorithm 1.
     """
     sizes = group_N.unique(return_counts=True)[1].tolist()
     pairs_by_group: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -153,8 +165,8 @@ def best_and_worst(
 ) -> list[tuple[int, int]]:
     """Return up to `num_pairs` (chosen, rejected) indices among the samples of one prompt.
 
-    The best sample is paired with the worst, the second best with the second worst, and so on. Equal texts
-    count as one sample, and a sample is in at most one pair.
+    The best sample is paired with the worst, the second best with the second worst, and so on.
+    Equal texts count as one sample, and a sample is in at most one pair.
     """
     first: dict[str, int] = {}
     for i, text in enumerate(texts_G):

@@ -17,7 +17,8 @@ Pick = Callable[[Tensor, CovarianceConfig, int], Tensor]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must provide for an advantage or a loss, besides rewards and the engine's log-probs.
+    """What a run must provide for an advantage or a loss, besides rewards and the engine's
+    log-probs.
 
     critic           values of each token, from a critic (Outcomes.values_R)
     greedy_baseline  the reward of a greedy response to each prompt (Outcomes.greedy_N)
@@ -25,9 +26,11 @@ class Needs:
     teacher          a teacher's log-probs of the sampled tokens (Outcomes.teacher_logprobs_R)
     parts            a reward made of several parts (Outcomes.parts)
     old_logprobs     the trainer's log-probs of the samples before the first optimizer step
-    sum_squares      the sum of squared probabilities at each token (Outcomes.energy_R); implies old_logprobs
+    sum_squares      the sum of squared probabilities at each token (Outcomes.energy_R); implies
+                     old_logprobs
     pairs            the advantages hold the whole loss of preference pairs: the loss must be
-                     policy_gradient, the aggregation token_sum, and a rollout takes one optimizer step
+                     policy_gradient, the aggregation token_sum, and a rollout takes one optimizer
+                     step
     held_back        chooses the tokens that the loss holds back (LossTokens.held_back_T)
     """
 
@@ -75,7 +78,8 @@ class Registry(Generic[F]):
         return add
 
     def __getitem__(self, name: str) -> F:
-        """Raise ValueError naming the option, the nearest name and all names if there is no `name`."""
+        """Raise ValueError naming the option, the nearest name and all names if there is no `name`.
+        """
         return self._entry(name)[0]
 
     def needs(self, name: str) -> Needs:
@@ -87,7 +91,9 @@ class Registry(Generic[F]):
         return sorted(self._entries)
 
     def keep_only(self, names: list[str]) -> None:
-        """Remove every entry that is not in `names`, to undo the registrations of a file that failed."""
+        """Remove every entry that is not in `names`, to undo the registrations of a file that
+        failed.
+        """
         self._entries = {name: entry for name, entry in self._entries.items() if name in names}
 
     def _entry(self, name: str) -> tuple[F, Needs]:

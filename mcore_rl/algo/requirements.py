@@ -1,7 +1,8 @@
 """A whole recipe in, an error out where the rest of it does not give its algorithm what it needs.
 
-Options of one group are checked in config/. These checks ask for the needs of the chosen advantage and loss,
-which are declared where they are registered. Errors name the options, their values and a remedy.
+Options of one group are checked in config/. These checks ask for the needs of the chosen advantage
+and loss, which are declared where they are registered. Errors name the options, their values and a
+remedy.
 """
 
 from mcore_rl.algo.choice import needs_of
@@ -44,7 +45,8 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
 
 
 def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -> None:
-    """Raise ValueError if advantages that hold the loss of pairs would be changed by another loss."""
+    """Raise ValueError if advantages that hold the loss of pairs would be changed by another loss.
+    """
     if not needs.pairs:
         return
     name = f"algorithm.advantage={algorithm.advantage}"
@@ -67,7 +69,9 @@ def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) ->
 def check_teacher(
     algorithm: AlgorithmConfig, teacher: ServedModelConfig, rollout: RolloutConfig, needs: Needs
 ) -> None:
-    """Raise ValueError if a teacher is needed and not given, given and not needed, or cannot be compared."""
+    """Raise ValueError if a teacher is needed and not given, given and not needed, or cannot be
+    compared.
+    """
     name = f"algorithm.advantage={algorithm.advantage}"
     if needs.teacher and not teacher.path:
         raise ValueError(
@@ -107,7 +111,8 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
 
 
 def check_offload(config: Config, shares_critic: bool) -> None:
-    """Raise ValueError if memory is to be given up although nobody shares the trainer ranks' GPUs."""
+    """Raise ValueError if memory is to be given up although nobody shares the trainer ranks' GPUs.
+    """
     shares_served = any(model.is_colocated for model in config.served_models.values())
     if config.cluster.offload and not (config.cluster.colocated or shares_critic or shares_served):
         raise ValueError(

@@ -15,7 +15,8 @@ def sequence_sum(
     """Return a function that sums token values by sequence.
 
     lens_N   tokens of each sequence on this rank
-    reduce   adds, in place, the sums of the ranks that hold other parts of the sequences; None if no rank does
+    reduce   adds, in place, the sums of the ranks that hold other parts of the sequences; None if
+             no rank does
     """
     lens = torch.tensor(lens_N, device=device)
     index_T = torch.arange(len(lens_N), device=device).repeat_interleave(lens)

@@ -1,7 +1,7 @@
 """A user's Python file in (algorithm.path), its advantages and losses registered out.
 
-A file is read once, by the controller; its text travels with the loss. So every rank runs the same source,
-also on machines that cannot see the file.
+A file is read once, by the controller; its text travels with the loss. So every rank runs the same
+source, also on machines that cannot see the file.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ def read_user_file(path: str) -> UserFile:
 def register_user_file(file: UserFile) -> None:
     """Run the file, once per process; its decorators register advantages and losses.
 
-    Raises ValueError if the file raises, registers nothing, or takes a name that is taken. Nothing that it
-    registered is left behind then.
+    Raises ValueError if the file raises, registers nothing, or takes a name that is taken. Nothing
+    that it registered is left behind then.
     """
     before = [(registry, registry.names) for registry in (advantages, losses)]
     try:

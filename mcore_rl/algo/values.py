@@ -14,8 +14,9 @@ from mcore_rl.types import TrainBatch
 def generalized(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
     """float64 [R]: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
-    Generalized advantage estimation, arXiv:1506.02438, eq. 16. V_(t+1) and A_(t+1) are 0 at the last token.
-    A_t + V_t is the return that the critic learns. Raises ValueError without a critic's values.
+    Generalized advantage estimation, arXiv:1506.02438, eq. 16. V_(t+1) and A_(t+1) are 0 at the
+    last token. A_t + V_t is the return that the critic learns. Raises ValueError without a critic's
+    values.
     """
     if outcomes.values_R is None:
         raise ValueError("algorithm.advantage=gae needs a critic's values")
@@ -31,9 +32,9 @@ def generalized(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
 def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Tensor, Metrics]:
     """Return (max((V - R)^2, (V_clipped - R)^2) / 2 of each token, metrics_T).
 
-    V_clipped is V held within `clip` of the value before the step; `clip` 0 leaves V unclipped. PPO's clipped
-    value loss: openai/baselines, ppo2/model.py; arXiv:2005.12729, section 3, item 1. Tokens off the loss mask
-    do not affect loss, gradient or metrics.
+    V_clipped is V held within `clip` of the value before the step; `clip` 0 leaves V unclipped.
+    PPO's clipped value loss: openai/baselines, ppo2/model.py; arXiv:2005.12729, section 3, item 1.
+    Tokens off the loss mask do not affect loss, gradient or metrics.
     """
     if batch.values_T is None or batch.returns_T is None:
         raise ValueError("value_loss needs batch.values_T and batch.returns_T")
@@ -58,7 +59,8 @@ def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Ten
 
 
 def explained_variance(values_R: Tensor, returns_R: Tensor) -> float:
-    """1 - var(R - V) / var(R): 1 for a perfect critic, 0 for one that does no better than a constant.
+    """1 - var(R - V) / var(R): 1 for a perfect critic, 0 for one that does no better than a
+    constant.
 
     0 for fewer than two returns, or if all are equal.
     """

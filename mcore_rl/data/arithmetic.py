@@ -1,11 +1,14 @@
-"""Arithmetic word problems, a tokenizer for them and a tiny Qwen3-MoE configuration, all made from a seed.
+"""Arithmetic word problems, a tokenizer for them and a tiny Qwen3-MoE configuration, all made from
+a seed.
 
-Training prompts carry right answers. The demonstrations for supervised fine-tuning are of mixed quality, as
-crowd-written ones are: in SLIP_SHARE of the steps that subtract, they add instead. Most of these steps are
-wrong, so greedy decoding after imitation repeats the mistake and solves only the third of the problems that
-just add. Sampling still finds the right answer often enough for reinforcement learning to correct it.
+Training prompts carry right answers. The demonstrations for supervised fine-tuning are of mixed
+quality, as crowd-written ones are: in SLIP_SHARE of the steps that subtract, they add instead. Most
+of these steps are wrong, so greedy decoding after imitation repeats the mistake and solves only the
+third of the problems that just add. Sampling still finds the right answer often enough for
+reinforcement learning to correct it.
 
-Held-out problems share templates, names, things and sums with the others, but no question occurs twice.
+Held-out problems share templates, names, things and sums with the others, but no question occurs
+twice.
 """
 
 import json
@@ -89,7 +92,9 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
 
 
 def demonstrate(problem: Problem, rng: random.Random, slip_share: float = SLIP_SHARE) -> str:
-    """Return the worked answer, "12 + 5 = 17 ; 17 - 3 = 14"; `slip_share` of subtractions add instead."""
+    """Return the worked answer, "12 + 5 = 17 ; 17 - 3 = 14"; `slip_share` of subtractions add
+    instead.
+    """
     total = problem.start
     lines = []
     for op, n in problem.steps:
@@ -127,7 +132,8 @@ def _make_problem(rng: random.Random) -> Problem:
 
 
 def vocabulary() -> list[str]:
-    """Return special tokens, numbers, then the words of the templates; a token's id is its index."""
+    """Return special tokens, numbers, then the words of the templates; a token's id is its index.
+    """
     filled = " ".join(
         t.format(name="", other="", things="", a="", b="", c="")
         for ts in TEMPLATES.values()
@@ -157,7 +163,9 @@ def make_tokenizer() -> Any:
 
 
 def model_config() -> dict[str, Any]:
-    """Return config.json of about one million parameters: 4 layers, 8 experts (2 active), 4 query heads."""
+    """Return config.json of about one million parameters: 4 layers, 8 experts (2 active), 4 query
+    heads.
+    """
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -12,11 +12,13 @@ from mcore_rl.types import Sample, TrainBatch, WeightVersion
 
 
 def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = None) -> TrainBatch:
-    """Lay prompt and response of each sample end to end, in the order of `samples`; train on responses.
+    """Lay prompt and response of each sample end to end, in the order of `samples`; train on
+    responses.
 
     Samples without a response token are left out. Raises ValueError if no sample has one.
 
-    version   weights that are trained; tokens sampled from other weights are marked stale. None: no marks.
+    version   weights that are trained; tokens sampled from other weights are marked stale. None: no
+              marks.
     """
     kept = [i for i, sample in enumerate(samples) if sample.response_ids]
     if not kept:
@@ -46,7 +48,9 @@ def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = 
 
 
 def _stale(sample: Sample, version: WeightVersion) -> list[bool]:
-    """Return, for each token of the sample, whether it was sampled from other weights than `version`."""
+    """Return, for each token of the sample, whether it was sampled from other weights than
+    `version`.
+    """
     stale = [False] * len(sample.prompt.token_ids)
     for span in sample.versions:
         stale += [span.version != version] * (span.stop - span.start)
@@ -97,8 +101,8 @@ def plan_mini_batches(
 ) -> list[list[int]]:
     """Return the sequence indices of each optimizer step.
 
-    Every epoch has every sequence once, in a new random assignment to mini-batches whose sizes differ by at
-    most one. With one mini-batch the order is kept.
+    Every epoch has every sequence once, in a new random assignment to mini-batches whose sizes
+    differ by at most one. With one mini-batch the order is kept.
     """
     steps = []
     for epoch in range(epochs):

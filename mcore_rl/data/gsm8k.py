@@ -12,8 +12,8 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 def prepare_gsm8k(source: str, out_dir: Path) -> None:
     """Write train.parquet, heldout.parquet (its test split) and sft.parquet to `out_dir`.
 
-    source   folder with parquet or jsonl files whose names contain "train" and "test", or the name of a
-             dataset on the hub
+    source   folder with parquet or jsonl files whose names contain "train" and "test", or the name
+             of a dataset on the hub
 
     Raises ValueError naming what is missing or malformed.
     """
@@ -46,7 +46,9 @@ def _conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]
 
 
 def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) of a split. Raises ValueError if there is no file or a column is missing."""
+    """Yield (question, answer) of a split. Raises ValueError if there is no file or a column is
+    missing.
+    """
     files = sorted(
         p for p in folder.rglob("*") if split in p.name and p.suffix in (".parquet", ".jsonl")
     )

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 def plan_microbatches(
     lens_N: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """Return sequence indices by data-parallel rank and micro-batch; each sequence appears once. Deterministic.
+    """Return sequence indices by data-parallel rank and micro-batch; each sequence appears once.
+    Deterministic.
 
-    The number of micro-batches of at most `max_tokens` tokens is what first-fit decreasing finds, raised to a
-    multiple of dp_size * multiple_of. All ranks get the same number, dealt out so that their tokens are
-    balanced. A micro-batch is empty only if there are fewer sequences than micro-batches.
+    The number of micro-batches of at most `max_tokens` tokens is what first-fit decreasing finds,
+    raised to a multiple of dp_size * multiple_of. All ranks get the same number, dealt out so that
+    their tokens are balanced. A micro-batch is empty only if there are fewer sequences than
+    micro-batches.
 
     Raises ValueError if a sequence is longer than `max_tokens`.
     """
@@ -59,7 +61,9 @@ def _spread(lens_N: Sequence[int], num_bins: int, max_tokens: int) -> list[list[
 
 
 def _deal(bins: list[list[int]], lens_N: Sequence[int], dp_size: int) -> list[list[list[int]]]:
-    """Deal the fullest bins first, reversing direction each round, so that the ranks' tokens are balanced."""
+    """Deal the fullest bins first, reversing direction each round, so that the ranks' tokens are
+    balanced.
+    """
     order = sorted(range(len(bins)), key=lambda k: (-sum(lens_N[i] for i in bins[k]), k))
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for turn in range(0, len(order), dp_size):

@@ -1,4 +1,6 @@
-"""Preference files (parquet or jsonl) in; train batches of alternating chosen and rejected sequences out."""
+"""Preference files (parquet or jsonl) in; train batches of alternating chosen and rejected
+sequences out.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -70,8 +72,8 @@ def load_pairs(
 def conversations(row: Mapping[str, Any], where: str) -> tuple[Messages, Messages]:
     """(with the chosen answer, with the rejected one).
 
-    `chosen` and `rejected` are texts or lists of messages: the answer alone after `prompt` (a text or
-    messages), or the whole conversation.
+    `chosen` and `rejected` are texts or lists of messages: the answer alone after `prompt` (a text
+    or messages), or the whole conversation.
     """
     chosen, rejected = (_conversation(row, name, where) for name in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
@@ -100,7 +102,8 @@ def _messages(value: Any, role: str) -> Messages:
 
 
 def make_pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Lay out pair i as sequences 2 i (chosen) and 2 i + 1 (rejected); the loss is on the answers."""
+    """Lay out pair i as sequences 2 i (chosen) and 2 i + 1 (rejected); the loss is on the answers.
+    """
     sequences = [sequence for pair in pairs for sequence in pair]
     batch = answers_batch(sequences)
     return with_loss_weights(batch, "token_sum", max_response_len=max(batch.lens_N))

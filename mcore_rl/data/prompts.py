@@ -20,8 +20,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Return all rows of `files`, tokenized with the chat template; `index` counts over all files.
 
-    overlong    prompts of more than `max_prompt_len` tokens: "filter" drops and counts them, "error"
-                raises ValueError with their number and the first of them
+    overlong    prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
+                "error" raises ValueError with their number and the first of them
     cache_dir   folder that keeps token ids; None keeps nothing
     """
     rows = list(load_rows(files))

@@ -81,7 +81,8 @@ def tokenize_answered(
 ) -> list[Answered]:
     """Tokenize conversations that end with an answer; see Tokenization.encode for the arguments.
 
-    Raises ValueError if the chat template does not write the answer right after the generation prompt.
+    Raises ValueError if the chat template does not write the answer right after the generation
+    prompt.
     """
     questions = [messages[:-1] for messages in conversations]
     befores = tokenization.encode(questions, add_generation_prompt=True, files=files, column=column)

@@ -1,4 +1,5 @@
-"""A list in, an endless shuffled stream of its items out, whose position can be saved and restored."""
+"""A list in, an endless shuffled stream of its items out, whose position can be saved and restored.
+"""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -10,7 +11,8 @@ T = TypeVar("T")
 
 
 class ShuffledStream(Generic[T]):
-    """Endless epochs of `items`, each in an order drawn from (seed, epoch), or in the given order."""
+    """Endless epochs of `items`, each in an order drawn from (seed, epoch), or in the given order.
+    """
 
     def __init__(self, items: Sequence[T], seed: int, shuffle: bool = True) -> None:
         if not items:
@@ -33,7 +35,9 @@ class ShuffledStream(Generic[T]):
         return [item for _, item in begun]
 
     def begin(self) -> tuple[int, T]:
-        """Return the next item's position and the item. A state saved before `end` hands it out again."""
+        """Return the next item's position and the item. A state saved before `end` hands it out
+        again.
+        """
         with self._lock:
             if self._again:
                 position = self._again.pop(0)
@@ -49,13 +53,17 @@ class ShuffledStream(Generic[T]):
             self._open -= set(positions)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the open items. Safe to call while another thread begins and ends items."""
+        """Return the position and the open items. Safe to call while another thread begins and ends
+        items.
+        """
         with self._lock:
             state = {"position": self._position, "num_items": len(self._items), "seed": self._seed}
             return {**state, "open": sorted([*self._open, *self._again])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was saved. Raises ValueError if it belongs to other data or another seed."""
+        """Continue where the state was saved. Raises ValueError if it belongs to other data or
+        another seed.
+        """
         for name, here in (("num_items", len(self._items)), ("seed", self._seed)):
             if state[name] != here:
                 raise ValueError(

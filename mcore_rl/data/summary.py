@@ -29,7 +29,9 @@ def summarize_samples(
 
 
 def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
-    """Merge the optimizer steps of a loop step: means, the last learning rate, the maximum of `*_max`."""
+    """Merge the optimizer steps of a loop step: means, the last learning rate, the maximum of
+    `*_max`.
+    """
     assert stats, "a loop step has at least one optimizer step"
     metrics = {name: _merge(name, [step.metrics for step in stats]) for name in stats[0].metrics}
     return metrics | {
@@ -42,7 +44,8 @@ def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def summarize_critic(stats: Sequence[StepStats]) -> dict[str, float]:
-    """Merge the critic's optimizer steps; names become critic/<last part>, or critic/router/<name>."""
+    """Merge the critic's optimizer steps; names become critic/<last part>, or critic/router/<name>.
+    """
     merged = summarize_steps(stats)
     merged["loss"] = merged.pop("loss/total")
     metrics = {}

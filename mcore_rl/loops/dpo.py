@@ -1,8 +1,9 @@
-"""The preference loop: pairs -> log-probs of policy and reference -> a weight per sequence -> Megatron step.
+"""The preference loop: pairs -> log-probs of policy and reference -> a weight per sequence ->
+Megatron step.
 
-The loss of a pair couples two sequences, which may lie in different micro-batches and on different ranks. So
-a forward pass comes first, and the gradient of the pairs' loss by the log-probs is taken here
-(algo/preferences.py).
+The loss of a pair couples two sequences, which may lie in different micro-batches and on different
+ranks. So a forward pass comes first, and the gradient of the pairs' loss by the log-probs is taken
+here (algo/preferences.py).
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,9 @@ def optimize_preferences(
 def evaluate_pairs(
     held_out: Sequence[TrainBatch], trainer: Trainer, options: PreferenceConfig
 ) -> dict[str, float]:
-    """Return the means of the preference metrics over all pairs of the batches, as eval/preference/*."""
+    """Return the means of the preference metrics over all pairs of the batches, as
+    eval/preference/*.
+    """
     metrics = [with_pair_gradient(batch, trainer, options)[1] for batch in held_out]
     sizes = [len(batch.lens_N) for batch in held_out]
     return {f"eval/{name}": fmean((m[name] for m in metrics), sizes) for name in metrics[0]}

@@ -16,8 +16,8 @@ TOLERANCE = 1e-6
 class Correctness:
     """Decides which answers are right: those whose number is at least `threshold`.
 
-    The number is the part `part` of the reward, or without one the reward before penalties. Neither the
-    overlong penalty nor a KL counts. A sample whose reward failed is never right.
+    The number is the part `part` of the reward, or without one the reward before penalties. Neither
+    the overlong penalty nor a KL counts. A sample whose reward failed is never right.
     """
 
     part: str
@@ -27,8 +27,8 @@ class Correctness:
     def of(config: EvalConfig, reward: RewardConfig) -> "Correctness":
         """Take `eval.correct_part` and `eval.correct_at`; by default full marks are needed.
 
-        Full marks are 1 for a part or for the only score, reward.judge.high for a judge's verdict, and the
-        sum of the positive weights times these for a reward of several parts.
+        Full marks are 1 for a part or for the only score, reward.judge.high for a judge's verdict,
+        and the sum of the positive weights times these for a reward of several parts.
         """
         if config.correct_at is not None:
             return Correctness(config.correct_part, config.correct_at)
@@ -77,12 +77,13 @@ def evaluate(
     pass_k: int,
     seed: int,
 ) -> tuple[dict[str, float], list[Sample], Scores]:
-    """Return metrics over `prompts`, with the greedy samples and their scores; no metrics without prompts.
+    """Return metrics over `prompts`, with the greedy samples and their scores; no metrics without
+    prompts.
 
     eval/greedy_accuracy   share of the greedy samples that are right
     eval/greedy_reward     mean reward of the greedy samples
-    eval/pass_at_<k>       unbiased estimates for k = 1 and `pass_k` from `pass_k` samples at the rollout
-                           temperature, if pass_k > 1 (arXiv:2107.03374, eq. 1)
+    eval/pass_at_<k>       unbiased estimates for k = 1 and `pass_k` from `pass_k` samples at the
+                           rollout temperature, if pass_k > 1 (arXiv:2107.03374, eq. 1)
     """
     if not prompts:
         return {}, [], Scores([])
@@ -101,7 +102,9 @@ def evaluate(
 
 
 def pass_metrics(are_correct: Sequence[bool], num_samples: int) -> dict[str, float]:
-    """Return the mean pass@1 and pass@num_samples over prompts with `num_samples` neighboring samples each."""
+    """Return the mean pass@1 and pass@num_samples over prompts with `num_samples` neighboring
+    samples each.
+    """
     groups = [are_correct[i : i + num_samples] for i in range(0, len(are_correct), num_samples)]
     metrics = {}
     for k in (1, num_samples):

@@ -1,4 +1,6 @@
-"""Prompts in, preference pairs of a model's own responses out: a better and a worse one by the reward."""
+"""Prompts in, preference pairs of a model's own responses out: a better and a worse one by the
+reward.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -25,8 +27,8 @@ def sample_pairs(
 ) -> list[dict[str, Any]]:
     """Return rows of a preference file, from `num_samples` samples of each prompt.
 
-    Responses that were cut off or whose reward failed are left out, as are prompts whose responses all have
-    the same reward.
+    Responses that were cut off or whose reward failed are left out, as are prompts whose responses
+    all have the same reward.
     """
     samples = generator.generate(prompts, num_samples, greedy=False, seed=seed)
     scores = reward(samples)

@@ -1,6 +1,8 @@
-"""The training loop: prompts -> rollout -> rewards -> advantages -> batch -> Megatron steps -> weight sync.
+"""The training loop: prompts -> rollout -> rewards -> advantages -> batch -> Megatron steps ->
+weight sync.
 
-Its roles are Protocols; the loop does not know whether Ray actors on many nodes or plain objects play them.
+Its roles are Protocols; the loop does not know whether Ray actors on many nodes or plain objects
+play them.
 """
 
 from mcore_rl.algo.choice import needs_of
@@ -17,7 +19,9 @@ from mcore_rl.types import WeightVersion
 
 
 def train(config: Config, roles: Roles, start_step: int = 0) -> None:
-    """Run steps start_step + 1 .. run.steps; the engines must already serve the weights of `start_step`."""
+    """Run steps start_step + 1 .. run.steps; the engines must already serve the weights of
+    `start_step`.
+    """
     needs = needs_of(config.algorithm)
     options = StepOptions.of(config, needs)
     if start_step == 0:
@@ -83,5 +87,7 @@ def save_checkpoint(roles: Roles, timer: PhaseTimer, step: int) -> None:
 
 
 def is_due(step: int, every_steps: int, last_step: int) -> bool:
-    """Return whether `step` is the last step or a multiple of `every_steps` (0: no multiple is due)."""
+    """Return whether `step` is the last step or a multiple of `every_steps` (0: no multiple is
+    due).
+    """
     return step == last_step or (every_steps > 0 and step % every_steps == 0)

@@ -1,4 +1,6 @@
-"""Samples and scores of one step, drawn now or taken from sampling in the background; the weight sync."""
+"""Samples and scores of one step, drawn now or taken from sampling in the background; the weight
+sync.
+"""
 
 import logging
 import math
@@ -23,7 +25,8 @@ def sample_step(
 ) -> tuple[list[Sample], Scores, dict[str, float]]:
     """Return (samples, scores, metrics) for the step to train on.
 
-    with_greedy   also score a greedy response to each prompt; background sampling decides this for itself
+    with_greedy   also score a greedy response to each prompt; background sampling decides this for
+                  itself
     """
     version = WeightVersion(timer.step - 1)
     if roles.background is None:
@@ -42,7 +45,9 @@ def sample_step(
 def sync_weights(
     roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: TrainBatch
 ) -> dict[str, float]:
-    """Bring the trainer's weights to the engines; background sampling pauses and continues with them."""
+    """Bring the trainer's weights to the engines; background sampling pauses and continues with
+    them.
+    """
     background = roles.background
     if background is not None:
         with timer("pause"):
@@ -84,11 +89,12 @@ class Rounds:
 def sample_now(
     options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
 ) -> tuple[list[Sample], Scores, dict[str, float]]:
-    """Sample from the engines' present weights; with dynamic sampling in as many rounds as it takes.
+    """Sample from the engines' present weights; with dynamic sampling in as many rounds as it
+    takes.
 
-    DAPO, arXiv:2503.14476, section 3.2: groups whose rewards are all equal have no advantage, so further
-    prompts are sampled until rollout.prompts_per_step groups differ in reward or rollout.max_rounds are over.
-    If no group differs, the last round is returned as it is.
+    DAPO, arXiv:2503.14476, section 3.2: groups whose rewards are all equal have no advantage, so
+    further prompts are sampled until rollout.prompts_per_step groups differ in reward or
+    rollout.max_rounds are over. If no group differs, the last round is returned as it is.
     """
     group_size = options.samples_per_prompt
     if not options.dynamic_sampling:
@@ -159,7 +165,9 @@ def _with_greedy(
 
 
 def groups_with_signal(rewards_N: Sequence[float], group_size: int) -> list[int]:
-    """Return the indices of all samples in groups whose rewards differ; `group_size` neighbors are a group."""
+    """Return the indices of all samples in groups whose rewards differ; `group_size` neighbors are
+    a group.
+    """
     indices: list[int] = []
     for start in range(0, len(rewards_N), group_size):
         group = range(start, start + group_size)

@@ -1,4 +1,5 @@
-"""A step's batch in; its log-probs and values, then the optimizer steps of policy and critic, out."""
+"""A step's batch in; its log-probs and values, then the optimizer steps of policy and critic, out.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,7 +31,9 @@ class StepOptions:
 
 
 def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: TrainBatch) -> TrainBatch:
-    """Add the trainer's log-probs and the critic's values, both from before the first optimizer step."""
+    """Add the trainer's log-probs and the critic's values, both from before the first optimizer
+    step.
+    """
     critic = roles.critic
     batch, values_T = roles.both(
         lambda: add_logprobs(options, roles.trainer, batch),
@@ -81,7 +84,8 @@ def mini_batches(batch: TrainBatch, number: int, epochs: int, seed: int) -> Iter
 
 
 def add_logprobs(options: StepOptions, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
-    """Add the old log-probs if something reads them, and the reference's if the algorithm needs them.
+    """Add the old log-probs if something reads them, and the reference's if the algorithm needs
+    them.
 
     With one optimizer step per rollout the step's own log-probs serve as the old ones.
     """

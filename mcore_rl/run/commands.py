@@ -1,4 +1,6 @@
-"""The commands: a checked Config in, a run folder out. They make the parts of a run and hand them to loops."""
+"""The commands: a checked Config in, a run folder out. They make the parts of a run and hand them
+to loops.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -150,7 +152,9 @@ def run_dpo(config: Config) -> None:
 
 
 def run_pairs(config: Config) -> None:
-    """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to <run.dir>/pairs."""
+    """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to
+    <run.dir>/pairs.
+    """
     check_no_trainer(config)
     tokenizer = open_tokenizer(config, "data.train")
     splits = {
@@ -174,7 +178,8 @@ def run_pairs(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: engines without a trainer, on the weights in model.path, to <run.dir>/eval."""
+    """`mcore-rl eval`: engines without a trainer, on the weights in model.path, to <run.dir>/eval.
+    """
     check_no_trainer(config)
     tokenizer = open_tokenizer(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
@@ -209,7 +214,8 @@ def _run(
     with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
-    """Yield the prepared run folder, the checkpoint to continue from, and the processes of the run."""
+    """Yield the prepared run folder, the checkpoint to continue from, and the processes of the run.
+    """
     if with_engines:
         check_engines(config)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)

@@ -38,7 +38,8 @@ _log = logging.getLogger(__name__)
 
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
-    """Wait for the models served beside the policy, and connect the scorer to those that give rewards.
+    """Wait for the models served beside the policy, and connect the scorer to those that give
+    rewards.
 
     Returns the endpoints by role.
     """
@@ -53,7 +54,8 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 def make_client(
     config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
-    """Wait for the engines. Raises ValueError if the tokenizer has no token that ends a response."""
+    """Wait for the engines. Raises ValueError if the tokenizer has no token that ends a response.
+    """
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -103,7 +105,8 @@ def make_teacher(
 def make_sync(
     config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]
 ) -> EngineSync:
-    """Return what brings the trainer's weights to the engines and checks that both compute alike."""
+    """Return what brings the trainer's weights to the engines and checks that both compute alike.
+    """
     timeout_s = config.run.call_timeout_s
     engines = started.engines
     gpus = started.gpus
@@ -129,7 +132,9 @@ def sample_in_background(
     processes: RunProcesses,
     weights: EngineSync,
 ) -> AbstractContextManager[BackgroundSampler | None]:
-    """Return the sampler that works while the trainer trains; a context of None if rollout.mode is sync."""
+    """Return the sampler that works while the trainer trains; a context of None if rollout.mode is
+    sync.
+    """
     if config.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
@@ -145,10 +150,11 @@ def sample_in_background(
 
 
 def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
-    """Load the trainer and `parts`, by their names in the saved state, from the checkpoint `newest`.
+    """Load the trainer and `parts`, by their names in the saved state, from the checkpoint
+    `newest`.
 
-    Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint holds no
-    state of a run.
+    Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint
+    holds no state of a run.
     """
     if newest is None:
         return 0

@@ -1,9 +1,9 @@
 """A recipe for many GPUs in, its rehearsal for a laptop out.
 
-A rehearsal has the recipe's model family, algorithm and kinds of parallelism in the smallest sizes. It takes one
-step with a tiny random model and arithmetic prompts, both made on the spot. Options that this module does not name
-are kept: loss, advantage, corrections, router replay, modes of the rollout, the reward function, who shares GPUs
-with whom.
+A rehearsal has the recipe's model family, algorithm and kinds of parallelism in the smallest sizes.
+It takes one step with a tiny random model and arithmetic prompts, both made on the spot. Options
+that this module does not name are kept: loss, advantage, corrections, router replay, modes of the
+rollout, the reward function, who shares GPUs with whom.
 """
 
 import json
@@ -50,10 +50,11 @@ TINY: Mapping[str, Any] = {
 
 
 def rehearse(config: Config, given: Collection[str] = ()) -> Config:
-    """Return the rehearsal of a recipe; write its model, tokenizer and prompts to <run.dir>_rehearsal/inputs.
+    """Return the rehearsal of a recipe; write its model, tokenizer and prompts to
+    <run.dir>_rehearsal/inputs.
 
-    `given` names the options ("run.steps") set on the command line. run.steps and run.resume among them are
-    kept; `replaced` lists those that are not.
+    `given` names the options ("run.steps") set on the command line. run.steps and run.resume among
+    them are kept; `replaced` lists those that are not.
     """
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
@@ -120,7 +121,9 @@ def _smallest(size: int) -> int:
 
 
 def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
-    """Reduce every size above 1 to 2, the data-parallel size too unless there are MOST_RANKS ranks without."""
+    """Reduce every size above 1 to 2, the data-parallel size too unless there are MOST_RANKS ranks
+    without.
+    """
     smallest = ParallelConfig(
         tp=_smallest(layout.tp),
         pp=_smallest(layout.pp),
@@ -143,7 +146,9 @@ def _num_layers(layout: ParallelConfig) -> int:
 
 
 def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """Shrink the engines; `num_gpus` is the number of trainer GPUs if the engines share them, else None."""
+    """Shrink the engines; `num_gpus` is the number of trainer GPUs if the engines share them, else
+    None.
+    """
     engine_ranks = _smallest(rollout.tp) * _smallest(rollout.pp)
     room = SMALLEST if num_gpus is None else num_gpus // engine_ranks
     return replace(
@@ -164,7 +169,9 @@ def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
 
 
 def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return config.json of a tiny model of the same family with `num_layers` layers, at most one dense."""
+    """Return config.json of a tiny model of the same family with `num_layers` layers, at most one
+    dense.
+    """
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
     tiny |= {
         "vocab_size": len(vocabulary()),

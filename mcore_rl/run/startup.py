@@ -27,8 +27,8 @@ class Started:
 def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> Started:
     """Start all groups of a training run.
 
-    Groups with GPUs of their own start at the same time. Groups that share GPUs start one after the other,
-    and each gives up its memory before the next starts.
+    Groups with GPUs of their own start at the same time. Groups that share GPUs start one after the
+    other, and each gives up its memory before the next starts.
     """
     steps = config.run.steps
     num_steps = steps * config.train.epochs * config.train.mini_batches

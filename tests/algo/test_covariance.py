@@ -1,4 +1,6 @@
-"""Which tokens Clip-Cov and KL-Cov hold back, and that it depends on the mini-batch and the seed alone."""
+"""Which tokens Clip-Cov and KL-Cov hold back, and that it depends on the mini-batch and the seed
+alone.
+"""
 
 from dataclasses import replace
 

@@ -20,7 +20,9 @@ ROWS = [
 
 
 def overrides_of(cell: str) -> list[list[str]]:
-    """The options in each pair of backticks that sets any; the table's head may name what they begin with."""
+    """The options in each pair of backticks that sets any; the table's head may name what they
+    begin with.
+    """
     options = [code.split() for code in re.findall(r"`([^`]+)`", cell) if "=" in code]
     heads = re.findall(r"options, after `(.+?)`", DOCUMENT[: DOCUMENT.index(cell)])
     return [[o if "." in o.split("=")[0] else f"{heads[-1]}{o}" for o in each] for each in options]

@@ -1,4 +1,5 @@
-"""Policy losses against the published ones, computed on padded [N, M] arrays in float64: value and gradient.
+"""Policy losses against the published ones, computed on padded [N, M] arrays in float64: value and
+gradient.
 
 The references are whole scalar losses; ours are token losses times aggregation weights.
 """

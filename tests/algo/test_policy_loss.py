@@ -1,4 +1,5 @@
-"""The token loss of a recipe: terms, metrics, masking, on and off policy, written out in float64."""
+"""The token loss of a recipe: terms, metrics, masking, on and off policy, written out in float64.
+"""
 
 import pickle
 import threading
@@ -300,7 +301,9 @@ def test_bypassed_the_engines_log_probs_are_the_old_ones_and_the_drift_is_still_
 
 @pytest.mark.parametrize("loss", losses.names)
 def test_no_loss_depends_on_micro_batches_or_on_where_sequences_lie(loss: str) -> None:
-    """Cut between sequences, and each sequence on two ranks: loss and gradient within 1e-12 in float64."""
+    """Cut between sequences, and each sequence on two ranks: loss and gradient within 1e-12 in
+    float64.
+    """
     logprobs, entropy, batch = make_inputs()
     held_back = torch.tensor([0, 1, 0, 0, 0, 0, 1], dtype=torch.bool)
     batch = replace(batch, held_back_T=held_back)

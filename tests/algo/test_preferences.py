@@ -1,4 +1,5 @@
-"""Losses of pairs against the published ones in float64: value, gradient, metrics; and who is paired.
+"""Losses of pairs against the published ones in float64: value, gradient, metrics; and who is
+paired.
 
 The references write out each loss on the log-probs of tokens; ours gives a weight per sequence.
 """
@@ -41,7 +42,9 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def published(name: str, logprobs_T: Tensor, ref_T: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
-    """Mean over pairs, written as in the papers, with policy and reference as probabilities of responses."""
+    """Mean over pairs, written as in the papers, with policy and reference as probabilities of
+    responses.
+    """
     policy, reference = sums(logprobs_T).exp(), sums(ref_T).exp()
     losses = []
     for w, r in pairs:
@@ -100,7 +103,9 @@ def test_value_and_gradient_are_the_published_ones(name: str, pairs: list[tuple[
 
 
 def test_numbers_of_a_pair_worked_out_by_hand() -> None:
-    """log-ratios 2 and -1 at beta 0.5: margin 1.5, loss log(1 + exp(-1.5)), weight 0.5 sigmoid(-1.5)."""
+    """log-ratios 2 and -1 at beta 0.5: margin 1.5, loss log(1 + exp(-1.5)), weight 0.5
+    sigmoid(-1.5).
+    """
     likelihoods = Likelihoods(
         torch.tensor([-4.0, -6.0]).double(),
         torch.tensor([2, 3]),

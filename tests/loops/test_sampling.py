@@ -1,4 +1,6 @@
-"""Dynamic sampling: groups that differ are kept, others sampled in their place, until enough or the end."""
+"""Dynamic sampling: groups that differ are kept, others sampled in their place, until enough or the
+end.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
