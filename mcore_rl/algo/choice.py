@@ -3,9 +3,14 @@
 from dataclasses import replace
 from functools import cache
 
+from mcore_rl.algo import advantages as built_in_advantages
+from mcore_rl.algo import losses as built_in_losses
 from mcore_rl.algo.registry import Advantage, Needs, PolicyLossMaker, advantages, losses
 from mcore_rl.algo.user_file import UserFile, read_user_file, register_user_file
 from mcore_rl.config import AlgorithmConfig
+
+BUILT_IN = (built_in_advantages, built_in_losses)
+"""The modules that register the built-in functions when they are imported."""
 
 
 def user_file_of(config: AlgorithmConfig) -> UserFile | None:
