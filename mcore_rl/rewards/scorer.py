@@ -83,11 +83,12 @@ class Scorer:
         ]
         if self._config.overlong_buffer_len:
             parts["overlong_penalty"] = penalties
+        unpenalized_N = [reward for reward, _ in scored]
         rewards_N = [
             reward + noise + penalty
-            for (reward, _), noise, penalty in zip(scored, noises_N, penalties, strict=True)
+            for reward, noise, penalty in zip(unpenalized_N, noises_N, penalties, strict=True)
         ]
-        return Scores(rewards_N, parts, errors)
+        return Scores(rewards_N, parts, errors, unpenalized_N=unpenalized_N)
 
     def __enter__(self) -> Self:
         return self

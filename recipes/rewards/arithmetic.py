@@ -1,4 +1,6 @@
-"""Reward of the arithmetic word problems: 1 if the last number of the response is the answer, else 0."""
+"""Reward of the arithmetic word problems: 1 if the last number of the response is the answer, else
+0.
+"""
 
 import re
 from collections.abc import Mapping

@@ -1,9 +1,13 @@
-"""Rewards of Python programs: the share of tests that the response's program passes, each run in a sandbox.
+"""Rewards of Python programs: the share of tests that the response's program passes, each run in a
+sandbox.
 
-The program is the response's last fenced block. The ground truth is a mapping, or its JSON text, of one form:
+The program is the response's last fenced block. The ground truth is a mapping, or its JSON text, of
+one form:
 
-{"inputs": [text, ...], "outputs": [text, ...]}                  standard input and what must be printed
-{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]} calls of a function, and what it must return
+{"inputs": [text, ...], "outputs": [text, ...]}                  standard input and what must be
+                                                                 printed
+{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]} calls of a function, and what it
+must return
 {"asserts": ["assert f(1) == 2", ...]}                           statements that must not raise
 
 score    share of tests passed
@@ -35,7 +39,8 @@ def reward(
 
 
 def _tests(program: str, truth: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, str]]:
-    """(program, standard input, expected, mark before the line that is compared; none: all of the output).
+    """(program, standard input, expected, mark before the line that is compared; none: all of the
+    output).
 
     ValueError if there is no test.
     """

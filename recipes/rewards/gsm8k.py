@@ -1,6 +1,8 @@
-"""Rewards of problems whose answer is one number (GSM8K): the final one, and whether it stands behind ####.
+"""Rewards of problems whose answer is one number (GSM8K): the final one, and whether it stands
+behind ####.
 
-score   1 if the response's final number is the answer: the one behind the last "####", else the last of all
+score   1 if the response's final number is the answer: the one behind the last "####", else the
+        last of all
 right   the same, for reward.parts
 form    1 if the response ends in "#### <number>", as the data's instruction asks
 """

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.build import TokenLoss, make_policy_loss
+from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.config import Config
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.stream.sender import WeightSender

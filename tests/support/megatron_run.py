@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from mcore_rl.algo.build import Advantages
+from mcore_rl.algo.estimator import Advantages
 from mcore_rl.cluster.run import engine_spec, experts_shape
 from mcore_rl.config import (
     CheckpointConfig,

@@ -11,7 +11,7 @@ from megatron.core import parallel_state as ps
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.algo.build import make_policy_loss
+from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import (
     AlgorithmConfig,
     CheckpointConfig,

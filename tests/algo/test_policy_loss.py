@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.build import Advantages, make_policy_loss, sft_loss
-from mcore_rl.algo.losses import LOSSES
+from mcore_rl.algo.choice import losses
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.sequences import sequence_sum
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig
 from mcore_rl.data.batch import make_train_batch, select
@@ -297,9 +298,11 @@ def test_bypassed_the_engines_log_probs_are_the_old_ones_and_the_drift_is_still_
     torch.testing.assert_close(metrics["logprob_diff/mean"][MASK], drift[MASK])
 
 
-@pytest.mark.parametrize("loss", LOSSES.names)
+@pytest.mark.parametrize("loss", losses.names)
 def test_no_loss_depends_on_micro_batches_or_on_where_sequences_lie(loss: str) -> None:
-    """Cut between sequences, and each sequence on two ranks: loss and gradient within 1e-12 in float64."""
+    """Cut between sequences, and each sequence on two ranks: loss and gradient within 1e-12 in
+    float64.
+    """
     logprobs, entropy, batch = make_inputs()
     held_back = torch.tensor([0, 1, 0, 0, 0, 0, 1], dtype=torch.bool)
     batch = replace(batch, held_back_T=held_back)
