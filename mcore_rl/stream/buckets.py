@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
 from mcore_rl.slices.hf.fp8 import BLOCK, FP8, scale_box
-from mcore_rl.slices.hf.quantize import quantise_into
+from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
@@ -197,7 +197,7 @@ class _Matrix:
             weights_NK = torch.empty_like(self.values_NK, dtype=weights_NK.dtype)
             for within, part in self.parts_NK:
                 weights_NK[within] = part
-        quantise_into(weights_NK, self.values_NK, self.scales_nk)
+        quantize_into(weights_NK, self.values_NK, self.scales_nk)
 
 
 class PlacedBucket:

@@ -1,4 +1,4 @@
-"""A model directory's config.json in, read once; the facts that commands ask about the model out."""
+"""A model directory in, the facts about its model out; config.json is read once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from mcore_rl.slices.hf.config import moe_layers, named_dtype, read_hf_config
 class ModelFacts:
     """A supported model as its config.json describes it.
 
-    A command makes one of these per model directory when it starts and passes it on, so that no later
-    step opens the file again. A process on another host reads its own.
+    A command makes one of these per model directory when it starts and passes it on, so that no
+    later step opens the file again. A process on another host reads its own.
 
     path     HuggingFace directory
     config   the parsed config.json

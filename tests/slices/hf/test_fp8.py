@@ -16,7 +16,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.hf.fp8 import is_converted
-from mcore_rl.slices.hf.quantize import quantise_into
+from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.plan.cost import predict
 from mcore_rl.slices.plan.coverage import contiguous_strides
@@ -34,7 +34,7 @@ def quantise(weights_NK: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = weights_NK.shape
     values_NK = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
     scales_nk = torch.empty(-(-rows // 128), -(-columns // 128))
-    quantise_into(weights_NK, values_NK, scales_nk)
+    quantize_into(weights_NK, values_NK, scales_nk)
     return values_NK, scales_nk
 
 

@@ -61,7 +61,7 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
-        ({}, SGLangSizes(tp=2), "tp = 2: SGLang's OlmoeForCausalLM normalises .* one rank only"),
+        ({}, SGLangSizes(tp=2), "tp = 2: SGLang's OlmoeForCausalLM normalizes .* one rank only"),
         ({}, SGLangSizes(pp=2), "pp = 2: SGLang's OlmoeForCausalLM has no pipeline stages"),
         ({"norm_topk_prob": True}, SGLangSizes(), "norm_topk_prob = True: .* computes with False"),
         ({"rms_norm_eps": 1e-6}, SGLangSizes(), "rms_norm_eps = 1e-06: .* computes with 1e-05"),

@@ -1,4 +1,10 @@
-"""Layouts with block-FP8 matrices: an engine's by rule, and what a plan asks of both sides of one."""
+"""Layouts with block-FP8 matrices, and the checks that a plan makes on both of its sides.
+
+layout in bfloat16                   QuantizedLayout
+weight [256, 128]                    weight [256, 128]            weight_scale_inv [2, 1]
+rows 0-127 on rank 0, bfloat16  -->  rows 0-127, float8_e4m3fn    row 0, float32
+rows 128-255 on rank 1               rows 128-255                 row 1
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,8 +23,8 @@ from mcore_rl.slices.hf.fp8 import (
 from mcore_rl.slices.layouts.layout import Layout, Piece, Placement
 
 
-class QuantisedLayout:
-    """`layout` of engines that hold every projection as FP8 values and scales of its blocks."""
+class QuantizedLayout:
+    """The layout of engines that hold every projection as FP8 values and a scale per block."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -32,8 +38,8 @@ class QuantisedLayout:
         matrix = scaled_name(name)
         if matrix is not None and is_converted(matrix):
             return self._scales(self._layout.placement(matrix))
-        found = self._layout.placement(name)
-        return self._values(found) if is_converted(name) else found
+        placement = self._layout.placement(name)
+        return self._values(placement) if is_converted(name) else placement
 
     def names(self, rank: int) -> Iterator[str]:
         return _with_scales(self._layout.names(rank))
@@ -56,71 +62,78 @@ def _scales_of(piece: Piece) -> Piece:
 
 
 def _with_scales(names: Iterable[str]) -> Iterator[str]:
+    """Yield `names`, each quantized matrix followed by its scales."""
     for name in names:
         yield name
         if is_converted(name):
             yield scale_name(name)
 
 
-def is_quantised(placement: Placement) -> bool:
+def is_quantized(placement: Placement) -> bool:
+    """Whether the tensor is an FP8 matrix."""
     return bool(placement.pieces) and placement.pieces[0].dtype == FP8
 
 
 def travels_with_matrix(name: str, target: Layout) -> bool:
-    """Whether HF tensor `name` holds the scales of a matrix that `target` wants in FP8."""
+    """Whether HF tensor `name` holds the scales of a matrix that `target` has in FP8.
+
+    Such scales travel with the values and are not planned by themselves.
+    """
     matrix = scaled_name(name)
-    return matrix is not None and is_quantised(target.placement(matrix))
+    return matrix is not None and is_quantized(target.placement(matrix))
 
 
 def join_rows(placement: Placement) -> Placement:
-    """Pieces that the same ranks hold one below the other as one: a block may span them."""
+    """Join pieces that the same ranks hold one below the other, because a block may span them."""
     joined: list[Piece] = []
     for piece in sorted(placement.pieces, key=lambda p: (p.start[1:], p.start)):
-        above = joined[-1] if joined else None
-        if (
-            above
-            and above == replace(piece, start=above.start, stop=above.stop)
-            and _touch(above, piece)
-        ):
-            joined[-1] = replace(above, stop=piece.stop)
+        if joined and _continues(joined[-1], piece):
+            joined[-1] = replace(joined[-1], stop=piece.stop)
         else:
             joined.append(piece)
     return Placement(tuple(sorted(joined, key=lambda piece: piece.start)))
 
 
-def _touch(above: Piece, below: Piece) -> bool:
-    columns = (above.start[1:], above.stop[1:]) == (below.start[1:], below.stop[1:])
-    return columns and above.stop[0] == below.start[0]
+def _continues(above: Piece, below: Piece) -> bool:
+    """Whether `below` begins where `above` ends, with the same columns, ranks and dtype."""
+    same_columns = (above.start[1:], above.stop[1:]) == (below.start[1:], below.stop[1:])
+    same_holders = (above.ranks, above.dtype) == (below.ranks, below.dtype)
+    return same_columns and same_holders and above.stop[0] == below.start[0]
 
 
 def check_scales(name: str, target: Layout) -> None:
-    """ValueError unless whoever wants blocks of the FP8 matrix `name` wants the scales of just these."""
-    matrix, scales = (
-        join_rows(target.placement(name)),
-        join_rows(target.placement(scale_name(name))),
-    )
+    """Raise ValueError unless every rank holds the scales of exactly its blocks of the matrix."""
+    matrix = join_rows(target.placement(name))
+    scales = join_rows(target.placement(scale_name(name)))
     if set(map(_scales_of, matrix.pieces)) != set(scales.pieces):
         rank = matrix.pieces[0].ranks[0]
         raise ValueError(
             f"target rank {rank} holds {name!r} in {FP8}, but {scale_name(name)!r} is not"
-            f" a {SCALE_DTYPE} scale for each of its {BLOCK} x {BLOCK} blocks: serve weights in that format"
+            f" a {SCALE_DTYPE} scale for each of its {BLOCK} x {BLOCK} blocks: serve weights in"
+            " that format"
         )
 
 
-def check_blocks(common: Box, shape: tuple[int, ...], held: Piece, wanted: Piece) -> None:
-    """ValueError naming tensor, rank and box unless `common`, of a tensor of `shape`, is of whole blocks."""
+def check_blocks(common: Box, shape: tuple[int, ...], held: Piece, needed: Piece) -> None:
+    """Check that the box that `held` and `needed` have in common consists of whole blocks.
+
+    `shape` is that of the tensor. Raises ValueError naming tensor, rank and the piece that cuts a
+    block.
+    """
     if is_whole(common.start, common.stop, shape):
         return
-    side, piece = ("target", wanted) if is_whole(held.start, held.stop, shape) else ("source", held)
+    side, piece = ("source", held)
+    if is_whole(held.start, held.stop, shape):
+        side, piece = ("target", needed)
     raise ValueError(
-        f"{side} rank {piece.ranks[0]} holds {common.name!r} {piece.start} to {piece.stop} of {shape}, which"
-        f" cuts through {BLOCK} x {BLOCK} blocks of FP8 weights: choose tensor-parallel sizes that keep them"
-        " whole"
+        f"{side} rank {piece.ranks[0]} holds {common.name!r} {piece.start} to {piece.stop} of"
+        f" {shape}, which cuts through {BLOCK} x {BLOCK} blocks of FP8 weights: choose"
+        " tensor-parallel sizes that keep them whole"
     )
 
 
 def is_whole(start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a box begins and ends where blocks do, or at the end of the matrix of `shape`."""
+    """Whether a box begins and ends at the edges of blocks; `shape` is that of the whole matrix."""
     begins = not any(at % BLOCK for at in start)
     return begins and all(
         at % BLOCK == 0 or at == size for at, size in zip(stop, shape, strict=True)
@@ -128,6 +141,6 @@ def is_whole(start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ..
 
 
 def shape_of(*placements: Placement) -> tuple[int, ...]:
-    """Of the tensor whose pieces these are, if they are all of it."""
+    """Return the shape of the tensor that these placements cover between them."""
     stops = [piece.stop for placement in placements for piece in placement.pieces]
     return tuple(map(max, zip(*stops, strict=True)))
