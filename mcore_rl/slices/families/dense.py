@@ -1,7 +1,7 @@
 """Dense models: Llama, Qwen2 and Qwen3.
 
-Qwen2 adds biases of queries, keys and values; Qwen3 has norms of each head's queries and keys
-instead.
+Qwen2 adds biases of queries, keys and values. Qwen3 normalizes each head's queries
+and keys instead.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,10 @@
 """Rules that families share: the tensors of Megatron's Transformer Engine layers, module by module.
 
-Megatron key (without layer number)             HF name
-decoder.layers.self_attention.linear_qkv.*  <-  model.layers.{layer}.self_attn.{q,k,v}_proj.*
-decoder.layers.mlp.linear_fc1.weight        <-  model.layers.{layer}.mlp.{gate,up}_proj.weight
+    Megatron key (without layer number)             HF name
+    decoder.layers.self_attention.linear_qkv.*  <-  model.layers.{layer}.self_attn.{q,k,v}_proj.*
+    decoder.layers.mlp.linear_fc1.weight        <-  model.layers.{layer}.mlp.{gate,up}_proj.weight
+
+table.py explains how the rows of these tensors are laid into one.
 """
 
 from typing import Any

@@ -1,7 +1,9 @@
 """config.json in, axis sizes and arguments of TransformerConfig out, as far as families share them.
 
-sizes     {"hidden": 2048, "q": 4096, ...}       names that the rules of a family use for axes
-options   {"hidden_size": 2048, "kv_channels"..} arguments of megatron-core's TransformerConfig
+    sizes      {"hidden": 2048, "q": 4096, ...}             names of axes in a family's rules
+    options    {"hidden_size": 2048, "kv_channels": 128}    megatron-core's TransformerConfig
+
+A family adds up those that it needs.
 """
 
 from collections.abc import Mapping

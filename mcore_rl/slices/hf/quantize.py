@@ -1,4 +1,8 @@
-"""A matrix in, its 8-bit values and the scales of its blocks out; fp8.py describes the format."""
+"""A matrix in, its 8-bit values and the scales of its blocks out; fp8.py describes the format.
+
+Shapes: N rows and K columns of the matrix, n and k rows and columns of blocks, R rows and B columns
+of one block.
+"""
 
 import torch
 from torch import Tensor

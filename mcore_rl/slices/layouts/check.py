@@ -1,4 +1,10 @@
-"""Checks that a model can be cut into a recipe's parallel layout; errors name the options."""
+"""Checks that a model can be cut into a recipe's parallel layout; errors name the options.
+
+    parallel.tp  divides num_attention_heads         parallel.ep   divides the number of experts
+    parallel.pp  divides num_hidden_layers           parallel.etp  divides an expert's width
+
+Uneven pipeline stages are checked by the layers they leave over.
+"""
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families import family_of

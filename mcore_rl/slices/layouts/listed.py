@@ -1,8 +1,10 @@
 """The shards of every rank in, their layout out: for what was traced or read from metadata.
 
-rank 0 holds rows 0-5          pieces: rows 0-3 on rank 0
-rank 1 holds rows 4-7   -->            rows 4-5 on ranks 0 and 1
-                                       rows 6-7 on rank 1
+    rank 0 holds rows 0-5        pieces  rows 0-3 on rank 0
+    rank 1 holds rows 4-7   -->          rows 4-5 on ranks 0 and 1
+                                         rows 6-7 on rank 1
+
+Boxes that overlap are cut up until all ranks of a piece hold all of it.
 """
 
 from collections import defaultdict

@@ -1,9 +1,11 @@
 """Layouts with block-FP8 matrices, and the checks that a plan makes on both of its sides.
 
-layout in bfloat16                   QuantizedLayout
-weight [256, 128]                    weight [256, 128]            weight_scale_inv [2, 1]
-rows 0-127 on rank 0, bfloat16  -->  rows 0-127, float8_e4m3fn    row 0, float32
-rows 128-255 on rank 1               rows 128-255                 row 1
+    layout in bfloat16            QuantizedLayout
+    weight [256, 128]             weight [256, 128], float8     weight_scale_inv [2, 1], float32
+    rows 0-127 on rank 0     -->  rows 0-127 on rank 0          row 0 on rank 0
+    rows 128-255 on rank 1        rows 128-255 on rank 1        row 1 on rank 1
+
+A plan never cuts through a block, and the scales of a block travel with its values.
 """
 
 from collections.abc import Iterable, Iterator

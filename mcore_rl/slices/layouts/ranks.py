@@ -1,8 +1,9 @@
 """Sets of ranks that take a few numbers to write down, however large the cluster is.
 
-ranks of tensor-parallel index 1 (of 2), in a pipeline stage of 8 ranks from rank 16 on
-16 17 18 19 20 21 22 23
-    #     #     #     #     = Ranks.grid(17, (4, 2)): from 17, 4 steps of 2 ranks
+    stage of 8 ranks from rank 16 on    16 17 18 19 20 21 22 23
+    those of tensor-parallel index 1       17    19    21    23     of 2
+
+The second row is Ranks.grid(17, (4, 2)): from rank 17, 4 steps of 2 ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,6 +1,9 @@
 """Both layouts of a weight sync as a few numbers, which travel to all ranks as JSON.
 
-config.json + dtype + MegatronSizes(tp=2, ...) + SGLangSizes(tp=4, ...)  -->  source(), target()
+    config.json, dtype  + MegatronSizes(tp=2, ...)  -->  source(): the trainer's layout
+                        + SGLangSizes(tp=4, ...)    -->  target(): the engines' layout
+
+Every rank derives from them what all other ranks hold.
 """
 
 import json

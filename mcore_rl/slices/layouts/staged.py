@@ -1,8 +1,10 @@
 """The part that Megatron's and SGLang's layouts share: layers on stages, routed experts in groups.
 
-                  expert group 0     expert group 1
-stage 0 (layers)  experts 0-3        experts 4-7          one placement per (entry, stage, group),
-stage 1 (layers)  experts 0-3        experts 4-7          shared by all layers and experts in it
+                          expert group 0     expert group 1
+    stage 0, layers 0-1   experts 0-3        experts 4-7
+    stage 1, layers 2-3   experts 0-3        experts 4-7
+
+A placement is made once per (entry, stage, group); all layers and experts of a field share it.
 """
 
 from abc import ABC, abstractmethod

@@ -1,10 +1,12 @@
 """A strided view of an HF tensor and the local memory it is copied to in, shards out.
 
-HF tensor [4, 2]       view: rows 0 and 2        local tensor [2, 2]
-row 0  a b             a b                       a b  <- Shard(rows 0-0, offset=0)
-row 1  c d             e f              copy_    e f  <- Shard(rows 2-2, offset=2)
-row 2  e f                                -->
-row 3  g h             a view that is one box gives one shard
+    HF tensor [4, 2]      view: every second row      local tensor [2, 2]
+    row 0  a b            a b                         a b  <- Shard(box of row 0, offset=0)
+    row 1  c d            e f               --copy->  e f  <- Shard(box of row 2, offset=2)
+    row 2  e f
+    row 3  g h
+
+A view that is a single box gives a single shard.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,12 @@
 """Shards, padding and tensor sizes in; an error unless every element is covered exactly once.
 
-element   0         24         48      60   64
-          |  shard  |  shard   |  shard | pad |     ok
-          |  shard  |  shard ======|===shard=== |   element 44 is covered twice
-          |  shard  |          |  shard  |          element 24 is not covered
+    element   0         24        48        60    64
+    accepted  | shard A | shard B | shard C | pad |
+    refused   | shard A | shard B |         | pad |    element 48 is not covered
+    refused   | shard A | shard B | shard C | pad |
+                                          | shard D    element 56 is covered twice
+
+A shard that is not contiguous counts as its contiguous runs.
 """
 
 from collections.abc import Iterable, Mapping

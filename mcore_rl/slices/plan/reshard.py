@@ -1,4 +1,9 @@
-"""Executes a slice plan by local copies, with the tensors of all its ranks in one process."""
+"""Executes a slice plan by local copies, with the tensors of all its ranks in one process.
+
+    sources[transfer.source_rank] --copy_box--> targets[transfer.target_rank]    every transfer
+
+A real sync sends the same boxes between processes (mcore_rl/stream).
+"""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,12 +1,12 @@
 """Boxes that the same source ranks hold and the same target ranks need, laid end to end and cut.
 
-    KiB      0            4                8            12
-    spans    | k_proj 0-3 |  k_proj 8-11   | v_proj 0-3 |       rows of three HF tensors
-    cuts     cut(0, 2)        cut(1, 2)        cut(2, 2)
-    slices   | k_proj 0-3 | 8-9  |  10-11  | v_proj 0-3 |
-             |--- first half ----|---- second half -----|       6 KiB each
+    KiB     0               4               8               12
+    spans   | k_proj 0-3    | k_proj 8-11   | v_proj 0-3    |       rows of HF tensors
+    cuts    ^ cut(0, 2)             ^ cut(1, 2)             ^ cut(2, 2)
+    slices  | k_proj 0-3    | 8-9   | 10-11 | v_proj 0-3    |
+            |----- first half ------|----- second half -----|       6 KiB each
 
-A cut falls between two rows of a box, so each part of a region is again a list of boxes: its
+A cut falls between two rows of a box, so every part of a region is again a list of boxes: its
 slices.
 """
 

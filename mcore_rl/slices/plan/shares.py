@@ -3,8 +3,8 @@
 Every target needs the whole region. Three sources feed two targets on other hosts, and each source
 sends 2/3 of a region:
 
-    target 0   0 |=== source 0 ===|= source 1 =| 1
-    target 1   0 |= source 1 =|=== source 2 ===| 1
+    target 0   0 |====== source 0 ======|= source 1 =| 1
+    target 1   0 |= source 1 =|====== source 2 ======| 1
 
 A target with sources on its own host takes everything from these, so that no network is used. Each
 rank computes only its own moves, and both ends of a move compute the same stretch.
