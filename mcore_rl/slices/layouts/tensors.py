@@ -1,7 +1,7 @@
 """A family's table and config.json in; the tensors of one model by layer and by name out.
 
-    entry   model.layers.{layer}.mlp.experts.{expert}.down_proj.weight one per name in the table
-    tensor  model.layers.3.mlp.experts.17.down_proj.weight             (entry, layer 3, expert 17)
+    entry   model.layers.{layer}.mlp.experts.{expert}.down_proj.weight   a name in the table
+    tensor  model.layers.3.mlp.experts.17.down_proj.weight               (entry, layer 3, expert 17)
 
 It also cuts shapes into the boxes of equal parts.
 """
