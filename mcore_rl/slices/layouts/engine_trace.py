@@ -96,7 +96,10 @@ class _Tracer(Tensor):
         self = Tensor._make_wrapper_subclass(
             _Tracer, meta.shape, **layout, dtype=dtype, device=device
         )
-        self.meta, self.hf_name, self.hf_shape, self.recorder = meta, hf_name, hf_shape, recorder
+        self.meta = meta
+        self.hf_name = hf_name
+        self.hf_shape = hf_shape
+        self.recorder = recorder
         return self
 
     def like(self, meta: Tensor, dtype: torch.dtype) -> "_Tracer":
@@ -129,7 +132,9 @@ class _Joined(Tensor):
         shape[dim] = sum(part.shape[dim] for part in parts)
         options = {"dtype": parts[0].dtype, "device": parts[0].device}
         self = Tensor._make_wrapper_subclass(_Joined, shape, **options)
-        self.parts, self.axis, self.recorder = parts, dim, parts[0].recorder
+        self.parts = parts
+        self.axis = dim
+        self.recorder = parts[0].recorder
         return self
 
     @property

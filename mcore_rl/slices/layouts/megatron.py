@@ -117,7 +117,7 @@ class MegatronLayout(StagedLayout):
         """Return the layers of a pipeline stage, one run for each of its model chunks."""
         return self._layers[stage :: self._sizes.pp]
 
-    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+    def _layers_and_group(self, rank: int) -> tuple[Iterable[int], int]:
         stage, in_stage = divmod(rank, self._sizes.stage_ranks)
         layers = (layer for chunk in self._layers[stage :: self._sizes.pp] for layer in chunk)
         return layers, in_stage // self._sizes.etp % self._sizes.ep
@@ -191,14 +191,14 @@ class MegatronLayout(StagedLayout):
         rows = divide(group_len * num_groups, parts, f"rows of {rule.key}", "tp")
         cuts = []
         for part in range(parts):
-            first = self._row(part * rows, before, block_len, group_len)
-            last = self._row((part + 1) * rows, before, block_len, group_len)
+            first = self._rows_before(part * rows, before, block_len, group_len)
+            last = self._rows_before((part + 1) * rows, before, block_len, group_len)
             rest = entry.shape[1:]
             cuts.append([((first, *(0 for _ in rest)), (last, *rest))] if first < last else [])
         return cuts
 
     @staticmethod
-    def _row(row: int, before: int, block_len: int, group_len: int) -> int:
+    def _rows_before(row: int, before: int, block_len: int, group_len: int) -> int:
         """Return how many rows of an HF tensor come before row `row` of the tensor of groups.
 
         `before` counts the rows of a group before the HF tensor's block.

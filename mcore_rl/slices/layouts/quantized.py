@@ -30,7 +30,8 @@ class QuantizedLayout:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._values, self._scales = cache(_values), cache(_scales)
+        self._values = cache(_values)
+        self._scales = cache(_scales)
 
     @property
     def num_ranks(self) -> int:

@@ -49,7 +49,8 @@ class RecordedLayouts:
     @staticmethod
     def decode(text: str) -> "RecordedLayouts":
         fields = json.loads(text)
-        trainer, engines = MegatronSizes(**fields["trainer"]), SGLangSizes(**fields["engines"])
+        trainer = MegatronSizes(**fields["trainer"])
+        engines = SGLangSizes(**fields["engines"])
         return RecordedLayouts(
             fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"]
         )

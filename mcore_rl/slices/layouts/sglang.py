@@ -55,7 +55,7 @@ class SGLangLayout(StagedLayout):
     def num_ranks(self) -> int:
         return self._sizes.engines * self._sizes.engine_ranks
 
-    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+    def _layers_and_group(self, rank: int) -> tuple[Iterable[int], int]:
         stage, tp = divmod(rank % self._sizes.engine_ranks, self._sizes.tp)
         return self._stages[stage], tp // self._moe_tp
 

@@ -43,7 +43,7 @@ class StagedLayout(ABC):
         return self._place(tensor.entry, stage, ep)
 
     def names(self, rank: int) -> Iterator[str]:
-        layers, ep = self._seat(rank)
+        layers, ep = self._layers_and_group(rank)
         experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
         for entry in self._tensors.model_entries:
             if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
@@ -56,7 +56,7 @@ class StagedLayout(ABC):
 
     def held(self, rank: int) -> Iterator[tuple[Entry, int]]:
         """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""
-        layers, ep = self._seat(rank)
+        layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:
             yield entry, _numel(self._place(entry, None, None), rank)
         for is_moe, same_kind in self._tensors.by_kind(layers).items():
@@ -89,7 +89,7 @@ class StagedLayout(ABC):
         return (ep * each, *start), ((ep + 1) * each, *stop)
 
     @abstractmethod
-    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+    def _layers_and_group(self, rank: int) -> tuple[Iterable[int], int]:
         """Return the layers and the expert group of a rank."""
 
     @abstractmethod

@@ -105,7 +105,7 @@ class SharedRegion:
         return self._ends[-1]
 
     def cut(self, part: int, parts: int) -> Cut:
-        """Return the last possible cut at or before `part` / `parts` of the bytes.
+        """Return a cut at or shortly before `part` / `parts` of the bytes, as the granularity allows.
 
         The cut never moves back as `part` grows; it is exact for part 0 and for part `parts`.
         """

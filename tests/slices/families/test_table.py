@@ -1,4 +1,4 @@
-"""Rules of a table: keys are found, shapes and dtypes follow from the sizes, tensors may be absent."""
+"""Rules of a table: keys are found, and shapes and dtypes follow from the sizes."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files of a model directory: which are read, how tensors are dealt out, what is copied beside them."""
+"""Files of a model directory: which are read, how tensors are dealt out, what is copied."""
 
 import json
 from pathlib import Path

@@ -25,7 +25,7 @@ def quantize(weights_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, which torch.equal does not say of FP8."""
+    """Whether all bits are equal, which torch.equal does not check for FP8."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 

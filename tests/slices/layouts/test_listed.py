@@ -1,4 +1,4 @@
-"""Layouts made of lists of shards: overlaps are cut up, and every rank keeps exactly what it holds."""
+"""Layouts made of lists of shards: overlaps are cut up, every rank keeps what it holds."""
 
 import dataclasses
 

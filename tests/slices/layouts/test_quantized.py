@@ -30,13 +30,13 @@ NORM = "model.norm.weight"
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, which torch.equal does not say of FP8."""
+    """Whether all bits are equal, which torch.equal does not check for FP8."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, int], max_ranks: int) -> list[Box]:
-    """A box for each rank: whole blocks of rows, columns or all; each perhaps on several ranks."""
+    """A box for each rank, of whole blocks of rows or columns; several ranks may hold the same."""
     axis = draw(st.sampled_from([0, 1]))
     edges = [*range(0, shape[axis], 128), shape[axis]]
     inner = draw(st.lists(st.sampled_from(edges), max_size=2, unique=True))
@@ -53,7 +53,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, int], max_ranks: int) -> list[Box]:
 def trainer_rank(
     draw: st.DrawFn, box: Box, weights_NK: Tensor
 ) -> tuple[list[Shard], dict[str, Tensor]]:
-    """A rank that holds `box` in runs of rows, in any order, as Megatron holds the groups of linear_qkv."""
+    """A rank that holds `box` in runs of rows in any order, as Megatron does in linear_qkv."""
     rows = range(box.start[0] + 1, box.stop[0])
     inner = draw(st.lists(st.sampled_from(rows), max_size=3, unique=True)) if rows else []
     runs = draw(st.permutations(list(pairwise(sorted({box.start[0], box.stop[0], *inner})))))
@@ -112,19 +112,19 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
     targets = [engine_rank(box) for box in wanted_boxes]
     source, target = ListedLayout([s for s, _ in sources]), ListedLayout([t for t, _ in targets])
     hosts = RegularHosts(len(sources), len(targets), 1)
-    grain = data.draw(
+    granularity = data.draw(
         st.builds(
             SplitGranularity, min_bytes=st.sampled_from([1, 1 << 16]), rows=st.sampled_from([1, 48])
         )
     )
     bucket_bytes = data.draw(st.sampled_from([1000, 40_000, 1 << 20]))
 
-    sends = [plan_sends(rank, source, target, hosts, grain) for rank in range(len(sources))]
+    sends = [plan_sends(rank, source, target, hosts, granularity) for rank in range(len(sources))]
     flows = {(rank, flow.peer): flow for rank, planned in enumerate(sends) for flow in planned}
     recvs = {
         (flow.peer, rank): flow
         for rank in range(len(targets))
-        for flow in plan_recvs(rank, source, target, hosts, grain)
+        for flow in plan_recvs(rank, source, target, hosts, granularity)
     }
     assert {pair: flow.digest for pair, flow in flows.items()} == {
         p: f.digest for p, f in recvs.items()
@@ -133,7 +133,7 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
         t.numel() * t.element_size() for _, tensors in targets for t in tensors.values()
     )
     assert sum(flow.num_bytes for flow in flows.values()) == wanted_bytes
-    traffic = predict(source, target, hosts, grain)
+    traffic = predict(source, target, hosts, granularity)
     assert traffic.trainer.network_out == [
         sum(flow.num_bytes for flow in planned) for planned in sends
     ]

@@ -61,6 +61,6 @@ def test_what_sglang_cannot_do_is_refused(architecture, tied, sizes, message):
 def test_dense_layers_among_the_experts_are_refused_where_sglang_has_none():
     with pytest.raises(
         ValueError,
-        match=r"mlp_only_layers .* dense layer 1: SGLang's Qwen3MoeForCausalLM has experts in every",
+        match=r"mlp_only_layers .* dense layer 1: SGLang's Qwen3MoeForCausalLM has experts",
     ):
         sglang_layout(model_config(mlp_only_layers=[1]), SGLangSizes())
