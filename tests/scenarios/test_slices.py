@@ -1,4 +1,7 @@
-"""Any Megatron layout to any engine layout, against an engine that loaded the same weights itself."""
+"""Slices bring weights from any Megatron layout to any engine layout.
+
+The oracle is an engine that loaded the same weights itself.
+"""
 
 import torch
 from hypothesis import given, settings
