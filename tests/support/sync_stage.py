@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
@@ -19,6 +20,9 @@ from mcore_rl.stream.controller.sync import SyncController
 from tests.support.engines import save_tiny_moe
 from tests.support.megatron_layout import TrainLayout
 from tests.support.trainer_processes import ProcessRanks
+
+PROMPT = list(range(10, 22))
+"""Token ids"""
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,22 @@ def checksums_after_loading(url: str, checkpoint: Path) -> list[dict[str, str]]:
     loaded = call(url, "/update_weights_from_disk", model_path=str(checkpoint))
     assert loaded["success"], loaded
     return checksums(url)
+
+
+def generate(url: str, max_new_tokens: int = 8) -> Any:
+    """The engine's answer to PROMPT, sampled greedily, with log-probs."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return call(url, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+
+
+def logprob_error(checkpoint: Path, answer: Any) -> float:
+    """Largest difference between an engine's log-probs and those of transformers with `checkpoint`."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = [*PROMPT, *answer["output_ids"]]
+    with torch.no_grad():
+        logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    errors = []
+    for i, token in enumerate(answer["output_ids"]):
+        errors.append(abs(float(logprobs_TV[len(PROMPT) - 1 + i, token]) - own[i]))
+    return max(errors)

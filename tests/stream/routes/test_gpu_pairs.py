@@ -1,4 +1,4 @@
-"""Meeting over NCCL where that is not possible; where it is, test_gpu.py tests it."""
+"""Meeting over NCCL without a GPU fails by name; tests/scenarios/stream/test_gpu_sync.py has GPUs."""
 
 import time
 

@@ -13,16 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.data.batch import make_train_batch, split_by_lens
 from mcore_rl.rollout.engine import EngineProcess
-from tests.stream.controller.test_sync import (
+from tests.support import models_table
+from tests.support.ahead import StartedAhead, chosen_cases
+from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.support.megatron_run import MegatronRun, make_config, start_engines
+from tests.support.sync_stage import (
     checksums,
     checksums_after_loading,
     generate,
     logprob_error,
 )
-from tests.support import models_table
-from tests.support.ahead import StartedAhead, chosen_cases
-from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
-from tests.support.megatron_run import MegatronRun, make_config, start_engines
 from tests.support.tiny_models import MODELS, write_model
 from tests.support.tiny_training import transformers_logprobs
 
