@@ -1,4 +1,4 @@
-"""Placed buckets: values arrive exactly, in any number of parts, and a changed byte is refused by name."""
+"""Placed buckets: values arrive exactly, in any number of parts; changed bytes are refused."""
 
 from collections import defaultdict
 

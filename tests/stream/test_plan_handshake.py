@@ -1,4 +1,4 @@
-"""The handshake of ranks in threads: one plan, from recorded or listed layouts; errors that name a rank."""
+"""The handshake of ranks in threads: one plan, recorded or listed layouts, errors with names."""
 
 import json
 from collections.abc import Callable, Sequence

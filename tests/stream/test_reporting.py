@@ -1,4 +1,4 @@
-"""Reports: every outcome of an action becomes one, and a lost store is not an error of the action."""
+"""Reports: every outcome of an action becomes one; a lost store is no error of the action."""
 
 import time
 

@@ -1,6 +1,7 @@
-"""A trainer rank's sender: links come and go one by one, and every failure of a link is a report."""
+"""A trainer rank's sender: links come and go one by one; every failure of a link is a report."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,10 +66,21 @@ def linked(*names: str) -> Iterator[tuple[WeightSender, list[Engine]]]:
             engine.receiver.close()
 
 
+def send_and_receive(
+    sender: WeightSender, names: Sequence[str], receiving: Sequence[Engine]
+) -> tuple[dict[str, Report], list[Report]]:
+    """Send version 5 to the engines `names`; the sender's reports, and those of `receiving`."""
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, 5, names, 10.0)
+        received = run_ranks(
+            [lambda e=engine: e.handle(Command(e.link, "receive", 5)) for engine in receiving]
+        )
+        return sending.result(), received
+
+
 def test_all_engines_are_sent_the_same_version_at_once() -> None:
     with linked("a", "b") as (sender, engines):
-        receiving = [lambda e=engine: e.handle(Command(e.link, "receive", 5)) for engine in engines]
-        reports, *received = run_ranks([lambda: sender.send(5, ["a", "b"], 10.0), *receiving])
+        reports, received = send_and_receive(sender, ["a", "b"], engines)
         assert [report.error for report in received] == [None, None]
         assert {name: report.error for name, report in reports.items()} == {"a": None, "b": None}
         assert all(engine.holds(1) for engine in engines)
@@ -77,14 +89,9 @@ def test_all_engines_are_sent_the_same_version_at_once() -> None:
 def test_an_engine_that_does_not_receive_loses_its_link_and_the_other_does_not() -> None:
     with linked("a", "b") as (sender, (a, b)):
         b.receiver.close()
-        reports, received = run_ranks(
-            [
-                lambda: sender.send(5, ["a", "b"], 10.0),
-                lambda: a.handle(Command(a.link, "receive", 5)),
-            ]
-        )
-        assert reports["a"].error is None and received.error is None
-        assert "rank 0 of engine b" in reports["b"].error and reports["b"].peer_lost
+        reports, received = send_and_receive(sender, ["a", "b"], [a])
+        assert reports["a"].error is None and received[0].error is None
+        assert "rank 0 of engine b" in str(reports["b"].error) and reports["b"].peer_lost
         with pytest.raises(ValueError, match=r"engines \['b'\] are not connected; call connect"):
             sender.send(6, ["a", "b"], 10.0)
 

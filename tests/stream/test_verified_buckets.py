@@ -1,4 +1,4 @@
-"""Verified buckets: the forwarding thread gets each bucket's checksums once it is verified, or why not."""
+"""Verified buckets: the forwarding thread gets each bucket's checksums, or why there are none."""
 
 import time
 from threading import Timer

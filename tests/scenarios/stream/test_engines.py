@@ -1,4 +1,4 @@
-"""Trainer ranks to real SGLang engines: parameters bit for bit, versions, faults, requests in flight."""
+"""Syncs to real SGLang engines: parameters bit for bit, versions, faults, requests in flight."""
 
 import asyncio
 import math
@@ -37,9 +37,9 @@ def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkp
 ) -> None:
     expected = {url: checksums_after_loading(url, stage.checkpoints[1]) for url in stage.urls}
     for url in stage.urls:
-        others = checksums_after_loading(url, stage.checkpoints[0])
-        for other, wanted in zip(others, expected[url], strict=True):
-            assert all(other[name] != wanted[name] for name in wanted)
+        before = checksums_after_loading(url, stage.checkpoints[0])
+        for old, wanted in zip(before, expected[url], strict=True):
+            assert all(old[name] != wanted[name] for name in wanted)
     report = stage.sync(1)
     assert not report.failed
     assert report.engines[1].num_bytes >= report.engines[0].num_bytes > 0
@@ -56,7 +56,7 @@ def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkp
         )
 
 
-def test_engines_give_up_memory_once_idle_and_serve_again_after_a_sync(stage: Stage) -> None:
+def test_engines_release_memory_once_idle_and_serve_again_after_a_sync(stage: Stage) -> None:
     memory = EngineMemory(stage.urls, timeout_s=30)
     stage.sync(1)
     answers: list[Any] = []
@@ -80,7 +80,9 @@ def test_engines_give_up_memory_once_idle_and_serve_again_after_a_sync(stage: St
         assert logprob_error(stage.checkpoints[0], answer) < 1e-4
 
 
-def test_requests_in_flight_go_on_with_the_new_weights_and_say_from_where(stage: Stage) -> None:
+def test_requests_in_flight_continue_with_the_new_weights_and_say_from_which_token(
+    stage: Stage,
+) -> None:
     answers: list[Any] = []
     url = stage.urls[0]
     request = threading.Thread(target=lambda: answers.append(generate(url, max_new_tokens=900)))
@@ -99,10 +101,8 @@ def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:
     seconds = sorted(asyncio.run(stage.sync_controller.sync(3)).seconds for _ in range(10))
     print(f"seconds per sync: median {seconds[5]:.3f}, least {seconds[0]:.3f}")
     assert seconds[0] < 0.5
-    assert all(
-        num_keys < 20
-        for num_keys in (e.store.num_keys for e in stage.sync_controller._engines.values())
-    )
+    for engine in stage.sync_controller._engines.values():
+        assert engine.store.num_keys < 20
 
 
 def test_corrupted_bytes_keep_one_engine_out_of_rotation_until_it_is_synced_anew(

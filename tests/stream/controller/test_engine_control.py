@@ -43,10 +43,10 @@ def call(
         text = await request.text()
         requests.append((request.path_qs, json.loads(text) if text else None))
         answer = remaining.pop(0) if remaining else reply(OK)
-        if isinstance(answer, float):
-            await asyncio.sleep(answer)
-            return reply(OK)
-        return answer
+        if isinstance(answer, web.Response):
+            return answer
+        await asyncio.sleep(answer)
+        return reply(OK)
 
     async def run() -> Any:
         application = web.Application()

@@ -1,4 +1,4 @@
-"""A linked engine: reports are waited for no longer than they can come, and relay links are kept."""
+"""A linked engine: no wait is longer than reports can take to come, and relay links are kept."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The sync controller: which engines are linked and in rotation, and errors that name who and why."""
+"""The sync controller: which engines are linked and in rotation; errors that name who and why."""
 
 import asyncio
 
