@@ -13,7 +13,7 @@ from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks
 from tests.support.sync_layouts import FusedEngine, make_tensors, row_cut
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Rank:

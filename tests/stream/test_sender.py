@@ -19,7 +19,7 @@ from tests.support.sync_layouts import FusedEngine, make_tensors, row_cut
 class Engine:
     """An engine of one rank, linked in place."""
 
-    def __init__(self, name: str, timeout_s: float = 10.0) -> None:
+    def __init__(self, name: str, timeout_s: float = 60.0) -> None:
         self.store, link = make_link(timeout_s=timeout_s)
         self.link = replace(link, engine=name)
         self.model = FusedEngine(0, 1, torch.float32)
@@ -71,7 +71,7 @@ def send_and_receive(
 ) -> tuple[dict[str, Report], list[Report]]:
     """Send version 5 to the engines `names`; the sender's reports, and those of `receiving`."""
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(sender.send, 5, names, 10.0)
+        sending = pool.submit(sender.send, 5, names, 60.0)
         received = run_ranks(
             [lambda e=engine: e.handle(Command(e.link, "receive", 5)) for engine in receiving]
         )
@@ -93,7 +93,7 @@ def test_an_engine_that_does_not_receive_loses_its_link_and_the_other_does_not()
         assert reports["a"].error is None and received[0].error is None
         assert "rank 0 of engine b" in str(reports["b"].error) and reports["b"].peer_lost
         with pytest.raises(ValueError, match=r"engines \['b'\] are not connected; call connect"):
-            sender.send(6, ["a", "b"], 10.0)
+            sender.send(6, ["a", "b"], 60.0)
 
 
 def test_a_link_whose_engine_does_not_come_is_reported() -> None:

@@ -31,9 +31,7 @@ from tests.support.trainer_processes import ProcessRanks
 
 
 class MegatronRanks(ProcessRanks):
-    """The RankCalls of a PackedTrainer and the TrainerRanks of a SyncController, one process per
-    rank.
-    """
+    """RankCalls of a PackedTrainer and TrainerRanks of a SyncController, in processes."""
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
@@ -84,9 +82,7 @@ class MegatronRanks(ProcessRanks):
 
 
 def _owner_answers(answers: Sequence[Any]) -> list[Any]:
-    """The answers of the ranks that have one, by data-parallel coordinate, which grows with the
-    rank.
-    """
+    """The answers that are not None, by data-parallel coordinate, which grows with the rank."""
     return [answer for answer in answers if answer is not None]
 
 
@@ -164,9 +160,7 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
 
 
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights of a Megatron checkpoint by HF name, assembled by torch, renamed and split by
-    hand.
-    """
+    """A Megatron checkpoint's weights by HF name: assembled by torch, named and split by hand."""
     model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer)\.")
     return dict(_hf_tensors(model, config))
 

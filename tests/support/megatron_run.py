@@ -151,9 +151,7 @@ class MegatronRun:
         )
 
     def train(self, start_step: int) -> None:
-        """Sync, then run the steps after `start_step`, each with a sync; the last one saves a
-        checkpoint.
-        """
+        """Sync, then run the steps after `start_step`; the last one saves a checkpoint."""
         watched = self._loop.run
         rotation = self.rotation
         gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)

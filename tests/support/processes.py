@@ -36,7 +36,7 @@ Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[st
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on sender `rank` of a link when it starts its message number `message`."""
+    """A fault on sender `rank` of a link, when it starts its message number `message`."""
 
     rank: int
     message: int
@@ -162,7 +162,7 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
 
 
 def expected_parameters(scene: Scene, receiver: int, version: int) -> dict[str, Tensor]:
-    """What the engine's own loader makes of the full tensors of `version`."""
+    """The parameters that the engine's own loader makes of the full tensors of `version`."""
     engine = FusedEngine(receiver, scene.num_receivers, getattr(torch, scene.dtype))
     engine.load_weights(make_tensors(seed=version).items())
     return dict(engine.named_parameters())

@@ -75,9 +75,7 @@ def expert_cut(
 
 
 class FusedEngine(nn.Module):
-    """A rank of a tensor-parallel engine: fused qkv, stacked experts, padded vocabulary, own
-    loader.
-    """
+    """A tensor-parallel engine rank: fused qkv, stacked experts, padded vocabulary."""
 
     def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
         super().__init__()

@@ -60,9 +60,7 @@ def save_checkpoints(folder: Path) -> list[Path]:
 
 @contextmanager
 def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> Iterator[Stage]:
-    """Start and link an engine of so many ranks for each of `engine_sizes`; syncs time out by
-    `timeout_s`.
-    """
+    """Start and link an engine of so many ranks for each of `engine_sizes`."""
     checkpoints = save_checkpoints(folder)
     engines = [
         EngineProcess(

@@ -46,9 +46,7 @@ class ThreadEngine:
     refused: set[str] = field(default_factory=set)
 
     def holds(self, version: int) -> bool:
-        """Whether every parameter is what the engine's own loader makes of the weights of
-        `version`.
-        """
+        """Whether each parameter is what the engine's loader makes of the weights of `version`."""
         for rank, model in enumerate(self.models):
             expected = FusedEngine(rank, len(self.models), torch.float32)
             expected.load_weights(make_tensors(seed=version).items())

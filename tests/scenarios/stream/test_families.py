@@ -92,9 +92,7 @@ class Case:
 
     @property
     def routed_experts(self) -> bool:
-        """Whether engines report routed experts: with several pipeline stages only the first one's
-        are told.
-        """
+        """Whether engines report routed experts: pipeline stages after the first do not."""
         return not any("pp" in sizes for sizes, _ in self.engines)
 
 

@@ -23,7 +23,7 @@ from mcore_rl.stream.controller.engine_control import (
 from mcore_rl.stream.wire import COMMAND_NAME
 
 Answer = web.Response | float
-"""What the server answers, or the seconds after which it does not."""
+"""A response of the server, or the seconds it takes over its answer."""
 OK = {"success": True}
 NO = {"success": False, "message": "not now"}
 
@@ -35,7 +35,7 @@ def reply(body: Any, status: int = 200) -> web.Response:
 def call(
     act: Callable[[EngineControl], Awaitable[Any]], *answers: Answer, timeout_s: float = 5.0
 ) -> tuple[Any, list[tuple[str, Any]]]:
-    """What `act` returns, and path and body of each request, which get `answers` in order."""
+    """The result of `act`, and path and body of each request; the server gives `answers` in order."""
     remaining = list(answers)
     requests: list[tuple[str, Any]] = []
 

@@ -26,7 +26,7 @@ class DyingTrainers(ThreadTrainers):
 def test_trainer_ranks_that_die_fail_the_sync_of_every_engine(staged: bool) -> None:
     with open_thread_stage(1, 2) as stage:
         trainers = DyingTrainers(2, stage.faults)
-        controller = SyncController(trainers, timeout_s=20.0, staged=staged)
+        controller = SyncController(trainers, timeout_s=60.0, staged=staged)
         asyncio.run(controller.connect(stage.urls))
         with pytest.raises(
             SyncError,

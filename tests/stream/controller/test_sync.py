@@ -9,7 +9,7 @@ from tests.support.processes import Fault
 from tests.support.thread_engines import ThreadStage, open_thread_stage
 
 
-def make_controller(stage: ThreadStage, timeout_s: float = 20.0) -> SyncController:
+def make_controller(stage: ThreadStage, timeout_s: float = 60.0) -> SyncController:
     return SyncController(stage.trainers, timeout_s=timeout_s)
 
 
@@ -78,7 +78,7 @@ def test_a_trainer_rank_that_cannot_join_is_named() -> None:
         senders = stage.trainers._senders
         lost = senders.pop()
         assert stage.trainers.world_size == 2
-        short = SyncController(stage.trainers, timeout_s=1.0)
+        short = SyncController(stage.trainers, timeout_s=3.0)
         with pytest.raises(SyncError, match=r"cannot be linked: .*layout of .*trainer rank 1"):
             connect(short, *stage.urls)
         senders.append(lost)
