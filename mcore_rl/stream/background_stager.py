@@ -38,7 +38,7 @@ class _BackgroundStager:
         self._receiving: BucketTransfer | None = None
         """The transfer from a relay, kept for the next version."""
         self._forwarding: BucketTransfer | None = None
-        """The idle transfer to the next engine; a thread takes it and, after success, returns it."""
+        """The idle transfer to the next engine; a thread takes it and returns it on success."""
 
     def run(self) -> None:
         """Serve requests in order; only a failure to receive from trainer ranks ends the link."""

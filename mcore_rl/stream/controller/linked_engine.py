@@ -78,7 +78,7 @@ class LinkedEngine:
         return reports
 
     def relay_link_to(self, engine: "LinkedEngine", host: str) -> RelayLink:
-        """Return the link to an engine of equal layouts: the last sync's, or one served on `host`."""
+        """Return the link to an engine of equal layouts: the last sync's, or one on `host`."""
         if self.relay_link is None or self.relay_link.engine is not engine:
             store = LinkStore.serve(host, self.link.timeout_s)
             link = replace(

@@ -35,7 +35,7 @@ def reply(body: Any, status: int = 200) -> web.Response:
 def call(
     act: Callable[[EngineControl], Awaitable[Any]], *answers: Answer, timeout_s: float = 5.0
 ) -> tuple[Any, list[tuple[str, Any]]]:
-    """The result of `act`, and path and body of each request; the server gives `answers` in order."""
+    """The result of `act`, and path and body of each request; `answers` are given in order."""
     remaining = list(answers)
     requests: list[tuple[str, Any]] = []
 
