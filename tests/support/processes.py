@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.device import device, set_local_device
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
@@ -170,6 +171,7 @@ def expected_parameters(scene: Scene, receiver: int, version: int) -> dict[str, 
 
 def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> None:
     torch.set_num_threads(1)
+    _trace_once()
     started.wait(60)  # scenes measure how late a fault is noticed, not how late processes start
     is_sender = rank < scene.num_senders
     if any(scene.on_gpu):
@@ -179,6 +181,13 @@ def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> 
     )
     pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
     pipe.close()
+
+
+def _trace_once() -> None:
+    """Trace a loader: the first trace of a process imports torch modules for seconds."""
+    engine = FusedEngine(0, 1, torch.float32)
+    typed = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in make_tensors().items()}
+    trace_load_weights(engine.load_weights, typed, dict(engine.named_parameters()))
 
 
 def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
