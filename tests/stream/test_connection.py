@@ -101,7 +101,7 @@ def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named(
         2,
         1,
         num_syncs=1,
-        timeout_s=4.0,
+        timeout_s=6.0,
         fault=fault,
         staged=staged,
         between_machines=between_machines,
