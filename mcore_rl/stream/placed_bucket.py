@@ -85,9 +85,7 @@ class _Matrix:
 
 
 class PlacedBucket:
-    """A bucket, the memory it travels in, and the parts of this rank's own tensors that belong to
-    it.
-    """
+    """A bucket, the memory it travels in, and the parts of this rank's tensors it holds."""
 
     def __init__(
         self,

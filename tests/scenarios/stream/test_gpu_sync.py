@@ -1,4 +1,4 @@
-"""Weights between ranks whose tensors lie on GPUs: by memory both see, by NCCL, or by the host."""
+"""Syncs between ranks whose tensors lie on GPUs: by shared GPU memory, NCCL, or the host."""
 
 import pytest
 import torch
@@ -36,20 +36,23 @@ SCENES = [
     pytest.param(Scene(column_cut, 2, 2, timeout_s=120, on_gpu=(True, False)), id="to the host"),
     pytest.param(Scene(column_cut, 2, 2, timeout_s=120, on_gpu=(False, True)), id="from the host"),
     pytest.param(
-        Scene(column_cut, 1, 2, timeout_s=120, on_gpu=(True, False), is_far=True),
+        Scene(column_cut, 1, 2, timeout_s=120, on_gpu=(True, False), between_machines=True),
         id="to another host",
     ),
     pytest.param(
-        Scene(row_cut, 1, 1, timeout_s=120, on_gpu=BOTH, is_far=True), id="NCCL", marks=TWO_GPUS
+        Scene(row_cut, 1, 1, timeout_s=120, on_gpu=BOTH, between_machines=True),
+        id="NCCL",
+        marks=TWO_GPUS,
     ),
     pytest.param(
-        Scene(row_cut, 2, 1, timeout_s=120, on_gpu=BOTH, is_far=True, staged=True),
+        Scene(row_cut, 2, 1, timeout_s=120, on_gpu=BOTH, between_machines=True, staged=True),
         id="NCCL, staged",
         marks=THREE_GPUS,
     ),
 ]
-WAYS = pytest.mark.parametrize(
-    "is_far", [pytest.param(False, id="GPU memory"), pytest.param(True, id="NCCL", marks=TWO_GPUS)]
+ROUTES = pytest.mark.parametrize(
+    "between_machines",
+    [pytest.param(False, id="GPU memory"), pytest.param(True, id="NCCL", marks=TWO_GPUS)],
 )
 
 
@@ -58,27 +61,48 @@ def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
     scene: Scene,
 ) -> None:
     senders, receivers, _ = run_scene(scene)
-    reports = [*(r for rank in senders for r in rank), *(r for rank, _ in receivers for r in rank)]
+    by_rank = [*senders, *(reports for reports, _ in receivers)]
+    reports = [report for rank_reports in by_rank for report in rank_reports]
     assert [report.error for report in reports] == [None] * len(reports)
     for rank, (_, tensors) in enumerate(receivers):
         expected = expected_parameters(scene, rank, version=scene.num_syncs - 1)
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
-@WAYS
-def test_a_byte_changed_in_transit_is_refused_by_name(is_far: bool) -> None:
+@ROUTES
+def test_a_byte_changed_in_transit_is_refused_by_name(between_machines: bool) -> None:
     fault = Fault(rank=0, message=2, kind="corrupt")
-    scene = Scene(row_cut, 1, 1, timeout_s=60, num_syncs=1, fault=fault, on_gpu=BOTH, is_far=is_far)
+    scene = Scene(
+        row_cut,
+        1,
+        1,
+        timeout_s=60,
+        num_syncs=1,
+        fault=fault,
+        on_gpu=BOTH,
+        between_machines=between_machines,
+    )
     _, [(reports, _)], _ = run_scene(scene)
     error = reports[1].error
     assert error is not None and "has checksum" in error and "trainer rank 0" in error
 
 
-@WAYS
+@ROUTES
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_a_sender_that_is_gone_or_hangs_is_named_by_the_deadline(kind: str, is_far: bool) -> None:
+def test_a_sender_that_dies_or_hangs_is_named_by_the_deadline(
+    kind: str, between_machines: bool
+) -> None:
     fault = Fault(rank=0, message=3, kind=kind)
-    scene = Scene(row_cut, 1, 1, timeout_s=30, num_syncs=1, fault=fault, on_gpu=BOTH, is_far=is_far)
+    scene = Scene(
+        row_cut,
+        1,
+        1,
+        timeout_s=30,
+        num_syncs=1,
+        fault=fault,
+        on_gpu=BOTH,
+        between_machines=between_machines,
+    )
     [sender], [(reports, _)], _ = run_scene(scene)
     assert sender is None
     assert reports[1].error is not None and "from trainer rank 0" in reports[1].error

@@ -1,4 +1,4 @@
-"""Two real engines with equal layouts: the second gets what the first passes on, or what trainers send."""
+"""Two real engines of equal layouts: the first is a relay; without it, trainer ranks send."""
 
 import asyncio
 import os
@@ -31,6 +31,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def scheduler_of(engine: EngineProcess) -> int:
+    """Process id of the engine's only rank."""
     children = psutil.Process(engine.pid).children(recursive=True)
     return next(child.pid for child in children if "scheduler" in " ".join(child.cmdline()))
 
@@ -49,8 +50,8 @@ def test_both_engines_hold_the_version_and_the_trainer_sent_it_once(stage: Stage
         assert [ranks[0][name] for ranks in found] == [wanted, wanted], name
 
 
-def test_an_engine_behind_one_that_hangs_is_sent_its_slices_by_the_trainer(stage: Stage) -> None:
-    head, tail = stage.urls
+def test_the_trainer_sends_to_an_engine_behind_a_relay_that_hangs(stage: Stage) -> None:
+    relay, behind = stage.urls
     hanging = scheduler_of(stage.engines[0])
     os.kill(hanging, signal.SIGSTOP)
     try:
@@ -59,10 +60,10 @@ def test_an_engine_behind_one_that_hangs_is_sent_its_slices_by_the_trainer(stage
         assert time.monotonic() - began_s < 2 * TIMEOUT_S + 15
     finally:
         os.kill(hanging, signal.SIGCONT)
-    assert set(report.failed) == {head}
-    assert stage.sync_controller.in_rotation == (tail,)
-    assert (served_version(tail), report.engines[1].relay) == ("4", None)
-    asyncio.run(stage.sync_controller.connect([head]))
+    assert set(report.failed) == {relay}
+    assert stage.sync_controller.in_rotation == (behind,)
+    assert (served_version(behind), report.engines[1].relay) == ("4", None)
+    asyncio.run(stage.sync_controller.connect([relay]))
     report = stage.sync(5)
     assert not report.failed
     assert report.engines[1].relay is not None
@@ -70,10 +71,11 @@ def test_an_engine_behind_one_that_hangs_is_sent_its_slices_by_the_trainer(stage
     assert first == second
 
 
-def test_an_engine_behind_one_that_dies_is_sent_its_slices_by_the_trainer(stage: Stage) -> None:
-    head = 1 if stage.sync_controller.linked[0] == stage.urls[1] else 0
-    dying, other = stage.urls[head], stage.urls[1 - head]
-    os.kill(scheduler_of(stage.engines[head]), signal.SIGKILL)
+def test_the_trainer_sends_to_an_engine_behind_a_relay_that_dies(stage: Stage) -> None:
+    first = stage.urls.index(stage.sync_controller.linked[0])
+    dying = stage.urls[first]
+    other = stage.urls[1 - first]
+    os.kill(scheduler_of(stage.engines[first]), signal.SIGKILL)
     report = stage.sync(6)
     assert set(report.failed) == {dying}
     assert stage.sync_controller.in_rotation == (other,)

@@ -1,4 +1,4 @@
-"""Trainer ranks and engines struck at random moments of a sync, as the benchmark does it many times."""
+"""Trainer ranks and engines killed or stopped at random moments of a sync."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("victim", ["sender", "relay", "receiver", "engine"])
 def test_no_fault_leaves_mixed_weights_or_a_sync_that_hangs(victim: str) -> None:
-    """The script fails on either, and where what was struck does not serve again."""
+    """The benchmark fails on either, and if a victim does not serve again."""
     options = ["--times", "2", "--mib", "64", "--victims", victim]
     run = subprocess.run(
         [sys.executable, "benchmarks/sync_faults.py", *options],

@@ -1,6 +1,7 @@
 """bfloat16 Megatron ranks to the FP8 parameters of SGLang's own models, byte for byte.
 
-For comparison SGLang itself loads an FP8 checkpoint, made by DeepSeek's formula of Megatron's own gather.
+For comparison SGLang itself loads an FP8 checkpoint, made by DeepSeek's formula from weights that
+Megatron gathered.
 """
 
 import json
@@ -67,12 +68,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {**BIG, "head_dim": 64, "num_key_value_heads": 4},
 }
-"""Heads of 64 rows, two to a block; DeepSeek's kv_a_proj_with_mqa has 192 rows, a block and a half."""
+"""Heads have 64 rows, two to a block. DeepSeek's kv_a_proj_with_mqa has 192, a block and a half."""
 
 NOT_CONVERTED = {"qwen3": ["model.layers.1.self_attn.o_proj", "model.layers.0.mlp.down_proj"]}
-"""What a config.json may leave in bfloat16; that is not recorded, so ranks list their shards."""
+"""Modules that config.json leaves in bfloat16. They are not recorded, so ranks list their shards.
+"""
 NUM_FP8 = {"qwen3_moe": 2 * 4, "deepseek_v3": 2 * 4 + 2 + 4, "qwen3": 2 * 4 - 2}
-"""FP8 parameters of a rank: four a layer, DeepSeek's with latent attention and shared experts more."""
+"""FP8 parameters of a rank: four per layer; more with latent attention and shared experts."""
 
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -153,10 +155,10 @@ def make_dirs(kind: str, folder: Path) -> tuple[Path, Path]:
     return hf_dir, fp8_dir
 
 
-def quantise_gathered(
+def quantize_gathered(
     ranks: MegatronRanks, hf_dir: Path, folder: Path, kept: Sequence[str]
 ) -> Path:
-    """An FP8 checkpoint of the trainer's weights that `mcore_rl.slices` had no part in."""
+    """An FP8 checkpoint of the trainer's weights, made without `mcore_rl.slices`."""
     ranks.save(folder / "megatron", {})
     ranks.finish_save()
     config = json.loads((hf_dir / "config.json").read_text())
@@ -207,7 +209,7 @@ def errors_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_fp8_parameters_are_those_of_a_checkpoint_quantised_from_a_gather(
+def test_fp8_parameters_are_those_of_a_checkpoint_quantized_from_a_gather(
     ranks: MegatronRanks, tmp_path: Path, kind: str
 ) -> None:
     hf_dir, fp8_dir = make_dirs(kind, tmp_path)
@@ -217,7 +219,7 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantised_from_a_gather(
         config = make_config(hf_dir, layout)
         ranks.build(config)
         ranks.train_step([make_batches()], temperature=1.0, num_tokens=NUM_TOKENS)
-        expected = quantise_gathered(ranks, hf_dir, tmp_path, NOT_CONVERTED.get(kind, ()))
+        expected = quantize_gathered(ranks, hf_dir, tmp_path, NOT_CONVERTED.get(kind, ()))
         stores = [LinkStore.serve("127.0.0.1", TIMEOUT_S) for _ in range(2)]
         links = [
             make_link(stores[0], config),
@@ -246,7 +248,7 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantised_from_a_gather(
 
 
 def check_refusal(ranks: MegatronRanks, engine: EngineRanks, hf_dir: Path) -> None:
-    """With TP4 each rank has one of four heads of 64 rows: half a block."""
+    """With tp=4 each rank has one of four heads of 64 rows: half a block."""
     config = make_config(hf_dir, {"tp": 4})
     ranks.build(config)
     store = LinkStore.serve("127.0.0.1", TIMEOUT_S)

@@ -1,4 +1,7 @@
-"""A step of GRPO by family: Megatron in several layouts, real SGLang engines, a gather by Megatron alone."""
+"""A step of GRPO for each family: Megatron in several layouts, real SGLang engines.
+
+The weights that engines must hold are gathered by Megatron alone.
+"""
 
 import asyncio
 import json
@@ -13,16 +16,16 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.data.batch import make_train_batch, split_by_lens
 from mcore_rl.rollout.engine import EngineProcess
-from tests.stream.controller.test_sync import (
+from tests.support import models_table
+from tests.support.ahead import StartedAhead, chosen_cases
+from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.support.megatron_run import MegatronRun, make_config, start_engines
+from tests.support.sync_stage import (
     checksums,
     checksums_after_loading,
     generate,
     logprob_error,
 )
-from tests.support import models_table
-from tests.support.ahead import StartedAhead, chosen_cases
-from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
-from tests.support.megatron_run import MegatronRun, make_config, start_engines
 from tests.support.tiny_models import MODELS, write_model
 from tests.support.tiny_training import transformers_logprobs
 
@@ -45,14 +48,15 @@ LAYOUTS = {
     "olmoe": MOE_LAYOUTS[2:],
     "kimi_k2": MOE_LAYOUTS[2:],
 }
-"""Of the trainer, one after the other; the first one of MOE_LAYOUTS where nothing is said."""
+"""Layouts of the trainer, one after the other; the first of MOE_LAYOUTS for families not listed."""
 
 AHEAD = 2
-"""Cases whose engines start while one before them runs."""
+"""How many cases' engines start ahead, while the case before them runs."""
 Engine = tuple[Layout, str]
-"""Its sizes, and how it and the ranks agree on layouts.
+"""An engine's sizes, and how its ranks and the trainer's come to their layouts.
 
-SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32, which is not recorded: such ranks list shards.
+SGLang on CPU cuts the 96 rows of a dense MLP into 64 and 32. That is not recorded, so those ranks
+list their shards.
 """
 ONE_RANK: Engine = ({}, "recorded")
 CUT, UNEVEN = ({"tp": 2, "ep": 2}, "recorded"), ({"tp": 2, "ep": 2}, "listed")
@@ -75,12 +79,12 @@ SLOW: dict[str, list[Engine]] = {
     **{kind: [DENSE] for kind in ("qwen2", "llama")},
     "gpt_oss": [({"tp": 2}, "recorded")],
 }
-"""Engines cut in several ranks, but for OLMoE, whose engines have one."""
+"""Engines of several ranks. OLMoE is missing, because its engines have one."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family, the layouts of the trainer one after the other, and the engines."""
+    """A family, the trainer's layouts, one after the other, and the engines."""
 
     kind: str
     layouts: list[Layout]
@@ -88,7 +92,7 @@ class Case:
 
     @property
     def routed_experts(self) -> bool:
-        """An engine of several pipeline stages tells of the first one's only."""
+        """Whether engines report routed experts: pipeline stages after the first do not."""
         return not any("pp" in sizes for sizes, _ in self.engines)
 
 
@@ -109,7 +113,7 @@ CASES = {
 
 
 class Started:
-    """A model for each layout, and engines that hold the last one."""
+    """A model for each layout, and engines that hold the last of them."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.folder = folder
@@ -145,14 +149,14 @@ def ahead(
 
 @pytest.fixture
 def ranks() -> Iterator[MegatronRanks]:
-    """New ones for each case: a step leaves the threads of its process groups behind."""
+    """New ranks for each case, because a step leaves the threads of its process groups behind."""
     ranks = MegatronRanks(4)
     yield ranks
     ranks.stop()
 
 
 def gather(run: MegatronRun, step: int, hf_dir: Path) -> Path:
-    """An HF directory of the run's checkpoint that `mcore_rl.slices` had no part in."""
+    """An HF directory of the run's checkpoint, made without `mcore_rl.slices`."""
     config = json.loads((hf_dir / "config.json").read_text())
     gathered = run.folder.path / "gathered"
     gathered.mkdir()
@@ -168,9 +172,10 @@ def gather(run: MegatronRun, step: int, hf_dir: Path) -> Path:
 
 
 def check_step(run: MegatronRun, gathered: Path) -> float:
-    """Largest difference between engines' and trainer's log-probs of the tokens that the step trained on.
+    """Check the step and return the largest difference between engines' and trainer's log-probs.
 
-    After the step the trainer's are those of transformers, and responses with more reward are likelier.
+    After the step the trainer's log-probs are those of transformers, and responses with more reward
+    have become likelier.
     """
     metrics = run.log.metrics
     assert metrics["loss/grad_norm"] > 0 == metrics["logprob_diff/stale_share"]
@@ -190,7 +195,7 @@ def check_step(run: MegatronRun, gathered: Path) -> float:
 
 
 def check_engine(engine: EngineProcess, hf_dir: Path, gathered: Path) -> float:
-    """Largest difference between its log-probs and those of transformers with what the ranks hold now."""
+    """Check what an engine holds; return how far its log-probs are from those of transformers."""
     answer = generate(engine.url)
     error = logprob_error(gathered, answer)
     assert error < TOLERANCE < logprob_error(hf_dir, answer)
@@ -226,9 +231,10 @@ def train_and_check(
 
 
 def check_listing(ranks: MegatronRanks, started: Started, version: int) -> None:
-    """Over new links, whose ranks are told of another layout than the trainer is in, nothing changes."""
+    """Link anew with the layouts of another recipe: shards are listed, and nothing changes."""
     engines = started.engines
-    before, urls = [checksums(engine.url) for engine in engines], [engine.url for engine in engines]
+    urls = [engine.url for engine in engines]
+    before = [checksums(url) for url in urls]
     config = make_config(started.hf_dirs[-1], {"pp": 4})
     with MegatronRun(config, ranks, engines, started.folder / "listing") as run:
         asyncio.run(run.sync_controller.connect(urls))
