@@ -271,7 +271,7 @@ def wrong_layers(rank: int, world_size: int, port: int, folder: Path) -> None:
         actor.compute_logprobs(fewer)
     none = [replace(b, routed_experts_TLK=None) for b in batches]
     with pytest.raises(
-        ValueError, match=r"train.router_replay=engine, but no one told which experts"
+        ValueError, match=r"train.router_replay=engine, but a micro-batch has no routed experts"
     ):
         actor.train_step(none, token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
 
