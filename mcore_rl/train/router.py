@@ -181,7 +181,7 @@ class TokenWeightedRouter(TopKRouter):
         routing_map_TE: Tensor,
         groups_T: Tensor,
     ) -> Tensor:
-        """Attach coef * sum over groups of (group's tokens * group's loss) to `probs_TE`; return it.
+        """Return `probs_TE` with the loss attached: coef * sum of (group's tokens * group's loss).
 
         scores_TE, routing_map_TE   0 on padding
         groups_T                    group of each local token of the micro-batch: 0, or its sequence

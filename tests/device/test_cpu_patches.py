@@ -1,4 +1,4 @@
-"""Every CPU patch of megatron-core is still needed: without it, training on CPU fails or goes wrong.
+"""Every CPU patch of megatron-core is still needed: without it, training fails or goes wrong.
 
 A test that fails here means that upstream made its patch unnecessary: remove the patch.
 """
