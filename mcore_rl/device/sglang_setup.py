@@ -26,10 +26,9 @@ for other processes that allocate while the engine starts; SGLang counts their m
 
 
 def use_cpu(arguments: list[str]) -> list[str]:
-    """Set this process up for SGLang without CUDA and return `arguments` with those a CPU needs.
+    """Set this process up for SGLang without CUDA and return `cpu_arguments(arguments)`.
 
-    Call it before anything imports sglang. --enable-memory-saver is dropped: it frees GPU memory
-    between rollouts, and host memory stays allocated.
+    Call it before anything imports sglang.
     """
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -44,6 +43,15 @@ def use_cpu(arguments: list[str]) -> list[str]:
     from sglang_on_cpu import apply_patches  # pyright: ignore[reportMissingImports]
 
     apply_patches()
+    return cpu_arguments(arguments)
+
+
+def cpu_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with those a CPU needs; an option that is given keeps its value.
+
+    --enable-memory-saver is dropped: it frees GPU memory between rollouts, and host memory stays
+    allocated.
+    """
     complete = [argument for argument in arguments if argument != "--enable-memory-saver"]
     for name, value in CPU_ARGUMENTS.items():
         if name not in arguments:

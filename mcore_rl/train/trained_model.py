@@ -92,7 +92,7 @@ class TrainedModel:
         self._memory.hold(parts)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Start a checkpoint: weights, optimizer, step, generators, and `extra`, equal on all ranks.
+        """Start a checkpoint: weights, optimizer, step, generators and `extra`, alike on all ranks.
 
         Returns once the state is copied. The folder gets its name in `finish_save`, in the next
         save or in some later train_step.
