@@ -2,7 +2,6 @@
 and after a checkpoint, and routers that stay as they are.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.expert_load import load_metrics
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import (
@@ -188,26 +186,3 @@ def test_loads_and_losses_are_those_of_transformers_routers(models: Path) -> Non
             busiest / mean - 1
         )
     assert not [name for name in metrics if "layer_01" in name]
-
-
-def test_even_idle_and_lopsided_loads_are_told_apart() -> None:
-    load_LE = torch.tensor([[5.0, 5.0, 5.0, 5.0], [9.0, 9.0, 9.0, 9.0], [0.0, 0.0, 0.0, 8.0]])
-    metrics = load_metrics(load_LE, [1, 0, 1])
-    assert [
-        metrics[f"router/layer_00/{name}"]
-        for name in ("max_violation", "idle_share", "load_entropy")
-    ] == [
-        0,
-        0,
-        pytest.approx(1),
-    ]
-    assert [
-        metrics[f"router/layer_02/{name}"]
-        for name in ("max_violation", "idle_share", "load_entropy")
-    ] == [
-        3,
-        0.75,
-        0,
-    ]
-    assert metrics["router/max_violation"] == 1.5 and metrics["router/max_violation_max"] == 3
-    assert not math.isnan(load_metrics(torch.zeros(3, 4), [1, 0, 1])["router/load_entropy"])
