@@ -141,8 +141,8 @@ def attend() -> tuple[torch.Tensor, torch.Tensor]:
     packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 2, 5]))
     parts = []
     for sequence in (slice(0, 2), slice(2, 5)):
-        heads = (x[sequence].transpose(0, 1) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*heads, is_causal=True)
+        heads = [x[sequence].transpose(0, 1) for x in (q, k, v)]
+        out = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         parts.append(out.transpose(0, 1).flatten(1))
     return layer(q, k, v, None, packed_seq_params=packed), torch.cat(parts)
 

@@ -1,4 +1,4 @@
-"""Context-parallel parts of a packed micro-batch hold every token and every prediction exactly once."""
+"""Context-parallel parts of a micro-batch hold every token and every target exactly once."""
 
 from dataclasses import replace
 

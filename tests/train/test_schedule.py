@@ -1,4 +1,4 @@
-"""What the pipeline schedule gets of a micro-batch; tests/train/test_layouts.py runs the schedule."""
+"""Inputs and reports of the pipeline schedule; tests/train/test_layouts.py runs the schedule."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Names and storage of local tensors; tests/train/test_families.py has the boxes of every family."""
+"""Names and storage of local tensors; tests/train/test_families.py checks the boxes."""
 
 from typing import Any, cast
 

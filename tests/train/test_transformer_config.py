@@ -1,4 +1,4 @@
-"""What config.json says reaches megatron-core, and what cannot be built is refused by name."""
+"""config.json reaches megatron-core, and a model that cannot be built is refused by name."""
 
 import json
 from pathlib import Path

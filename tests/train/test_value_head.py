@@ -1,4 +1,4 @@
-"""A value head gives one float32 number per token; tests/train/test_critic.py cuts it over ranks."""
+"""A value head gives one float32 number per token; tests/train/test_critic.py trains one."""
 
 import torch
 import torch.nn.functional as F

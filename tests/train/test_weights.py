@@ -1,4 +1,4 @@
-"""Random weights: drawn by HF name, the same for every cut; tests/train/test_critic.py fills heads."""
+"""Random weights are drawn by HF name, alike for every cut; test_critic.py fills value heads."""
 
 import torch
 from torch import Tensor
