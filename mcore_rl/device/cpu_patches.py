@@ -176,10 +176,11 @@ def uneven_collectives() -> None:
         if input_split_sizes is None or group.size() == 1:
             return scatter(x, group, None, use_global_buffer)
         sizes = [int(n) for n in input_split_sizes]
-        world, num_rows = len(sizes), sizes[group.rank()]
-        out = x.new_empty([world * num_rows, *x.shape[1:]])
-        dist.all_to_all_single(out, x.contiguous(), [num_rows] * world, sizes, group=group)
-        return out.view(world, num_rows, *x.shape[1:]).sum(0)
+        num_ranks = len(sizes)
+        num_rows = sizes[group.rank()]
+        out = x.new_empty([num_ranks * num_rows, *x.shape[1:]])
+        dist.all_to_all_single(out, x.contiguous(), [num_rows] * num_ranks, sizes, group=group)
+        return out.view(num_ranks, num_rows, *x.shape[1:]).sum(0)
 
     mappings._gather_along_first_dim = gather_uneven
     mappings._reduce_scatter_along_first_dim = scatter_uneven

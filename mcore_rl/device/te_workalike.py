@@ -134,7 +134,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return parameter
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight, eps = self.layer_norm_weight, self.config.layernorm_epsilon
+        weight = self.layer_norm_weight
+        eps = self.config.layernorm_epsilon
         if self.config.normalization == "LayerNorm":
             normed = F.layer_norm(input_, weight.shape, weight, self.layer_norm_bias, eps)
         else:
@@ -170,8 +171,11 @@ class _GroupedLinear(torch.nn.Module):
         assert not bias or pg_collection.expt_tp.size() == 1, (
             "expert biases need expert tensor parallelism 1"
         )
-        self.config, self.num_gemms, self.groups = config, num_gemms, pg_collection
-        self.has_bias, self.skip_bias_add = bias, skip_bias_add
+        self.config = config
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
+        self.has_bias = bias
+        self.skip_bias_add = skip_bias_add
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):

@@ -132,7 +132,7 @@ class Actor(TrainedModel):
         if fields.rollout_logprobs_T is not None and fields.stale_T is not None:
             trainer_T = report["logprobs"]
             if fields.old_logprobs_T is not None:
-                # Compare before the first update, with the flips of the same forward pass.
+                # Use the scores before the first update, and the flips of that forward pass.
                 trainer_T = fields.old_logprobs_T
                 flips_T = fields.router_flips_T
             difference_T = trainer_T - fields.rollout_logprobs_T

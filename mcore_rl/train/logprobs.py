@@ -75,22 +75,23 @@ class _LogprobEntropy(torch.autograd.Function):
         x[:, num_real:] = FAR_BELOW
         exp = x.exp()
         local = targets - first
-        mine = (local >= 0) & (local < width)
+        is_local = (local >= 0) & (local < width)
         index = local.clamp(0, width - 1)[:, None]
-        target_x = x.gather(-1, index)[:, 0].masked_fill(~mine, 0.0)
+        target_x = x.gather(-1, index)[:, 0].masked_fill(~is_local, 0.0)
         stats = torch.stack([target_x, exp.sum(-1), torch.linalg.vecdot(exp, x)])
         target_x, total, weighted = _reduce(stats, dist.ReduceOp.SUM, group)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(x, index, mine, log_total, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.save_for_backward(x, index, is_local, log_total, entropy)
+        ctx.temperature = temperature
+        ctx.dtype = logits.dtype
         ctx.set_materialize_grads(False)
         return target_x - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore
         """Return the logits' gradient: d logprob / dx = onehot - p, dH / dx = -p (log p + H)."""
-        x, index, mine, log_total, entropy = ctx.saved_tensors
+        x, index, is_local, log_total, entropy = ctx.saved_tensors
         log_p = x - log_total[:, None]
         grad = log_p.exp()
         if grad_entropy is None:
@@ -100,5 +101,5 @@ class _LogprobEntropy(torch.autograd.Function):
             factor = (log_p + entropy[:, None]) * -grad_entropy[:, None]
             grad *= factor if grad_logprob is None else factor - grad_logprob[:, None]
         if grad_logprob is not None:
-            grad.scatter_add_(-1, index, (grad_logprob * mine)[:, None])
+            grad.scatter_add_(-1, index, (grad_logprob * is_local)[:, None])
         return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None

@@ -42,7 +42,8 @@ class ProjectionNorm(torch.nn.Module):
         hidden_size   size of one head
         """
         super().__init__()
-        self._num_heads, self._eps = num_heads, eps
+        self._num_heads = num_heads
+        self._eps = eps
         self.weight = torch.nn.Parameter(
             torch.ones(num_heads * hidden_size, dtype=config.params_dtype)
         )
@@ -51,7 +52,8 @@ class ProjectionNorm(torch.nn.Module):
     def forward(self, x_THd: Tensor) -> Tensor:
         """Normalize this rank's H heads [..., H, d]; several ranks may hold the same KV head."""
         num_local, head_dim = x_THd.shape[-2:]
-        rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+        rank = ps.get_tensor_model_parallel_rank()
+        size = ps.get_tensor_model_parallel_world_size()
         squares_T = x_THd.float().square().sum((-2, -1), keepdim=True)
         if size > 1:
             squares_T = _SumOverRanks.apply(squares_T)

@@ -55,7 +55,7 @@ class RouterCall:
 
 
 class RoutingPass(Protocol):
-    """What a router calls before and after each run; train/routing.py implements it."""
+    """The calls that a router makes before and after each run; see Routing in train/routing.py."""
 
     def start_call(self, layer_number: int, num_rows: int) -> RouterCall: ...
 

@@ -25,7 +25,7 @@ from mcore_rl.train.router import RouterCall, TokenWeightedRouter
 
 @dataclass
 class RoutingRecord:
-    """What the routers did with the local tokens of one micro-batch, over all layers.
+    """The routers' decisions on the local tokens of one micro-batch, over all layers.
 
     flips_T       int32, layers in which the token went to other experts than the batch names
     replaced_T    int32, layers in which a replay changed the router's own choice
@@ -51,8 +51,12 @@ class Routing:
         self._replays = False
         self._records: dict[int, RoutingRecord] = {}
         self._to_recompute: dict[int, deque[RankBatch]] = {}
-        modules = (module for chunk in chunks for module in chunk.modules())
-        self._routers = [module for module in modules if isinstance(module, TokenWeightedRouter)]
+        self._routers = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, TokenWeightedRouter)
+        ]
         for router in self._routers:
             router.routing_pass = self
 
@@ -159,7 +163,8 @@ class Routing:
                 )
             if record.experts_TLK is not None:
                 record.experts_TLK = _sum(record.experts_TLK.int()).to("cpu", torch.int16)
-        self._records, self._batch = {}, None
+        self._records = {}
+        self._batch = None
         return records
 
     def _batch_of(self, layer_number: int) -> tuple[RankBatch, bool]:

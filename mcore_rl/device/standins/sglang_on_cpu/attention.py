@@ -205,7 +205,8 @@ def _run_groups(
         backend.attention_groups = make_groups(
             query_lens, seq_lens.tolist(), req_to_token, req_pool_indices
         )
-    window, sinks_h = options.get("sliding_window_size"), getattr(backend, "sinks_h", None)
+    window = options.get("sliding_window_size")
+    sinks_h = getattr(backend, "sinks_h", None)
     for group in backend.attention_groups:
         attend(group, query, output, k_cache, v_cache, options["scaling"], window, sinks_h)
     return output
