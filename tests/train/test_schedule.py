@@ -1,4 +1,4 @@
-"""Inputs and reports of the pipeline schedule; tests/train/test_layouts.py runs the schedule."""
+"""Inputs and reports of the pipeline schedule; tests/scenarios/train/test_layouts.py runs it."""
 
 from types import SimpleNamespace
 from typing import Any
