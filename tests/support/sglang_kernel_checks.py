@@ -6,7 +6,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, new_class
 
 import pytest
 import torch
@@ -130,6 +130,25 @@ def check_pool_functions():
     )
     assert layers[0].tolist() == [[2, 3], [6, 7], [4, 5], [6, 7]]
     assert layers[1][0].tolist() == [102, 103]
+
+
+def check_any_name_can_be_imported_from_a_stand_in():
+    import torchvision
+    import torchvision.transforms.v2 as transforms
+
+    subclass = new_class("Resize", (transforms.Resize,), {"interpolation": "none"})
+    assert issubclass(subclass, transforms.Resize)
+    assert transforms.InterpolationMode.BICUBIC == "InterpolationMode.BICUBIC"
+    assert torchvision.io.decode is torchvision.io.decode
+
+    def function():
+        pass
+
+    assert torchvision.ops.register(function) is function
+    assert torchvision.ops.register("name", flag=True)(function) is function
+    assert "nms" not in torchvision.ops and list(torchvision.ops) == []
+    with pytest.raises(AttributeError):
+        torchvision.__no_such_dunder__  # noqa: B018
 
 
 def check_kernels_cannot_be_launched():
