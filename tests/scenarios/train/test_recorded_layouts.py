@@ -1,4 +1,4 @@
-"""The rule of Megatron's layouts against what real models of every family say of themselves, rank by rank."""
+"""Recorded rules of Megatron's layouts agree with real models of every family, rank by rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,11 +60,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
         [{"tp": 2, "cp": 2, "pp": 2, "vpp": 2}, {"pp": 2, "last_stage_layers": 3, "dp": 4}],
     ),
 }
-"""Name -> family, changes to its config.json, layouts of eight ranks."""
+"""Name -> (family, changes to its config.json, layouts of eight ranks)."""
 
 
 def check_cases(rank: int, world_size: int, port: int, folder: Path) -> int:
-    """Boxes checked."""
+    """Check every case on this rank; return the number of boxes checked."""
     return sum(
         check_case(rank, world_size, port, folder / name, ParallelConfig(**layout))
         for name, (_, _, layouts) in CASES.items()

@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes: loss, gradients, log-probs; and what transformers does."""
+"""Loss, gradients and log-probs of every layout are those of one process and of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ FOUR_RANKS: list[Layout] = [
 def run_layout(
     rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout
 ) -> dict[str, Any]:
-    """One step in a layout; what its owning ranks report, and every gradient by HF name in boxes."""
+    """Take a step in a layout; return this rank's reports and its gradients in boxes."""
     coefs: dict[str, Any] = {"router_aux_loss_coef": 0.1, "router_sequence_aux_loss_coef": 0.2}
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), **coefs)
     batches = my_batches(torch.load(Path(model.path) / BATCHES, weights_only=False))
@@ -79,7 +79,7 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_model_and_batches(folder: Path, **overrides: object) -> Path:
-    """The model, and beside it the batches as an engine of that model would have sampled them."""
+    """Save a model, and batches as an engine with that model would have sampled them."""
     write_hf_model(folder, **overrides)
     batches, _ = with_engine_records(make_batches(), folder)
     torch.save(batches, folder / BATCHES)

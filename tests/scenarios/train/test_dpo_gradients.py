@@ -31,16 +31,16 @@ from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
 
 BETA = 0.5
 LAYOUTS = [({"cp": 2}, 40), ({"dp": 2, "ep": 1}, 16), ({"pp": 2}, 24)]
-"""Each with train.max_tokens_per_microbatch: none leaves all pairs together."""
+"""(layout, train.max_tokens_per_microbatch); none keeps all pairs in one micro-batch."""
 STRETCH = 1.1
 TOLERANCE = 2e-6
-"""Of gradients between layouts, in float32: one process was 1.7e-6 away from float64, CP2 1.4e-6, and 1.0e-6
-from each other.
+"""Tolerance of float32 gradients between layouts. One process was 1.7e-6 away from float64, CP 2
+was 1.4e-6, and they were 1.0e-6 away from each other.
 """
 
 
 class Calls:
-    """RankCalls of one rank among all: each makes the same calls, and hears of every rank's answer."""
+    """RankCalls played by every rank: all make the same calls and gather each other's answers."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -67,7 +67,7 @@ class Calls:
 
 
 def _of_owners(answer: Any) -> list[Any]:
-    """The answers of the ranks that have one, by data-parallel rank."""
+    """Return the answers that are not None, by data-parallel coordinate."""
     answers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(answers, (ps.get_data_parallel_rank(), answer))
     return [a for _, a in sorted((a for a in answers if a[1] is not None), key=lambda a: a[0])]
@@ -92,7 +92,10 @@ def one_step(
     layout: dict[str, int],
     max_tokens: int,
 ) -> Any:
-    """(metrics of the pairs, of the step, gradients in boxes); the policy is STRETCH times the reference."""
+    """Take a step of a policy whose weights are STRETCH times the reference's.
+
+    Returns (metrics of the pairs, metrics of the step, gradients in boxes).
+    """
     parallel = ParallelConfig(**layout)
     actor = make_actor(rank, world_size, port, model, parallel, router_aux_loss_coef=0.0)
     actor.snapshot_reference()
@@ -116,7 +119,7 @@ def all_layouts(rank: int, world_size: int, port: int, model: ModelConfig) -> li
 
 
 def response_logprobs(model: torch.nn.Module, batch: TrainBatch) -> list[Tensor]:
-    """log p(response | prompt) of each sequence, one sequence at a time."""
+    """Return log p(response | prompt) of each sequence, computed one sequence at a time."""
     out = []
     parts = zip(
         batch.token_ids_T.split(batch.lens_N), batch.loss_mask_T.split(batch.lens_N), strict=True
@@ -128,7 +131,7 @@ def response_logprobs(model: torch.nn.Module, batch: TrainBatch) -> list[Tensor]
 
 
 def published_step(hf_dir: Path) -> tuple[float, Any]:
-    """DPO, eq. 7, of transformers in float64: (loss, the policy with its gradients)."""
+    """Return (loss, policy with gradients) of DPO, equation 7, with transformers in float64."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
@@ -141,9 +144,9 @@ def published_step(hf_dir: Path) -> tuple[float, Any]:
         ref = response_logprobs(reference, batch)
     ours = response_logprobs(policy, batch)
     h = [a - b for a, b in zip(ours, ref, strict=True)]
-    loss = torch.stack(
-        [-logsigmoid(BETA * (w - r)) for w, r in zip(h[::2], h[1::2], strict=True)]
-    ).mean()
+    pairs = zip(h[::2], h[1::2], strict=True)
+    losses = [-logsigmoid(BETA * (chosen - rejected)) for chosen, rejected in pairs]
+    loss = torch.stack(losses).mean()
     loss.backward()
     return loss.item(), policy
 
