@@ -272,7 +272,7 @@ def mxfp4_tensors() -> Tensors:
             FP8,
             fp8_tensors,
             {"b": random_bytes(4)},
-            "tensor 'b' is uint8, and no tensor has scales of it",
+            "tensor 'b' is uint8, and no tensor has its scales",
         ),
         (
             FP8,
@@ -284,13 +284,13 @@ def mxfp4_tensors() -> Tensors:
             MXFP4,
             mxfp4_tensors,
             {"e_blocks": None},
-            "'e_scales' .* with 'e_blocks', which the model lacks",
+            "'e_scales' .* belongs to 'e_blocks', which the model lacks",
         ),
         (
             MXFP4,
             mxfp4_tensors,
             {"e_scales": None},
-            "'e_blocks' .* with 'e_scales', which the model lacks",
+            "'e_blocks' .* belongs to 'e_scales', which the model lacks",
         ),
         (
             MXFP4,
@@ -314,9 +314,9 @@ def mxfp4_tensors() -> Tensors:
             MXFP4,
             mxfp4_tensors,
             {"e": torch.ones(2)},
-            "tensor 'e' is there twice, also as .* 'e_blocks'",
+            "tensor 'e' is stored twice, also as .* 'e_blocks'",
         ),
-        (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has scales of it"),
+        (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has its scales"),
     ],
 )
 def test_what_cannot_be_dequantized_is_refused_by_name(
