@@ -25,7 +25,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model of about `mib` MiB of float32 weights, mostly expert matrices of a `kind` in SHAPES."""
+    """A model of about `mib` MiB of float32 weights, mostly experts of a `kind` in SHAPES."""
 
     mib: int
     kind: str
@@ -108,7 +108,7 @@ def _tensors(config: dict[str, Any], rank: int, world_size: int) -> Iterator[Loc
     def cut(
         key: str, shape: tuple[int, ...], axis: int | None, layer: int | None = None
     ) -> LocalTensor:
-        """Cut a tensor of `shape` on `axis`; `layer` is its index on a leading axis of all layers."""
+        """Cut a tensor on `axis`; `layer` is its index on a leading axis of all layers."""
         start = [0] * len(shape)
         local = list(shape)
         if axis is not None:

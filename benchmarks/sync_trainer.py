@@ -170,7 +170,7 @@ class _Rank:
         return time.perf_counter() - began_s
 
     def prepare_whole_model(self, folder: str | None) -> None:
-        """Gather all HF tensors on rank 0, which writes them to `folder`, if given, as safetensors."""
+        """Gather all HF tensors on rank 0, which also writes them to `folder`, if given."""
         whole = {name: tensor for name, tensor in self._gathered() if self._rank == 0}
         if folder is not None and self._rank == 0:
             save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Models published in block FP8 and MXFP4 come out as torch and transformers compute them, bit for bit."""
+"""Models in block FP8 and MXFP4 come out bit for bit as torch and transformers compute them."""
 
 import json
 import re

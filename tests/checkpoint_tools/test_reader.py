@@ -1,4 +1,4 @@
-"""Pieces of chunks make up tensors, read in bands of any size, cast or not; every byte is read once."""
+"""Tensors are assembled from chunks in bands of any size, cast or not; each byte is read once."""
 
 import random
 from itertools import pairwise

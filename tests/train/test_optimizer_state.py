@@ -24,7 +24,7 @@ from tests.support.tiny_training import (
 )
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
-"""Tied embeddings of two stages are a bucket of their own; the one before is padded to what 3 ranks share."""
+"""Tied embeddings of two stages have their own bucket; the one before is padded for 3 ranks."""
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 
 
