@@ -104,8 +104,12 @@ def stored_names(packed: Mapping[str, Packed]) -> set[str]:
 def _block_of(settings: Mapping[str, Any], file: object) -> Shape:
     """Return rows and columns of a block of 8-bit values. Raises ValueError if not supported."""
     block = settings.get("weight_block_size")
-    is_pair = isinstance(block, list) and len(block) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in block):
+    is_supported = (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    )
+    if not is_supported:
         raise ValueError(
             f"{file}: weight_block_size={block!r} in quantization_config: only blocks of [rows,"
             " columns] are supported, as [128, 128]; not one scale per matrix or row"
@@ -117,6 +121,7 @@ def _block_of(settings: Mapping[str, Any], file: object) -> Shape:
                 f"{file}: {key}={settings[key]!r} in quantization_config: only {wanted} is"
                 " supported"
             )
+    assert isinstance(block, list)
     return tuple(block)
 
 
