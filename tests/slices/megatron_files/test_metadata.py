@@ -88,7 +88,7 @@ def test_names_inside_allowed_modules_are_refused(module: str, name: str) -> Non
 
 @pytest.mark.parametrize("content", [b"", b"junk", pickle.dumps([1]), pickled({})[:-20]])
 def test_damaged_bytes_are_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match="^file is damaged or was not written by torch"):
+    with pytest.raises(ValueError, match=r"^file is damaged or was not written by torch"):
         read_metadata(content, "file")
 
 
