@@ -24,9 +24,7 @@ from tests.support.tiny_training import (
 )
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
-"""With pp = 2 the tied embeddings are a bucket of their own, and the bucket before it is padded to
-a multiple of three ranks.
-"""
+"""Tied embeddings of two stages have their own bucket; the one before is padded for 3 ranks."""
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 
 
