@@ -80,8 +80,8 @@ class ModelWorker:
     def finish_save(self, timeout_s: float) -> None:
         self._model.finish_save(timeout_s)
 
-    def load(self, folder: str) -> dict[str, Any]:
-        return self._model.load(Path(folder))
+    def load(self, folder: str, verify: bool) -> dict[str, Any]:
+        return self._model.load(Path(folder), verify=verify)
 
     def export_hf(self, folder: str) -> None:
         self._model.export_hf(Path(folder))
@@ -136,9 +136,9 @@ class ModelGroup:
         """Wait until the save under way, if there is one, is complete."""
         self._call("finish_save", self._call_timeout_s)
 
-    def load(self, folder: str) -> dict[str, Any]:
+    def load(self, folder: str, *, verify: bool = True) -> dict[str, Any]:
         """Restore the checkpoint; what was saved beside the model comes back."""
-        return self._call("load", folder)[0]
+        return self._call("load", folder, verify)[0]
 
     def export_hf(self, folder: str) -> None:
         self._call("export_hf", folder)

@@ -22,8 +22,7 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import check_served_path, find_served
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.stream.controller.engine_control import LOADER
 
@@ -34,6 +33,7 @@ class RunProcesses:
     def __init__(
         self,
         config: Config,
+        policy: ModelFacts,
         log_dir: Path,
         event_loop: EventLoop,
         trainer: TrainerGroup | None,
@@ -41,7 +41,8 @@ class RunProcesses:
         engines: EngineGroup | None,
         served: ServedEngines,
     ) -> None:
-        self._config, self._log_dir, self._event_loop = config, log_dir, event_loop
+        self._config, self._policy = config, policy
+        self._log_dir, self._event_loop = log_dir, event_loop
         self._trainer, self._critic, self._engines, self.served = trainer, critic, engines, served
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
@@ -91,7 +92,7 @@ class RunProcesses:
         config = self._config
         assert self._engines is not None
         specs = [
-            engine_spec(config, self._log_dir / f"sglang_{i}.log")
+            engine_spec(config, self._policy, self._log_dir / f"sglang_{i}.log")
             for i in range(config.rollout.engines)
         ]
         max_restarts, gpu_ids = 0, []
@@ -126,6 +127,7 @@ class RunProcesses:
 @contextmanager
 def run_processes(
     config: Config,
+    policy: ModelFacts,
     log_dir: Path,
     *,
     with_engines: bool,
@@ -160,12 +162,14 @@ def run_processes(
         )
         event_loop = EventLoop()
         try:
-            yield RunProcesses(config, log_dir, event_loop, trainer, critic, engines, others)
+            yield RunProcesses(
+                config, policy, log_dir, event_loop, trainer, critic, engines, others
+            )
         finally:
             event_loop.close()
 
 
-def engine_spec(config: Config, log_path: Path) -> EngineSpec:
+def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpec:
     """Of each of the recipe's engines, all of it in one process; they hold the weights of version 0."""
     rollout = config.rollout
     fp8 = rollout.quantization == "fp8"
@@ -183,7 +187,7 @@ def engine_spec(config: Config, log_path: Path) -> EngineSpec:
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
-        routed_experts=experts_shape(config) is not None,
+        routed_experts=experts_shape(config, policy) is not None,
         custom_weight_loaders=(LOADER,),
         gives_up_memory=config.cluster.colocated,
         seed=config.run.seed,
@@ -191,11 +195,8 @@ def engine_spec(config: Config, log_path: Path) -> EngineSpec:
     )
 
 
-def experts_shape(config: Config) -> RoutedExpertsShape | None:
+def experts_shape(config: Config, policy: ModelFacts) -> RoutedExpertsShape | None:
     """What engines tell of experts, if the model has any and the recipe wants to hear of them."""
-    hf_config = read_hf_config(Path(config.model.path))
-    moe = tuple(map(bool, moe_layers(hf_config)))
-    if not config.drift.routed_experts or not any(moe):
+    if not config.drift.routed_experts or not policy.has_experts:
         return None
-    num_experts = family_of(hf_config).sizes(hf_config)["experts"]
-    return RoutedExpertsShape(moe, hf_config["num_experts_per_tok"], num_experts)
+    return RoutedExpertsShape(policy.moe_layers, policy.experts_per_token, policy.num_experts)

@@ -5,7 +5,7 @@ from typing import Any
 
 from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
 from mcore_rl.stream.wire import Link, Report
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 
 class TrainerWorker(ModelWorker):
@@ -19,16 +19,9 @@ class TrainerWorker(ModelWorker):
         return Actor
 
     def compute_logprobs(
-        self,
-        microbatches: Sequence[TrainBatch],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool,
+        self, microbatches: Sequence[TrainBatch], options: LogprobOptions
     ) -> list[TokenScores] | None:
-        return self._model.compute_logprobs(
-            microbatches, reference=reference, temperature=temperature, sum_squares=sum_squares
-        )
+        return self._model.compute_logprobs(microbatches, options)
 
     def train_step(
         self, microbatches: Sequence[TrainBatch], *, temperature: float, num_tokens: int
@@ -59,20 +52,10 @@ class TrainerGroup(ModelGroup):
     worker_cls = TrainerWorker
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool = False,
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[list[TokenScores]]:
         return self._group.dispatch(
-            "compute_logprobs",
-            per_dp,
-            deadline_s=self._call_timeout_s,
-            reference=reference,
-            temperature=temperature,
-            sum_squares=sum_squares,
+            "compute_logprobs", per_dp, deadline_s=self._call_timeout_s, options=options
         )
 
     def train_step(

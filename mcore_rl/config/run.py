@@ -137,6 +137,8 @@ class CheckpointConfig:
     """0 saves only after the last step."""
     keep: int = 2
     asynchronous: bool = True
+    verify: bool = True
+    """Compare a checkpoint with its checksums.json before resuming from it; all ranks read it once together."""
     export_hf: bool = True
     """Write the final policy to <run.dir>/hf."""
 

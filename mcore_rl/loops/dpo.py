@@ -18,7 +18,7 @@ from mcore_rl.data.summary import summarize_steps
 from mcore_rl.loops.rl import is_due
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import LogprobOptions, TrainBatch
 
 
 def optimise_preferences(
@@ -65,7 +65,9 @@ def with_pair_gradient(
     logprobs_T = trainer.compute_logprobs(batch).logprobs_T
     ref_N = None
     if options.needs_reference:
-        ref_N = of_responses(batch, trainer.compute_logprobs(batch, reference=True).logprobs_T)
+        ref_N = of_responses(
+            batch, trainer.compute_logprobs(batch, LogprobOptions(reference=True)).logprobs_T
+        )
     ones_T = torch.ones_like(logprobs_T)
     likelihoods = Likelihoods(of_responses(batch, logprobs_T), of_responses(batch, ones_T), ref_N)
     weights_N, metrics = preference_weights(likelihoods, pairs_by_turns(len(batch.lens_N)), options)

@@ -8,7 +8,7 @@ from mcore_rl.config import Config
 from mcore_rl.data.batch import plan_mini_batches, select, with_loss_weights
 from mcore_rl.data.summary import summarize_critic, summarize_steps
 from mcore_rl.roles import Critic, Roles, Trainer
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import LogprobOptions, TrainBatch
 
 
 def add_logprobs_and_values(config: Config, roles: Roles, batch: TrainBatch) -> TrainBatch:
@@ -64,7 +64,9 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
     """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
     algorithm, num_steps = config.algorithm, config.train.epochs * config.train.mini_batches
     if not algorithm.correction.bypass and (num_steps > 1 or algorithm.needs_old_logprobs):
-        old = trainer.compute_logprobs(batch, sum_squares=algorithm.needs_sum_squares)
+        old = trainer.compute_logprobs(
+            batch, LogprobOptions(sum_squares=algorithm.needs_sum_squares)
+        )
         batch = replace(
             batch,
             old_logprobs_T=old.logprobs_T,
@@ -74,7 +76,7 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
         if old.routed_experts_TLK is not None:
             batch = replace(batch, routed_experts_TLK=old.routed_experts_TLK)
     if algorithm.needs_reference:
-        reference = trainer.compute_logprobs(batch, reference=True)
+        reference = trainer.compute_logprobs(batch, LogprobOptions(reference=True))
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
     return batch
 

@@ -13,7 +13,7 @@ from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import score_sequences
-from mcore_rl.types import TrainBatch, WeightVersion
+from mcore_rl.types import LogprobOptions, TrainBatch, WeightVersion
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |difference| in nats, by model dtype, that different kernels on the same weights stay below."""
@@ -54,7 +54,9 @@ class Canary:
         if not num_sequences:
             return CanaryReport()
         probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
-        trainer_T = self._trainer.compute_logprobs(probe, temperature=1.0).logprobs_T
+        trainer_T = self._trainer.compute_logprobs(
+            probe, LogprobOptions(temperature=1.0)
+        ).logprobs_T
         expected = [part[1:] for part in split_by_lens(trainer_T, probe.lens_N)]
         sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]
         answers = self._watched(self._score(urls, sequences))

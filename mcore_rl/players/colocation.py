@@ -19,8 +19,8 @@ from torch import Tensor
 from mcore_rl.process.http import open_session
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
-from mcore_rl.stream.controller.update import GRACE_S
-from mcore_rl.types import Sample, StepStats, TokenScores, TrainBatch
+from mcore_rl.stream.controller.strategy import GRACE_S
+from mcore_rl.types import LogprobOptions, Sample, StepStats, TokenScores, TrainBatch
 
 S = TypeVar("S")
 TRAINER, CRITIC = "trainer", "critic"
@@ -37,7 +37,7 @@ class EngineMemory:
         self._released: set[str] = set()
 
     async def for_training(self) -> None:
-        """All of it is free once this returns. EngineUpdateError names the engine that does not give it up."""
+        """All of it is free once this returns. EngineCallError names the engine that does not give it up."""
         await self._give_up({WEIGHTS, KV_CACHE} - self._released)
 
     @property
@@ -202,17 +202,10 @@ class SharingTrainer:
         self._trainer, self._gpus = trainer, gpus
 
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
         self._gpus.take(TRAINER, WEIGHTS_ONLY)
-        return self._trainer.compute_logprobs(
-            batch, reference=reference, temperature=temperature, sum_squares=sum_squares
-        )
+        return self._trainer.compute_logprobs(batch, options)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         self._gpus.take(TRAINER, ALL)

@@ -4,7 +4,7 @@ Batches are cut here, so the loop sees no parallel layout and the ranks see no w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from mcore_rl.config import CheckpointConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -24,13 +24,10 @@ class RankCalls(Protocol):
     """The training ranks, called by data-parallel coordinate: one list of micro-batches per coordinate."""
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool = False,
-    ) -> list[list[TokenScores]]: ...
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
+    ) -> list[list[TokenScores]]:
+        """`options.temperature` is never None here."""
+        ...
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -87,18 +84,12 @@ class PackedTrainer:
         self._temperature, self._checkpoint = temperature, checkpoint
 
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
+        if options.temperature is None:
+            options = replace(options, temperature=self._temperature)
         plan = self._packing.plan(batch)
-        temperature = self._temperature if temperature is None else temperature
-        answers = self._ranks.compute_logprobs(
-            _cut(batch, plan), reference=reference, temperature=temperature, sum_squares=sum_squares
-        )
+        answers = self._ranks.compute_logprobs(_cut(batch, plan), options)
         flat = _flat(plan, answers)
         logprobs_T = _put_back(
             batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat]

@@ -25,7 +25,7 @@ from mcore_rl.run.inputs import (
     check_no_trainer,
     load_split,
     make_scorer,
-    open_tokenizer,
+    open_policy,
     read_train_inputs,
     without_replay,
 )
@@ -44,6 +44,7 @@ from mcore_rl.run.parts import (
 )
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,12 @@ def run_train(config: Config) -> None:
     prompts, scorer, advantages = inputs.prompts, inputs.scorer, inputs.advantages
     served = ("judge", "reward_model", "teacher")
     run = _run(
-        config, with_engines=True, with_trainer=True, with_critic=config.has_critic, served=served
+        config,
+        inputs.policy,
+        with_engines=True,
+        with_trainer=True,
+        with_critic=config.has_critic,
+        served=served,
     )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
@@ -64,14 +70,15 @@ def run_train(config: Config) -> None:
         gpus.take(TRAINER, ALL)
         if config.algorithm.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"prompts": prompts, "advantages": advantages}, newest)
+        start_step = resume(trainer, config, {"prompts": prompts, "advantages": advantages}, newest)
         if critic is not None and start_step:
             gpus.take(CRITIC, ALL)
-            critic.load(str(folder.critic_checkpoint(start_step)))
-        client = make_client(config, started.engines, inputs.tokenizer)
+            saved = str(folder.critic_checkpoint(start_step))
+            critic.load(saved, verify=config.checkpoint.verify)
+        client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
         packed = pack(config, trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        weights = make_sync(config, started, packed, watched)
+        weights = make_sync(config, inputs.policy, started, packed, watched)
         weights.sync(WeightVersion(start_step))
         background = sample_beside(config, start_step, prompts, client, scorer, processes, weights)
         with make_log(config, folder, config.run.steps, start_step) as log, background as beside:
@@ -96,13 +103,13 @@ def run_train(config: Config) -> None:
 
 def run_sft(config: Config) -> None:
     """`mcore-rl sft`: from the weights in model.path, or from random ones, to <run.dir>/hf."""
-    tokenizer = open_tokenizer(config, "sft.data")
-    config = without_replay(config)
+    policy, tokenizer = open_policy(config, "sft.data")
+    config = without_replay(config, policy)
     batches = SftStream(config.sft.data, tokenizer, config.sft.max_len, config.run.seed)
-    with _run(config, with_trainer=True) as (folder, newest, processes):
+    with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(config.sft.optimizer, config.sft.steps, sft_loss)
         trainer.wait_built()
-        start_step = resume(trainer, {"prompts": batches}, newest)
+        start_step = resume(trainer, config, {"prompts": batches}, newest)
         with make_log(config, folder, config.sft.steps, start_step) as log:
             fine_tune(config, batches, pack(config, trainer, folder), log, start_step)
         finish_training(config, trainer, folder)
@@ -111,8 +118,8 @@ def run_sft(config: Config) -> None:
 
 def run_dpo(config: Config) -> None:
     """`mcore-rl dpo`: preference optimisation of the weights in model.path, to <run.dir>/hf."""
-    tokenizer = open_tokenizer(config, "dpo.data")
-    config = without_replay(config)
+    policy, tokenizer = open_policy(config, "dpo.data")
+    config = without_replay(config, policy)
     options = config.dpo
     stream = PreferenceStream(load_pairs(options.data, tokenizer, options.max_len), config.run.seed)
     held_out = load_pairs(options.held_out, tokenizer, options.max_len) if options.held_out else []
@@ -120,12 +127,12 @@ def run_dpo(config: Config) -> None:
     loss = make_policy_loss(
         AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
     )
-    with _run(config, with_trainer=True) as (folder, newest, processes):
+    with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         trainer.wait_built()
         if config.algorithm.preference.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"pairs": stream}, newest)
+        start_step = resume(trainer, config, {"pairs": stream}, newest)
         with make_log(config, folder, options.steps, start_step) as log:
             optimise_preferences(
                 config, stream, batches, pack(config, trainer, folder), log, start_step
@@ -137,7 +144,7 @@ def run_dpo(config: Config) -> None:
 def run_pairs(config: Config) -> None:
     """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to <run.dir>/pairs."""
     check_no_trainer(config)
-    tokenizer = open_tokenizer(config, "data.train")
+    policy, tokenizer = open_policy(config, "data.train")
     splits = {
         "train": load_split(config, config.data.train, tokenizer)[: config.dpo.prompts or None],
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
@@ -145,8 +152,11 @@ def run_pairs(config: Config) -> None:
     scorer = make_scorer(config)
     num_samples, num_pairs = config.rollout.samples_per_prompt, config.dpo.pairs_per_prompt
     served = ("judge", "reward_model")
-    with _run(config, "pairs", with_engines=True, served=served) as (folder, _, processes), scorer:
-        client = make_client(config, processes.start_engines(), tokenizer)
+    with (
+        _run(config, policy, "pairs", with_engines=True, served=served) as (folder, _, processes),
+        scorer,
+    ):
+        client = make_client(config, policy, processes.start_engines(), tokenizer)
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         for name, prompts in splits.items():
@@ -160,12 +170,15 @@ def run_pairs(config: Config) -> None:
 def run_eval(config: Config) -> None:
     """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
     check_no_trainer(config)
-    tokenizer = open_tokenizer(config, "eval.data")
+    policy, tokenizer = open_policy(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = make_scorer(config)
     served = ("judge", "reward_model")
-    with _run(config, "eval", with_engines=True, served=served) as (folder, _, processes), scorer:
-        client = make_client(config, processes.start_engines(), tokenizer)
+    with (
+        _run(config, policy, "eval", with_engines=True, served=served) as (folder, _, processes),
+        scorer,
+    ):
+        client = make_client(config, policy, processes.start_engines(), tokenizer)
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with make_log(config, folder, None, 0) as log:
@@ -180,6 +193,7 @@ def run_eval(config: Config) -> None:
 @contextmanager
 def _run(
     config: Config,
+    policy: ModelFacts,
     subfolder: str = ".",
     *,
     with_engines: bool = False,
@@ -189,13 +203,14 @@ def _run(
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
     if with_engines:
-        check_engines(config)
+        check_engines(config, policy)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)
     with folder.locked():
         newest = folder.prepare(config)
         _log.info("start-up")
         with run_processes(
             config,
+            policy,
             folder.logs,
             with_engines=with_engines,
             with_trainer=with_trainer,

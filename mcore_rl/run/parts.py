@@ -31,6 +31,7 @@ from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, WeightVersion
 
@@ -48,7 +49,7 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 
 
 def make_client(
-    config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
+    config: Config, policy: ModelFacts, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
     """Waits for the engines."""
 
@@ -65,7 +66,7 @@ def make_client(
         config.rollout,
         [stop],
         decode,
-        experts_shape(config),
+        experts_shape(config, policy),
         engines.rotation,
     )
 
@@ -98,7 +99,11 @@ def make_teacher(
 
 
 def make_sync(
-    config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]
+    config: Config,
+    policy: ModelFacts,
+    started: Started,
+    packed: PackedTrainer,
+    watched: Watched[Any],
 ) -> EngineSync:
     """What brings the trainer's weights to the engines and sees that they compute alike."""
     timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
@@ -109,7 +114,7 @@ def make_sync(
         timeout_s=timeout_s,
         staged=config.rollout.stage_weights,
         relay=config.sync.relay,
-        record=partial(record_layouts, config),
+        record=partial(record_layouts, config, policy),
     )
     canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
     return EngineSync(sync_controller, canary, engines.rotation, engines.look, watched, gpus)
@@ -134,11 +139,11 @@ def sample_beside(
     )
 
 
-def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
+def resume(trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Any) -> int:
     """The step to continue after: 0 without a checkpoint. `parts`: what else has a state, by its name."""
     if newest is None:
         return 0
-    state = trainer.load(str(newest))
+    state = trainer.load(str(newest), verify=config.checkpoint.verify)
     if not state:
         raise ValueError(
             f"{newest} holds a model without the state of a run: choose its HuggingFace directory as "

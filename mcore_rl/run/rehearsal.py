@@ -22,7 +22,7 @@ from mcore_rl.config import (
 from mcore_rl.config.recipe import value_of
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
 from mcore_rl.slices.families import refuse_unsupported
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 
 SMALLEST = 2
 """Ranks of every kind of parallelism that a recipe uses."""
@@ -74,7 +74,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     parallel = _smallest_layout(config.parallel)
     critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
-    inputs = _write_inputs(read_hf_config(config.model.path), layers, folder / "inputs")
+    policy = ModelFacts.read(config.model.path)
+    inputs = _write_inputs(policy.config, layers, folder / "inputs")
     mini_batches = min(config.train.mini_batches, SMALLEST)
     is_group = config.rollout.samples_per_prompt > 1
     return replace(

@@ -11,7 +11,7 @@ from transformers import Qwen3MoeForCausalLM
 from mcore_rl.config import CanaryConfig
 from mcore_rl.players.canary import Canary
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.types import StepStats, TokenScores, TrainBatch, WeightVersion
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch, WeightVersion
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
 
 pytestmark = pytest.mark.e2e
@@ -25,14 +25,9 @@ class TransformersTrainer:
 
     @torch.no_grad()
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
-        assert temperature == 1.0
+        assert options.temperature == 1.0
         parts = []
         for tokens in batch.token_ids_T.split(list(batch.lens_N)):
             logprobs = self.model(tokens[None]).logits[0].log_softmax(-1)

@@ -37,6 +37,7 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 from tests.support.megatron_ranks import MegatronRanks
@@ -80,9 +81,10 @@ def start_engines(
     config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]
 ) -> list[EngineProcess]:
     """One of each of `sizes`, options of RolloutConfig."""
+    policy = ModelFacts.read(config.model.path)
     recipes = [replace(config, rollout=replace(config.rollout, **of_one)) for of_one in sizes]
     engines = [
-        EngineProcess(engine_spec(recipe, folder / f"engine{i}.log"))
+        EngineProcess(engine_spec(recipe, policy, folder / f"engine{i}.log"))
         for i, recipe in enumerate(recipes)
     ]
     for engine in engines:
@@ -130,10 +132,14 @@ class MegatronRun:
         self, config: Config, ranks: MegatronRanks, engines: Sequence[EngineProcess], folder: Path
     ) -> None:
         self.config, self._ranks, self._engines = config, ranks, engines
+        self._policy = ModelFacts.read(config.model.path)
         self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
         self.rotation = EngineHealth([engine.url for engine in engines])
         self.sync_controller = SyncController(
-            ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S, record=partial(record_layouts, config)
+            ranks,
+            bucket_mib=0.0625,
+            timeout_s=TIMEOUT_S,
+            record=partial(record_layouts, config, self._policy),
         )
         self.trainer = PackedTrainer(
             ranks,
@@ -181,7 +187,7 @@ class MegatronRun:
             self.config.rollout,
             [],
             str,
-            experts_shape(self.config),
+            experts_shape(self.config, self._policy),
             self.rotation,
         )
 

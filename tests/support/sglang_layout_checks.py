@@ -22,7 +22,7 @@ from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.slices.layouts.layout import check_rank
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.receiver import _in_this_thread, _loaded_parameters
+from mcore_rl.stream.receiver import loaded_parameters, on_calling_thread
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
             for name, shape in hf_tensor_shapes(hf_config).items()
         }
         return trace_load_weights(
-            _in_this_thread(model.load_weights), shapes, _loaded_parameters(model)
+            on_calling_thread(model.load_weights), shapes, loaded_parameters(model)
         )
 
 
