@@ -53,7 +53,7 @@ class MetricsLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one row unless `metrics` is empty. A step may have several (training, evaluation)."""
+        """Write one row unless `metrics` is empty; a step may have several rows."""
         if not metrics:
             return
         metrics = {name: float(value) for name, value in metrics.items()}
