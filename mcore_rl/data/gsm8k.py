@@ -55,7 +55,8 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
         if path.suffix == ".parquet":
             rows = pq.read_table(path).to_pylist()
         else:
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+            lines = path.read_text().split("\n")  # splitlines would cut a text at U+2028 as well
+            rows = [json.loads(line) for line in lines if line.strip()]
         for i, row in enumerate(rows):
             if not {"question", "answer"} <= row.keys():
                 raise ValueError(
