@@ -54,4 +54,6 @@ class EventLoop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Work that has just ended hands its result to a waiting thread in the next iteration.
+        await asyncio.sleep(0)
         self._loop.stop()

@@ -1,4 +1,4 @@
-"""Rehearsals of the recipes for many GPUs: whole steps with real Megatron ranks, engines and Ray."""
+"""Rehearsals of recipes for many GPUs: whole steps with real Megatron ranks, engines and Ray."""
 
 import math
 from collections.abc import Iterator
