@@ -83,4 +83,4 @@ def test_a_field_of_the_wrong_shape_is_refused(name: str, value: torch.Tensor) -
     }
     assert set(TrainBatch(**tokens).token_fields()) == {"token_ids_T", "loss_mask_T"}
     with pytest.raises(ValueError, match=rf"TrainBatch.{name} has .*, lens_N sum to 3"):
-        TrainBatch(**tokens, **{name: value})
+        TrainBatch(**tokens | {name: value})
