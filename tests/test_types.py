@@ -75,7 +75,7 @@ def test_joined_scores_fill_missing_parts_and_errors() -> None:
         ("routed_experts_TLK", torch.zeros(3, 1)),
     ],
 )
-def test_a_field_of_the_wrong_shape_is_refused(name: str, value: torch.Tensor) -> None:
+def test_a_field_of_the_wrong_shape_is_refused(name: str, value: Any) -> None:
     tokens: dict[str, Any] = {
         "token_ids_T": torch.zeros(3, dtype=torch.int64),
         "loss_mask_T": torch.ones(3, dtype=torch.bool),
@@ -83,4 +83,4 @@ def test_a_field_of_the_wrong_shape_is_refused(name: str, value: torch.Tensor) -
     }
     assert set(TrainBatch(**tokens).token_fields()) == {"token_ids_T", "loss_mask_T"}
     with pytest.raises(ValueError, match=rf"TrainBatch.{name} has .*, lens_N sum to 3"):
-        TrainBatch(**tokens | {name: value})
+        TrainBatch(**tokens, **{name: value})
