@@ -1,4 +1,7 @@
-"""The policy's ranks: train.Actor and the sender of its weights in each."""
+"""The policy's ranks, with a train.actor.Actor and a weight sender in each.
+
+Micro-batches in, log-probs and step stats out; links in, weights to the engines out.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +12,7 @@ from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 
 class TrainerWorker(ModelWorker):
-    """One rank; `spec.loss` is a TokenLoss."""
+    """One rank of the policy; `spec.loss` is a TokenLoss. Ranks that own no output return None."""
 
     _sender: Any = None
 
@@ -34,6 +37,7 @@ class TrainerWorker(ModelWorker):
         self._model.snapshot_reference()
 
     def connect(self, link: Link) -> Report:
+        """Join the link to an engine; the sender is made with the first one."""
         if self._sender is None:
             from mcore_rl.stream.sender import WeightSender
 
@@ -46,7 +50,7 @@ class TrainerWorker(ModelWorker):
 
 
 class TrainerGroup(ModelGroup):
-    """All ranks of the policy."""
+    """All ranks of the policy; plays players.trainer.RankCalls and stream's TrainerRanks."""
 
     role = "trainer"
     worker_cls = TrainerWorker

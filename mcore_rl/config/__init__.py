@@ -1,6 +1,7 @@
 """The typed tree behind every recipe; a YAML key or value that does not fit it is refused by name.
 
-Every leaf has a reader in the package. Units are in the names: _s seconds, _len tokens, _mib 2**20 bytes.
+Every option has a reader in the package. Units are in the names: _s seconds, _len tokens, _mib
+2**20 bytes.
 """
 
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from mcore_rl.config.algorithm import (
     KLConfig,
     PreferenceConfig,
 )
+from mcore_rl.config.bounds import Options
 from mcore_rl.config.consistency import (
     check_colocated,
     check_colocated_models,
     check_critic_fits,
+    check_offload,
     check_quantization,
     check_replay,
     check_steps,
@@ -48,6 +51,7 @@ from mcore_rl.config.training import (
     SftConfig,
     TrainConfig,
 )
+from mcore_rl.config.unread import check_unread
 
 __all__ = [
     "AlgorithmConfig",
@@ -81,9 +85,10 @@ __all__ = [
 
 
 @dataclass
-class Config:
+class Config(Options, group=""):
     rehearse: bool = False
-    """Run the recipe's rehearsal instead: everything in its smallest size, on a laptop (docs/recipes.md)."""
+    """Run the recipe's rehearsal instead: everything in its smallest size, on a laptop
+    (docs/recipes.md)."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -108,34 +113,46 @@ class Config:
     teacher: ServedModelConfig = field(default_factory=ServedModelConfig)
 
     @property
+    def served_groups(self) -> dict[str, ServedModelConfig]:
+        """The groups of models that may be served beside the policy, by role."""
+        return {"judge": self.judge, "reward_model": self.reward_model, "teacher": self.teacher}
+
+    @property
     def served_models(self) -> dict[str, ServedModelConfig]:
         """The models that are served beside the policy, by role."""
-        models = {"judge": self.judge, "reward_model": self.reward_model, "teacher": self.teacher}
-        return {role: model for role, model in models.items() if model.is_used}
+        return {role: model for role, model in self.served_groups.items() if model.is_used}
 
-    def __post_init__(self) -> None:
-        for role, model in self.served_models.items():
-            model.check(role)
-        has_critic, rollout, train = self.has_critic, self.rollout, self.train
-        check_quantization(rollout, self.model)
-        check_replay(train, self.algorithm, self.drift)
-        check_teacher(self.algorithm, self.teacher, rollout)
-        check_colocated_models(self.served_models, self.parallel, rollout)
-        check_steps(self.algorithm, rollout, train, self.critic)
-        if self.cluster.colocated:
-            check_colocated(self.parallel, rollout)
-        if has_critic and self.critic.colocated:
-            check_critic_fits(self.critic.parallel, self.parallel)
-        shares_gpus = self.cluster.colocated or (has_critic and self.critic.colocated)
-        shares_gpus = shares_gpus or any(
-            model.is_colocated for model in self.served_models.values()
-        )
-        if self.cluster.offload and not shares_gpus:
-            raise ValueError(
-                "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
-                " critic.colocated=true or cluster.offload=false"
-            )
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """All optimizers, by the dotted names of their groups."""
+        return {
+            "train.optimizer": self.train.optimizer,
+            "critic.optimizer": self.critic.optimizer,
+            "sft.optimizer": self.sft.optimizer,
+            "dpo.optimizer": self.dpo.optimizer,
+        }
 
     @property
     def has_critic(self) -> bool:
         return self.algorithm.needs_critic
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.parallel.check("parallel")
+        self.critic.parallel.check("critic.parallel")
+        for role, model in self.served_groups.items():
+            model.check(role)
+        check_quantization(self.rollout, self.model)
+        check_replay(self.train, self.algorithm, self.drift)
+        check_teacher(self.algorithm, self.teacher, self.rollout)
+        check_colocated_models(self.served_models, self.parallel, self.rollout)
+        check_steps(self.algorithm, self.rollout, self.train, self.critic)
+        has_colocated_critic = self.has_critic and self.critic.colocated
+        if self.cluster.colocated:
+            check_colocated(self.parallel, self.rollout)
+        if has_colocated_critic:
+            check_critic_fits(self.critic.parallel, self.parallel)
+        has_colocated_model = any(model.is_colocated for model in self.served_models.values())
+        shares_gpus = self.cluster.colocated or has_colocated_critic or has_colocated_model
+        check_offload(self.cluster, shares_gpus)
+        check_unread(self)

@@ -1,9 +1,12 @@
-"""What groups of options must agree on; errors name both, their values and a remedy."""
+"""Checks of options in different groups against one another; errors name both, their values and a
+remedy.
+"""
 
 from collections.abc import Mapping
 
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
+from mcore_rl.config.run import ClusterConfig
 from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
 
@@ -18,24 +21,24 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
 def check_steps(
     algorithm: AlgorithmConfig, rollout: RolloutConfig, train: TrainConfig, critic: CriticConfig
 ) -> None:
-    """What a step samples can be trained on as the recipe says."""
+    """Raise ValueError if the samples of a step cannot be trained on as the recipe says."""
     num_steps = train.mini_batches * train.epochs
     if algorithm.advantage == "dpo" and num_steps > 1:
         raise ValueError(
-            f"algorithm.advantage=dpo with train.mini_batches * train.epochs = {num_steps}: the pairs'"
-            " gradient is that of the policy before the first of these steps; set both to 1"
+            f"algorithm.advantage=dpo with train.mini_batches * train.epochs = {num_steps}: the"
+            " pairs' gradient is that of the policy before the first of these steps; set both to 1"
         )
     if rollout.stale == "correct" and not algorithm.correction.is_on:
         raise ValueError(
-            "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none corrects;"
-            " set algorithm.correction.weight=token, or rollout.stale=wait"
+            "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none"
+            " corrects; set algorithm.correction.weight=token, or rollout.stale=wait"
         )
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     for name, mini_batches in (("train", train.mini_batches), ("critic", critic.mini_batches)):
         if num_samples % mini_batches:
             raise ValueError(
-                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible"
-                f" by {name}.mini_batches={mini_batches}"
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
+                f" divisible by {name}.mini_batches={mini_batches}"
             )
 
 
@@ -45,7 +48,8 @@ def check_teacher(
     distils = algorithm.advantage == "distillation"
     if distils and not teacher.path:
         raise ValueError(
-            f"algorithm.advantage=distillation with teacher.path='' and teacher.url={teacher.url!r}:"
+            "algorithm.advantage=distillation with teacher.path='' and"
+            f" teacher.url={teacher.url!r}:"
             " a teacher is asked about token ids, by SGLang's own interface; set teacher.path"
         )
     if teacher.is_used and not distils:
@@ -71,33 +75,35 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
 def check_colocated_models(
     served: Mapping[str, ServedModelConfig], parallel: ParallelConfig, rollout: RolloutConfig
 ) -> None:
-    """Of models that are served on the trainer ranks' GPUs."""
+    """Raise ValueError if a model cannot be served on the trainer ranks' GPUs."""
     for role, model in served.items():
         needed = model.engines * model.engine_ranks
         if model.is_colocated and needed > parallel.world_size:
             raise ValueError(
-                f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}: there are"
-                f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
+                f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}:"
+                f" there are parallel.world_size={parallel.world_size} trainer ranks to share a GPU"
+                " with"
             )
         if model.is_colocated and rollout.mode != "sync":
             raise ValueError(
-                f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while the"
-                f" trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
+                f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while"
+                f" the trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
             )
 
 
 def check_replay(train: TrainConfig, algorithm: AlgorithmConfig, drift: DriftConfig) -> None:
     if train.router_replay == "engine" and not drift.routed_experts:
         raise ValueError(
-            "train.router_replay=engine with drift.routed_experts=False: engines are not asked for their"
-            " experts; set drift.routed_experts=true"
+            "train.router_replay=engine with drift.routed_experts=False: engines are not asked for"
+            " their experts; set drift.routed_experts=true"
         )
     has_old_pass = train.epochs * train.mini_batches > 1 or algorithm.needs_old_logprobs
     if train.router_replay == "old_pass" and (algorithm.correction.bypass or not has_old_pass):
         raise ValueError(
-            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches}, train.epochs="
-            f"{train.epochs} and algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass"
-            " for the old log-probs; set train.router_replay=engine or none"
+            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches},"
+            f" train.epochs={train.epochs} and"
+            f" algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass for the"
+            " old log-probs; set train.router_replay=engine or none"
         )
 
 
@@ -105,8 +111,9 @@ def check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
     needed = rollout.engines * rollout.engine_ranks
     if needed > parallel.world_size:
         raise ValueError(
-            f"cluster.colocated=true with rollout.engines * rollout.tp * rollout.pp = {needed}: there are"
-            f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
+            f"cluster.colocated=true with rollout.engines * rollout.tp * rollout.pp = {needed}:"
+            f" there are parallel.world_size={parallel.world_size} trainer ranks to share a GPU"
+            " with"
         )
     for name, needs, why in (
         ("mode", "sync", "an engine cannot generate while its GPUs train"),
@@ -118,3 +125,11 @@ def check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
                 f"cluster.colocated=true with rollout.{name}={getattr(rollout, name)}: {why};"
                 f" set rollout.{name}={str(needs).lower()}"
             )
+
+
+def check_offload(cluster: ClusterConfig, shares_gpus: bool) -> None:
+    if cluster.offload and not shares_gpus:
+        raise ValueError(
+            "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set"
+            " cluster.colocated=true, critic.colocated=true or cluster.offload=false"
+        )

@@ -67,19 +67,19 @@ def run_train(config: Config) -> None:
         started = start_training(config, processes, inputs.loss)
         trainer, critic, gpus = started.trainer, started.critic, started.gpus
         others = connect(scorer, processes)
-        gpus.take(TRAINER, ALL)
+        gpus.load(TRAINER, ALL)
         if config.algorithm.needs_reference:
             trainer.snapshot_reference()
         start_step = resume(trainer, config, {"prompts": prompts, "advantages": advantages}, newest)
         if critic is not None and start_step:
-            gpus.take(CRITIC, ALL)
+            gpus.load(CRITIC, ALL)
             saved = str(folder.critic_checkpoint(start_step))
             critic.load(saved, verify=config.checkpoint.verify)
         client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
         packed = pack(config, trainer, folder, config.rollout.temperature)
         watched = processes.watched
         weights = make_sync(config, inputs.policy, started, packed, watched)
-        weights.sync(WeightVersion(start_step))
+        weights.sync(WeightVersion(start_step), inputs.canary_probe)
         background = sample_beside(config, start_step, prompts, client, scorer, processes, weights)
         with make_log(config, folder, config.run.steps, start_step) as log, background as beside:
             roles = Roles(

@@ -12,6 +12,7 @@ from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.models import read_critic, read_policy
+from mcore_rl.players.canary import make_probe
 from mcore_rl.rewards.model_scorers import JudgeScorer, ModelScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
@@ -19,7 +20,7 @@ from mcore_rl.slices.families.routing import check_routing
 from mcore_rl.slices.hf.carried import carried_tensors
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
-from mcore_rl.types import Prompt
+from mcore_rl.types import Prompt, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class TrainInputs:
     scorer: Scorer
     loss: TokenLoss
     advantages: Advantages
+    canary_probe: TrainBatch
+    """Prompts that engines and trainer score at the first sync, before there are samples."""
 
 
 def read_train_inputs(config: Config) -> TrainInputs:
@@ -40,14 +43,16 @@ def read_train_inputs(config: Config) -> TrainInputs:
     policy, tokenizer = open_policy(config, "data.train")
     check_routing(config.train, policy.config)
     prompts = load_split(config, config.data.train, tokenizer)
+    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     inputs = TrainInputs(
         policy,
         tokenizer,
         ShuffledStream(prompts, config.run.seed, config.data.shuffle),
-        load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
+        held_out,
         make_scorer(config),
         make_policy_loss(config.algorithm),
         Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
+        make_probe(held_out or prompts, config.canary.sequences),
     )
     if config.has_critic:
         check_critic(config, policy)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.host import node_address
+from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
     """The models beside the policy, once they are up; those that give rewards are the scorer's."""
-    served = processes.served.wait()
+    served = processes.served_engines.wait_built()
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
     clients = {role: ServedClient(model) for role, model in served.items()}
@@ -67,7 +67,7 @@ def make_client(
         [stop],
         decode,
         experts_shape(config, policy),
-        engines.rotation,
+        engines.health,
     )
 
 
@@ -117,7 +117,7 @@ def make_sync(
         record=partial(record_layouts, config, policy),
     )
     canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
-    return EngineSync(sync_controller, canary, engines.rotation, engines.look, watched, gpus)
+    return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 
 def sample_beside(
@@ -132,10 +132,17 @@ def sample_beside(
     """What samples beside training, if the recipe wants that."""
     if config.rollout.mode == "sync":
         return nullcontext()
-    version = WeightVersion(start_step)
-    watched, start = processes.watched, processes.start_watched
     return BackgroundSampler(
-        config, version, prompts, client, scorer, watched, start, weights.revive
+        config.rollout,
+        config.run.seed,
+        WeightVersion(start_step),
+        prompts,
+        client,
+        scorer,
+        processes.watched,
+        processes.start_watched,
+        weights.revive,
+        with_greedy=config.algorithm.advantage == "remax",
     )
 
 

@@ -123,7 +123,11 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         eval=replace(
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
         ),
-        cluster=replace(config.cluster, cpus_per_rank=0.1, object_store_mib=128),
+        cluster=replace(
+            config.cluster,
+            cpus_per_rank=0.1,
+            object_store_mib=128 if config.cluster.address is None else None,
+        ),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )

@@ -24,7 +24,7 @@ from mcore_rl.config import (
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players.canary import Canary
+from mcore_rl.players.canary import Canary, make_probe
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.players.trainer import PackedTrainer, Packing
@@ -134,7 +134,7 @@ class MegatronRun:
         self.config, self._ranks, self._engines = config, ranks, engines
         self._policy = ModelFacts.read(config.model.path)
         self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
-        self.rotation = EngineHealth([engine.url for engine in engines])
+        self.health = EngineHealth([engine.url for engine in engines])
         self.sync_controller = SyncController(
             ranks,
             bucket_mib=0.0625,
@@ -151,7 +151,7 @@ class MegatronRun:
 
     def train(self, start_step: int) -> None:
         """Sync, and the steps after `start_step`, each with a sync; the last one's checkpoint is kept."""
-        watched, rotation = self._loop.run, self.rotation
+        watched, health = self._loop.run, self.health
         gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)
         canary = Canary(
             self.trainer,
@@ -161,8 +161,9 @@ class MegatronRun:
             watched,
             gpus.for_rollout,
         )
-        weights = EngineSync(self.sync_controller, canary, rotation, self._look, watched, gpus)
-        weights.sync(WeightVersion(start_step))
+        weights = EngineSync(self.sync_controller, canary, health, self._look, watched, gpus)
+        probe = make_probe(make_prompts(), self.config.canary.sequences)
+        weights.sync(WeightVersion(start_step), probe)
         roles = Roles(
             prompts=ShuffledStream(make_prompts(), self.config.run.seed),
             held_out=[],
@@ -188,7 +189,7 @@ class MegatronRun:
             [],
             str,
             experts_shape(self.config, self._policy),
-            self.rotation,
+            self.health,
         )
 
     async def _look(self) -> None:

@@ -26,7 +26,7 @@ from mcore_rl.stream.receiver import loaded_parameters, on_calling_thread
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroupStub:
     """As much of a process group as a model asks for while it is built."""
 
     rank_in_group: int
@@ -102,7 +102,9 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     parallel = get_parallel()
     names = ("pp", "tp", "attn_tp", "moe_ep", "moe_tp")
     groups = {
-        f"{name}_group": Group(getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size"))
+        f"{name}_group": ProcessGroupStub(
+            getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size")
+        )
         for name in names
     }
     with parallel.override(**groups), get_flags().dp.override(enabled=sizes.dp > 1):
