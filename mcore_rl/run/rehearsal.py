@@ -99,7 +99,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             critic,
             mini_batches=min(critic.mini_batches, SMALLEST),
             warmup_steps=0,
-            optimizer=_moving(critic.optimizer),
+            optimizer=_moving(critic.optimizer) if config.has_critic else critic.optimizer,
         ),
         data=replace(
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
