@@ -81,7 +81,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scores:
-    """What samples were worth; every list has an entry per sample.
+    """The rewards of samples; every list has an entry per sample.
 
     parts    the numbers that rewards were made of, by name
     errors   why a sample has no reward of its own; empty where it has
@@ -199,7 +199,7 @@ class LogprobOptions:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a forward pass says of each token of a batch; fields as in TrainBatch."""
+    """Results of a forward pass for each token of a batch; fields as in TrainBatch."""
 
     logprobs_T: Tensor
     router_flips_T: Tensor | None = None
@@ -209,7 +209,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step reports, equal on every rank that reports at all."""
+    """The report of one optimizer step, equal on every rank that has one."""
 
     loss: float
     grad_norm: float

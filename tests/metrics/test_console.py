@@ -1,4 +1,4 @@
-"""What a person sees: plain lines in a pipe, one panel on a terminal."""
+"""The console: plain lines in a pipe, one panel on a terminal."""
 
 import io
 import math

@@ -12,7 +12,7 @@ NAMES = [name for meanings in METRICS.values() for name in meanings]
 PREFIXES = {name.partition("/")[0] for name in NAMES}
 KEY = re.compile(r"[a-z_]+/[a-z0-9_/*]+")
 ANY = "*"
-"""What a placeholder of an f-string may become."""
+"""Stands for a placeholder of an f-string."""
 OTHER_KEYS = {"order/*", "report/*/*", "data/arithmetic", "data/gsm8k"}
 """Strings of the same form that are no metrics."""
 
