@@ -1,4 +1,4 @@
-"""The parts a training loop is played with, as Protocols; who plays them is decided in run/commands.py."""
+"""The roles of the training loop as Protocols; run/commands.py decides which objects play them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,42 +20,48 @@ from mcore_rl.types import (
 T = TypeVar("T")
 S = TypeVar("S")
 Watched = Callable[[Awaitable[T]], T]
-"""Runs a coroutine to its end while ranks and engines are watched; raises as soon as one of them is lost."""
+"""Runs a coroutine while ranks and engines are watched; raises as soon as one of them is lost."""
 Reward = Callable[[Sequence[Sample]], Scores]
-"""One reward per sample, in order."""
+"""Returns one reward per sample, in order."""
 
 
 class Generator(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
     ) -> list[Sample]:
-        """`num_samples` samples of each prompt, in the order of the prompts."""
+        """Return `num_samples` samples of each prompt, in the order of the prompts."""
         ...
 
     def idle_share(self) -> float:
-        """Share of the time since the last call that an engine was without a request, mean over engines."""
+        """Return the share of time since the last call in which an engine had no request.
+
+        The share is a mean over engines.
+        """
         ...
 
 
 class Background(Protocol):
-    """Samples while the trainer trains."""
+    """Draws samples while the trainer trains."""
 
     def take(self, version: WeightVersion) -> tuple[list[Sample], Scores, dict[str, float]]:
-        """Samples for weights `version` to train on, group by group; metrics of how they came about."""
+        """Return whole groups of samples for weights `version` to train on, scores and metrics."""
         ...
 
     def pause_for_sync(self) -> None:
-        """Before weights change: return once what is half done is as they may change."""
+        """Return once weights may change under the responses that are not finished.
+
+        rollout.mode and rollout.partial say whether those are finished, cut off or left alone.
+        """
         ...
 
     def resume(self, version: WeightVersion) -> Mapping[str, float]:
-        """Once engines serve `version`; metrics of what was half done."""
+        """Go on with sampling now that engines serve `version`; return metrics of the pause."""
         ...
 
 
 class BatchStream(Protocol):
     def next_batch(self, num_sequences: int) -> TrainBatch:
-        """Sequences with the loss on their answers, loss weights set."""
+        """Return sequences with the loss mask on their answers and loss weights set."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -71,7 +77,10 @@ class AdvantageEstimator(Protocol):
     def __call__(
         self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, /
     ) -> tuple[TrainBatch, Mapping[str, float]]:
-        """(the batch that was made of the samples with advantages and what a critic learns, metrics)."""
+        """Return (`batch` with advantages and, for a critic, returns; metrics).
+
+        `batch` was made of `samples`.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -81,7 +90,10 @@ class Trainer(Protocol):
     def compute_logprobs(
         self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
-        """Return token-aligned log-probs, with router flips if the batch has the engine's experts."""
+        """Return token-aligned log-probs.
+
+        Router flips are added if the batch has the engine's experts.
+        """
         ...
 
     def train_step(self, batch: TrainBatch) -> StepStats: ...
@@ -91,13 +103,16 @@ class Trainer(Protocol):
 
 class Critic(Protocol):
     def compute_values(self, batch: TrainBatch) -> Tensor:
-        """values_T; see TrainBatch."""
+        """Return values_T (see TrainBatch)."""
         ...
 
     def train_step(self, batch: TrainBatch) -> StepStats: ...
 
     def save(self, step: int) -> None:
-        """Part of the checkpoint of `step`, which counts once the trainer's part is there as well."""
+        """Save the critic's part of the checkpoint of `step`.
+
+        The checkpoint is complete once the trainer's part is there as well.
+        """
         ...
 
 
@@ -107,8 +122,9 @@ class BothAtOnce(Protocol):
 
 class WeightSync(Protocol):
     def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
-        """Bring every engine to `version`, see that they and the trainer agree on the sequences of `probe`;
-        returns what was measured.
+        """Bring every engine to `version`, compare them with the trainer, and return metrics.
+
+        Engines and trainer score the sequences of `probe`.
         """
         ...
 
@@ -122,12 +138,18 @@ class Log(Protocol):
 
 
 def in_turn(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
+    """Return (first(), second()), one call after the other."""
     return first(), second()
 
 
 @dataclass(frozen=True)
 class Roles:
-    """`both` runs what trainer and critic do: in turn, or at once where they have a GPU each."""
+    """The objects that play the roles of one run.
+
+    background   draws samples while the trainer trains; None if each step draws its own
+    teacher      returns another model's log-probs of the response tokens of samples
+    both         runs trainer and critic: in turn, or at the same time if each has its own GPUs
+    """
 
     prompts: PromptStream
     held_out: Sequence[Prompt]
@@ -138,8 +160,6 @@ class Roles:
     weights: WeightSync
     log: Log
     background: Background | None = None
-    """Where samples come from that are drawn beside training; None: each step draws its own."""
     teacher: Callable[[Sequence[Sample]], list[tuple[float, ...]]] | None = None
-    """The log-probs that another model gives the response tokens of samples."""
     critic: Critic | None = None
     both: BothAtOnce = in_turn

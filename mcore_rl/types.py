@@ -1,7 +1,8 @@
 """The values that flow through the loop: prompts become samples, samples become train batches.
 
-Axis legend for tensor names, here and everywhere: N sequences, T tokens of all sequences laid end to end,
-P prompts, G samples of one prompt (its group), V vocabulary, L layers, K experts of a token in a layer.
+Axis legend for tensor names, here and everywhere: N sequences, T tokens of all sequences
+concatenated, P prompts, G samples of one prompt (its group), V vocabulary, L layers, K experts of a
+token in a layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,15 @@ from typing import Any, NewType
 from torch import Tensor
 
 WeightVersion = NewType("WeightVersion", int)
-"""Number of loop steps behind a set of weights; 0 is what training started from."""
+"""Number of loop steps that made a set of weights; 0 is the initial weights."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem, tokenized. `index` is its row in the source, stable across epochs and restarts."""
+    """One tokenized problem.
+
+    `index` is its row in the source, the same in every epoch and after a restart.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -41,10 +45,12 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt; `logprobs` are the engine's own, one per response token.
+    """One response to one prompt.
 
-    routed_experts   int16 [prompt and response tokens but the last, L, K]: the experts that the engine's
-                     routers chose; None where they were not asked for
+    logprobs         the engine's own, one per response token
+    versions         the weights that sampled each token; the spans cover the response once
+    routed_experts   int16 [prompt and response tokens except the last, L, K], the experts that the
+                     engine's routers chose; None if they were not requested
     """
 
     prompt: Prompt
@@ -75,7 +81,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scores:
-    """What samples were worth; every list has an entry per sample.
+    """The rewards of samples; every list has an entry per sample.
 
     parts    the numbers that rewards were made of, by name
     errors   why a sample has no reward of its own; empty where it has
@@ -124,34 +130,36 @@ class Scores:
         return Scores(rewards_N, parts, errors, greedy_N, teacher_N, unpenalized_N)
 
     def metrics(self) -> dict[str, float]:
-        """Means of the parts, and how many samples failed."""
+        """Return the means of the parts and the number of samples that failed."""
         means = {f"reward/part/{name}": sum(v) / len(v) for name, v in self.parts.items() if v}
         return {**means, "reward/errors": float(sum(map(bool, self.errors)))}
 
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Sequences of unequal length laid end to end.
+    """Sequences of unequal length, concatenated.
 
     token_ids_T          int64, prompt and response of each sequence
-    loss_mask_T          bool, True on the tokens whose log-prob is trained (never a sequence's first)
+    loss_mask_T          bool, True on tokens whose log-prob is trained (never a sequence's first)
     lens_N               tokens per sequence; they sum to T
-    loss_weights_T       float32; the loss of an optimizer step is sum(weight * token loss), so it does not
-                         depend on how sequences are spread over micro-batches and ranks
+    loss_weights_T       float32; the loss of an optimizer step is sum(weight * token loss), so it
+                         does not depend on how sequences are spread over micro-batches and ranks
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
-                         float32. Log-probs are token-aligned: entry t is log p(token t | tokens before it)
-    values_T, returns_T  float32, a critic's values before the step, each of the state in which the token was
-                         drawn, and the returns that it learns
+                         float32; log-probs are token-aligned: entry t is
+                         log p(token t | tokens before it)
+    values_T, returns_T  float32, the critic's value before the step of the state in which the token
+                         was drawn, and the return that it learns
     stale_T              bool, True on tokens sampled from other weights than those that train
-    routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an old pass
-                         with train.router_replay=old_pass: the trainer's); -1 where they are not known, of
-                         no meaning in dense layers
+    routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an
+                         old pass with train.router_replay=old_pass: the trainer's); -1 if unknown,
+                         meaningless in dense layers
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
-    sum_squares_T        float32, sum of the squared probabilities that the trainer gave the tokens of the
-                         vocabulary, old policy; token-aligned like log-probs
-    router_flips_T       int32, number of layers in which trainer and engine chose other experts for the token
-                         before; token-aligned like log-probs
-    is_filler            keeps a rank busy that has fewer micro-batches than others; counts nowhere
+    sum_squares_T        float32, sum over the vocabulary of the squared probabilities of the old
+                         policy in the trainer; token-aligned like log-probs
+    router_flips_T       int32, number of layers in which trainer and engine chose different experts
+                         for the token before; token-aligned like log-probs
+    is_filler            True for a batch that only keeps a rank busy while others still have
+                         micro-batches; it counts nowhere
     """
 
     token_ids_T: Tensor
@@ -180,7 +188,7 @@ class TrainBatch:
                 )
 
     def token_fields(self) -> dict[str, Tensor]:
-        """The fields with a row per token, those that are None left out."""
+        """Return the fields that have a row per token and are not None."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
@@ -200,7 +208,7 @@ class LogprobOptions:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a forward pass says of each token of a batch; fields as in TrainBatch."""
+    """Results of a forward pass for each token of a batch; fields as in TrainBatch."""
 
     logprobs_T: Tensor
     router_flips_T: Tensor | None = None
@@ -210,7 +218,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one optimizer step reports, equal on every rank that reports at all."""
+    """The report of one optimizer step, equal on every rank that has one."""
 
     loss: float
     grad_norm: float

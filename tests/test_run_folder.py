@@ -78,7 +78,7 @@ def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> No
 
 
 def test_errors_of_the_run_are_not_taken_for_the_lock(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="^mine$"), RunFolder(tmp_path).locked():
+    with pytest.raises(ValueError, match=r"^mine$"), RunFolder(tmp_path).locked():
         raise ValueError("mine")
 
 
@@ -90,7 +90,7 @@ def test_a_subfolder_is_locked_on_its_own(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_the_preparation_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").symlink_to("/dev/full")
-    with pytest.raises(DiskFullError, match=f"cannot write {tmp_path}: no space left on device"):
+    with pytest.raises(DiskFullError, match=r"cannot write .*: no space left on device"):
         RunFolder(tmp_path).prepare(Config())
 
 

@@ -1,4 +1,4 @@
-"""Numbers of a run: log(step, metrics) in; console, jsonl files, TensorBoard, W&B and MLflow out."""
+"""Steps of metrics in; console, JSON lines, TensorBoard, W&B and MLflow out."""
 
 from mcore_rl.metrics.logger import MetricsLogger
 from mcore_rl.metrics.timer import PhaseTimer

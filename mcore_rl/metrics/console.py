@@ -1,4 +1,4 @@
-"""Steps of metrics in, what a person watches out: a live panel on a terminal, else one line per step."""
+"""Steps of metrics in; a live panel on a terminal out, or elsewhere one line per step."""
 
 import math
 import time
@@ -23,7 +23,7 @@ PHASE_COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 
 @dataclass(frozen=True)
 class Column:
-    """A number worth watching: the first of `names` that was logged, printed with `format`."""
+    """A column of the console: the first of `names` that was logged, printed with `format`."""
 
     label: str
     names: tuple[str, ...]
@@ -60,10 +60,11 @@ def make_console(stream: TextIO, title: str, total_steps: int | None) -> Console
 
 
 class LineConsole:
-    """step 3/60 | reward 0.512 | loss ... | rollout 1.2s train 0.8s"""
+    """Prints lines such as "step 3/60 | reward 0.512 | loss ... | rollout 1.2s train 0.8s"."""
 
     def __init__(self, stream: TextIO, total_steps: int | None) -> None:
-        self._stream, self._total_steps = stream, total_steps
+        self._stream = stream
+        self._total_steps = total_steps
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [(column.label, column.read(metrics)) for column in COLUMNS]
@@ -77,13 +78,14 @@ class LineConsole:
 
 
 class LiveConsole:
-    """A panel with progress, the reward so far, the last steps as a table, and the phases of the last one.
+    """A panel with progress, rewards, the last steps as a table, and phases of the last step.
 
-    Drawn when a step is logged and not in between: no thread runs.
+    It is drawn when a step is logged and not in between, so no thread runs.
     """
 
     def __init__(self, console: RichConsole, title: str, total_steps: int | None) -> None:
-        self._title, self._total_steps = title, total_steps
+        self._title = title
+        self._total_steps = total_steps
         self._steps: dict[int, dict[str, float]] = {}
         self._rewards: deque[float] = deque(maxlen=60)
         self._phases: dict[str, float] = {}
@@ -111,7 +113,7 @@ class LiveConsole:
             parts.append(Text(f"reward  {sparkline(self._rewards)}", style="green"))
         if self._phases:
             parts.append(_draw_phases(self._phases))
-        return Panel(Group(*parts), title=self._title, border_style="dim")
+        return Panel(Group(*parts), title=Text(self._title), border_style="dim")
 
     def _draw_progress(self, step: int) -> Table:
         assert self._start is not None
@@ -130,7 +132,7 @@ class LiveConsole:
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Phases of time/<phase> that took a noticeable part of the step."""
+    """Return the seconds of each phase, from time/<phase>, that took at least 0.05 s."""
     seconds = {
         name.removeprefix("time/"): value
         for name, value in metrics.items()
@@ -141,7 +143,7 @@ def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def sparkline(values: Sequence[float] | deque[float]) -> str:
-    """One bar per value, the lowest to the highest."""
+    """Return one bar per value; the smallest value has the lowest bar, the largest the highest."""
     low, high = min(values), max(values)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((value - low) * scale)] for value in values)
@@ -158,10 +160,12 @@ def _draw_table(steps: Mapping[int, Mapping[str, float]]) -> Table:
 
 
 def _draw_phases(seconds: Mapping[str, float], width: int = 60) -> Text:
-    """A bar cut into the phases of a step, with their seconds beside it."""
-    bar, legend = Text(), Text()
+    """Return a bar divided into the phases of a step, and a legend with their seconds."""
+    bar = Text()
+    legend = Text()
+    total = sum(seconds.values())
     for (phase, value), color in zip(seconds.items(), PHASE_COLORS * len(seconds), strict=False):
-        bar.append("━" * max(round(width * value / sum(seconds.values())), 1), style=color)
+        bar.append("━" * max(round(width * value / total), 1), style=color)
         legend.append(f"  {phase} {value:.1f}s", style=color)
     return bar.append("\n").append(legend)
 

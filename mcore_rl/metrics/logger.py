@@ -1,4 +1,4 @@
-"""The log of a run: metrics and samples of each step in, every place they are shown or kept out."""
+"""Metrics and samples of each step in; console, files and trackers that show or keep them out."""
 
 import sys
 import time
@@ -14,14 +14,15 @@ from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.types import Sample, Scores
 
 SAMPLES_PER_LOG = 64
-"""Rows of samples.jsonl per call; all samples of a large run would outgrow its checkpoints."""
+"""Rows of samples.jsonl per call: all samples of a large run would outgrow its checkpoints."""
 
 
 class MetricsLogger:
-    """Writes metrics.jsonl and samples.jsonl in `run_dir`, and to what the options ask for.
+    """Writes metrics.jsonl and samples.jsonl in `run_dir`, and to the trackers that are asked for.
 
-    last_step is the step of the checkpoint that a run continues from: rows beyond it are dropped, so none
-    appears twice. None starts the files over. total_steps is what the progress shown leads to.
+    last_step is the step of the checkpoint that a run continues from: rows beyond it are dropped,
+    so that none appears twice. None starts the files over. total_steps is the end of the progress
+    shown on the console.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class MetricsLogger:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; several of the same step (training, evaluation) are fine. No metrics, no row."""
+        """Write one row unless `metrics` is empty; a step may have several rows."""
         if not metrics:
             return
         metrics = {name: float(value) for name, value in metrics.items()}
@@ -66,14 +67,18 @@ class MetricsLogger:
     def log_samples(
         self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
     ) -> None:
-        """The first SAMPLES_PER_LOG of them and those whose reward failed; split: where prompts come from."""
+        """Write the first SAMPLES_PER_LOG samples and all whose reward failed.
+
+        `split` says where their prompts come from, "train" or "eval".
+        """
         errors = scores.errors or [""] * len(samples)
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))
-        rows = rows[:SAMPLES_PER_LOG] + [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
+        failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
+        rows = rows[:SAMPLES_PER_LOG] + failed
         self._samples.write(*(_sample_row(step, split, *row) for row in rows))
 
     def close(self, failed: bool = False) -> None:
-        """Complete everything; the trackers are told whether the run failed."""
+        """Close files and console, and tell the trackers whether the run failed."""
         with ExitStack() as parts:
             for tracker in self._trackers:
                 parts.callback(tracker.close, failed)

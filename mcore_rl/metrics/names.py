@@ -128,14 +128,14 @@ FORMER_NAMES = {
 
 _HEAD = """# Metrics
 
-A row of `metrics.jsonl` has `step`, `timestamp` (Unix seconds) and any of the numbers below. TensorBoard,
-W&B and MLflow get the same numbers. Token means are over the trained tokens. A number that is not finite
-is `null`. Step 0 is the evaluation before training.
+A row of `metrics.jsonl` has `step`, `timestamp` (Unix seconds) and any of the numbers below.
+TensorBoard, W&B and MLflow get the same numbers. Token means are over the trained tokens. A number
+that is not finite is `null`. Step 0 is the evaluation before training.
 
-A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`, `response`,
-`reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and, where the reward
-failed, `reward_error`. Both files are UTF-8, one JSON object a line, and only `\\n` ends a line. A lone
-surrogate, which UTF-8 lacks, is written as a JSON escape.
+A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`,
+`response`, `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
+where the reward failed, `reward_error`. Both files are UTF-8, one JSON object a line, and only
+`\\n` ends a line. A lone surrogate, which UTF-8 lacks, is written as a JSON escape.
 
 This page is made from the list in `mcore_rl/metrics/names.py`:
 

@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step; the beginning of each phase is told to the log."""
+"""Phases of a step in; the seconds of each out. The start of each phase is logged."""
 
 import logging
 import time
@@ -9,7 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 class PhaseTimer:
-    """`with timer("rollout"): ...` adds to timer.seconds["rollout"]; making the timer starts the step."""
+    """Adds the time of `with timer("rollout"): ...` to timer.seconds["rollout"].
+
+    The step starts when the timer is made.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -26,13 +29,15 @@ class PhaseTimer:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def metrics(self, waiting: Sequence[str] = ()) -> dict[str, float]:
-        """time/<phase> of each phase so far and time/step, wall seconds since the timer was made; with phases
-        in which the trainer is `waiting`, their share of the step as idle/trainer.
+        """Return time/<phase> of each phase so far and time/step, in wall seconds.
+
+        `waiting` names phases in which the trainer has no work: their share of the step is
+        idle/trainer.
         """
-        whole = time.perf_counter() - self._start
-        metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()} | {
-            "time/step": whole
-        }
+        step_s = time.perf_counter() - self._start
+        metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
+        metrics["time/step"] = step_s
         if waiting:
-            metrics["idle/trainer"] = sum(self.seconds.get(phase, 0.0) for phase in waiting) / whole
+            waiting_s = sum(self.seconds.get(phase, 0.0) for phase in waiting)
+            metrics["idle/trainer"] = waiting_s / step_s
         return metrics

@@ -1,4 +1,4 @@
-"""Steps of metrics in, experiment trackers' files and services out; a tracker is imported when asked for."""
+"""Steps of metrics in; TensorBoard, W&B and MLflow out, each imported only if a run asks for it."""
 
 import importlib
 import time
@@ -17,7 +17,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in <run_dir>/tensorboard; on a resume TensorBoard hides what came after `last_step`."""
+    """Event files in <run_dir>/tensorboard; a resume hides steps beyond `last_step`."""
 
     def __init__(self, run_dir: Path, last_step: int | None) -> None:
         purge_step = 0 if last_step is None else last_step + 1
@@ -38,7 +38,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, `step` as the x axis; a resumed run goes on under the id in <run_dir>/wandb_id."""
+    """Weights & Biases with `step` as x axis; a resumed run keeps its id (<run_dir>/wandb_id)."""
 
     def __init__(
         self, run_dir: Path, last_step: int | None, project: str, config: Mapping[str, Any]
@@ -63,7 +63,7 @@ class WandB:
 
 
 class MLflow:
-    """MLflow experiment mcore_rl at `uri`; a resumed run goes on under the id in <run_dir>/mlflow_id."""
+    """MLflow experiment mcore_rl at `uri`; a resumed run keeps its id (<run_dir>/mlflow_id)."""
 
     def __init__(
         self, run_dir: Path, last_step: int | None, uri: str, config: Mapping[str, Any]
@@ -101,17 +101,18 @@ def _import(module: str, option: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{option} needs the package {package} ({error}): pip install {package}, or leave the option out"
+            f"{option} needs the package {package} ({error}): pip install {package}, or leave the"
+            " option out"
         ) from error
 
 
 def _kept_id(path: Path, last_step: int | None) -> str | None:
-    """The tracker's id of the run that is resumed, if it was tracked."""
+    """Return the tracker's id of the run that is resumed, or None if it was not tracked."""
     return path.read_text() if last_step is not None and path.exists() else None
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"a": {"b": 1}} -> {"a.b": "1"}"""
+    """Return {"a.b": "1"} for {"a": {"b": 1}}."""
     flat: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

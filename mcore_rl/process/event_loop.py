@@ -1,4 +1,4 @@
-"""One event loop in a thread of its own: coroutines in from any thread, their results out."""
+"""Coroutines from any thread in, their results out; all run on one event loop thread."""
 
 import asyncio
 import threading
@@ -7,14 +7,15 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
-S = TypeVar("S")
 
 CLOSE_S = 5.0
+"""Time that `close` gives the work to react to its cancellation."""
 
 
 class EventLoop:
-    """One event loop for all calls of a run, in a thread of its own: connections outlive a call, and what was
-    begun goes on while the caller computes or waits for ranks.
+    """One event loop, in its own thread, for all calls of a run.
+
+    Connections outlive a call, and work goes on while the caller computes or waits for ranks.
     """
 
     def __init__(self) -> None:
@@ -25,15 +26,15 @@ class EventLoop:
         self._thread.start()
 
     def start(self, work: Awaitable[T]) -> "Future[T]":
-        """Begin `work`; cancelling the future cancels it."""
+        """Begin `work` and return its future; cancelling the future cancels the work."""
 
-        async def whole() -> T:
+        async def wait_for_work() -> T:  # run_coroutine_threadsafe takes only coroutines
             return await work
 
-        return asyncio.run_coroutine_threadsafe(whole(), self._loop)
+        return asyncio.run_coroutine_threadsafe(wait_for_work(), self._loop)
 
     def run(self, work: Awaitable[T]) -> T:
-        """Wait for `work`, which is cancelled if the wait is interrupted."""
+        """Return the result of `work`, which is cancelled if the wait is interrupted."""
         future = self.start(work)
         try:
             return future.result()
@@ -42,7 +43,7 @@ class EventLoop:
             raise
 
     def close(self) -> None:
-        """Cancel what is under way and end the thread; one that hangs is left behind after a few seconds."""
+        """Cancel all work and end the thread; after CLOSE_S a thread that hangs is left behind."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
@@ -53,4 +54,6 @@ class EventLoop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # Work that has just ended hands its result to a waiting thread in the next iteration.
+        await asyncio.sleep(0)
         self._loop.stop()

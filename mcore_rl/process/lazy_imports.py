@@ -1,4 +1,4 @@
-"""Imports of large packages, which are most of what a process does before its first step."""
+"""Faster imports of large packages, which take most of the time before a process's first step."""
 
 import gc
 from collections.abc import Iterator
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Keep the cyclic garbage collector off, and afterwards away from what there is by then.
+    """Turn the cyclic garbage collector off in the body and freeze all objects afterwards.
 
-    Modules make objects by the hundred thousand, which live as long as the process. To walk through them
-    again and again takes a quarter of the time of an import, and seconds of each collection that
-    megatron-core forces.
+    Modules create hundreds of thousands of objects that live as long as the process. Walking
+    through them repeatedly takes a quarter of the time of an import, and seconds of each collection
+    that megatron-core forces.
     """
     gc.disable()
     try:
@@ -21,6 +21,6 @@ def without_collector() -> Iterator[None]:
 
 
 def collect_from_here() -> None:
-    """Have the collector run again, and leave alone what there is already."""
+    """Turn the collector on again, for objects that are created from now on."""
     gc.freeze()
     gc.enable()

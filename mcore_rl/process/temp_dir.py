@@ -1,4 +1,4 @@
-"""A temporary folder per engine; those whose owner was killed are swept away when the next one is made."""
+"""A temporary folder per engine out; making one removes those whose owners were killed."""
 
 import contextlib
 import fcntl
@@ -10,11 +10,11 @@ from pathlib import Path
 
 _PREFIX = "mcore_rl_engine_"
 _MIN_AGE_S = 60.0
-"""A folder younger than this may be about to be locked."""
+"""A younger folder may be one that its owner has not locked yet."""
 
 
 class TempDir:
-    """A folder that this process holds a lock on for as long as it lives."""
+    """A folder that this process keeps locked as long as it lives."""
 
     def __init__(self) -> None:
         sweep()
@@ -23,7 +23,7 @@ class TempDir:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def remove(self) -> None:
-        """Remove the folder; harmless when it is gone."""
+        """Remove the folder if it is still there."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -31,7 +31,7 @@ class TempDir:
 
 
 def sweep(min_age_s: float = _MIN_AGE_S) -> None:
-    """Remove the folders that nobody holds a lock on."""
+    """Remove folders older than `min_age_s` that nobody has locked."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if time.time() - path.stat().st_mtime > min_age_s and not _is_locked(path):

@@ -1,4 +1,4 @@
-"""Two functions at once, each in a thread of its own."""
+"""Two functions in, run at the same time; both results out."""
 
 import threading
 from collections.abc import Callable
@@ -10,16 +10,16 @@ S = TypeVar("S")
 
 
 def at_once(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
-    """(first(), second()), the latter in a thread of its own; raises what either raises.
+    """Return (first(), second()), with `second` in its own thread; raise what either raises.
 
-    The thread is a daemon: where `first` raised, nobody waits for what `second` still does.
+    The thread is a daemon: if `first` raises, nobody waits for `second`.
     """
     outcome: Future[S] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(second())
-        except BaseException as error:  # told to the one who waits
+        except BaseException as error:  # outcome.result() raises it in the caller
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="at_once", daemon=True).start()

@@ -11,7 +11,7 @@ from mcore_rl.report.rows import Row, series
 
 
 def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
-    """Reward per step with its moving average; below it the held-out accuracy, if any was measured."""
+    """Draw the reward per step with its moving average and, if measured, held-out accuracy."""
     rewards = series(rows, "reward/mean")
     held_out = {
         name.removeprefix("eval/").replace("_", " "): points
@@ -48,9 +48,12 @@ def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
 
 
 def moving_average(values: Sequence[float], weight: float = 0.8) -> list[float]:
-    """Exponential with `weight` on the past; early values are averaged over what there is."""
-    averages, total, norm = [], 0.0, 0.0
+    """Return the exponential moving average with `weight` on the past, without a bias to 0."""
+    averages = []
+    total = 0.0
+    norm = 0.0
     for value in values:
-        total, norm = weight * total + value, weight * norm + 1.0
+        total = weight * total + value
+        norm = weight * norm + 1.0
         averages.append(total / norm)
     return averages

@@ -13,6 +13,7 @@ NUM_SAMPLES_SHOWN = 3
 
 
 def load_metrics(run_dir: Path) -> list[Row]:
+    """Return the rows of metrics.jsonl. Raises ValueError if no training step was completed."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         raise ValueError(
@@ -25,17 +26,18 @@ def load_metrics(run_dir: Path) -> list[Row]:
 
 
 def load_samples(run_dir: Path) -> list[Row]:
+    """Return the rows of samples.jsonl, or none if there is no such file."""
     path = run_dir / "samples.jsonl"
     return [*read_rows(path)] if path.exists() else []
 
 
 def series(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
-    """(step, value) of the rows that have a finite value."""
+    """Return (step, value) of each row that has a finite value for `name`."""
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 
 def pick_samples(rows: Sequence[Row]) -> list[Row]:
-    """Samples of the last step, held-out ones if there are any, of different prompts."""
+    """Return a few samples of the last step, one per prompt, held-out ones if there are any."""
     last_step = max((row["step"] for row in rows), default=0)
     last = [row for row in rows if row["step"] == last_step]
     held_out = [row for row in last if row["split"] == "eval"]

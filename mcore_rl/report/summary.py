@@ -9,11 +9,12 @@ Summary = dict[str, float | int | None]
 
 
 def summarize(rows: Sequence[Row]) -> Summary:
-    """The numbers of summary.json; None where the run logged nothing to take them from.
+    """Return the numbers of summary.json; None if the run did not log what a number needs.
 
-    final_accuracy is that after the last step: an older one never stands in for it.
-    train_seconds is the wall time of all steps, without evaluations and start-up. step0_logprob_diff_mean is
-    that of the first step, whose samples come from the weights training started from.
+    final_accuracy    after the last step; an older evaluation is never used instead
+    train_seconds     wall time of all steps, without evaluations and start-up
+    step0_logprob_diff_mean
+                      at the first step, whose samples come from the initial weights
     """
     last_step = max(step for step, _ in series(rows, "reward/mean"))
     accuracies = dict(series(rows, "eval/greedy_accuracy"))

@@ -1,4 +1,7 @@
-"""What a served model is asked of each sample, and its answers as numbers; others send them."""
+"""Samples in, requests to a served model and the numbers in its answers out.
+
+A judge answers in words or numbers, a reward model with one number. Sending is left to the caller.
+"""
 
 import json
 import re
@@ -11,34 +14,36 @@ from jinja2.sandbox import SandboxedEnvironment
 from transformers import AutoTokenizer
 
 from mcore_rl.config import JudgeConfig
+from mcore_rl.process.text import make_encodable
 from mcore_rl.rewards.user_function import find_file
-from mcore_rl.types import Sample
+from mcore_rl.types import Prompt, Sample
 
 Post = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[list[Any]]]
-"""(path, bodies) -> the server's answer to each, or the exception that it came to."""
+"""(path, bodies) -> for each body, the server's answer or the exception that it led to."""
 SHOWN_CHARS = 500
+"""Characters of an answer that an error message shows."""
 
 
 class ModelScorer(Protocol):
     path: str
-    """Of the server, after its address."""
+    """Path of the URL to post to, after the server's address."""
 
     def request(self, sample: Sample) -> dict[str, Any]:
-        """The body to post. Raises ValueError."""
+        """Return the body to post. Raises ValueError if there can be none for this sample."""
         ...
 
     def read(self, answer: Any) -> float:
-        """The number in the server's answer. Raises ValueError that shows the answer."""
+        """Return the number in the server's answer. Raises ValueError that shows the answer."""
         ...
 
 
 class JudgeScorer:
-    """A chat of one message with a model that gives a verdict in words or as a number."""
+    """Asks a model in a chat of one message; its verdict is a word or a number."""
 
     path = "/v1/chat/completions"
 
     def __init__(self, config: JudgeConfig) -> None:
-        """ValueError: no such template, or it is none."""
+        """Raises ValueError if the template does not exist or is not valid."""
         self._config = config
         environment = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
         file = find_file("reward.judge.template", config.template)
@@ -48,41 +53,44 @@ class JudgeScorer:
             raise ValueError(f"reward.judge.template={config.template}: {error}") from None
 
     def request(self, sample: Sample) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "user", "content": self._render(sample)}],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+            **self._config.request,
+        }
+
+    def _render(self, sample: Sample) -> str:
         prompt = sample.prompt
         try:
             text = self._template.render(
-                prompt=next(
-                    (m["content"] for m in reversed(prompt.messages) if m["role"] == "user"), ""
-                ),
+                prompt=_last_user_message(prompt),
                 response=sample.text,
                 ground_truth=prompt.ground_truth,
                 messages=prompt.messages,
                 data_source=prompt.data_source,
                 extra_info=prompt.extra_info,
             )
-        except TemplateError as error:
+        except Exception as error:  # an expression in the user's template may raise anything
             raise ValueError(f"reward.judge.template={self._config.template}: {error}") from None
-        return {
-            "messages": [{"role": "user", "content": text}],
-            "temperature": self._config.temperature,
-            "max_tokens": self._config.max_tokens,
-            **self._config.request,
-        }
+        return make_encodable(text)
 
     def read(self, answer: Any) -> float:
         try:
             text = answer["choices"][0]["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"the judge's answer is no chat: {_shown(answer)}") from None
+        if not isinstance(text, str):
+            raise ValueError(f"the judge's answer is no text: {_shown(answer)}")
         verdicts = re.findall(self._config.verdict, text)
         if not verdicts:
             raise ValueError(f"no verdict in the judge's answer {text[-SHOWN_CHARS:]!r}")
-        value = self._value(verdicts[-1])
+        value = self._value_of(verdicts[-1])
         if value is None or not self._config.low <= value <= self._config.high:
             raise ValueError(f"the judge's verdict is {verdicts[-1]!r}, in {text[-SHOWN_CHARS:]!r}")
         return value
 
-    def _value(self, verdict: str) -> float | None:
+    def _value_of(self, verdict: str) -> float | None:
         words = {word.casefold(): value for word, value in self._config.words.items()}
         if words:
             return words.get(verdict.casefold())
@@ -93,18 +101,22 @@ class JudgeScorer:
 
 
 class RewardModelScorer:
-    """The chat's tokens, as the reward model's own tokenizer and chat template have them."""
+    """Sends the chat as tokens of the reward model's own tokenizer and chat template."""
 
     path = "/classify"
 
     def __init__(self, folder: str) -> None:
-        """`folder`: the reward model's, or its tokenizer's alone. ValueError: no such, or no reward model."""
+        """Open the tokenizer in `folder`, which may also hold the reward model.
+
+        Raises ValueError if there is no tokenizer with a chat template, or if the model there has
+        more than one output.
+        """
         hf_config = _read_json(Path(folder) / "config.json")
         labels = hf_config.get("id2label")
         if labels is not None and len(labels) != 1:
             raise ValueError(
-                f"the reward model in {folder} has {len(labels)} outputs {sorted(labels.values())}; a reward"
-                " is one number"
+                f"the reward model in {folder} has {len(labels)} outputs"
+                f" {sorted(labels.values())}; a reward is one number"
             )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -118,9 +130,13 @@ class RewardModelScorer:
         return {"input_ids": self.tokens(sample)}
 
     def tokens(self, sample: Sample) -> list[int]:
-        """Up to the last that is not padding, which is where transformers reads the score."""
-        chat = [*map(dict, sample.prompt.messages), {"role": "assistant", "content": sample.text}]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False)
+        """Return the chat's tokens without padding at the end.
+
+        transformers reads the score at the last token that is not padding.
+        """
+        answer = {"role": "assistant", "content": sample.text}
+        chat = [*map(dict, sample.prompt.messages), answer]
+        text = make_encodable(self._tokenizer.apply_chat_template(chat, tokenize=False))
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         while self._pad_id is not None and len(ids) > 1 and ids[-1] == self._pad_id:
             ids.pop()
@@ -137,22 +153,28 @@ class RewardModelScorer:
 
 
 async def ask(
-    question: ModelScorer, post: Post, samples: Sequence[Sample]
+    scorer: ModelScorer, post: Post, samples: Sequence[Sample]
 ) -> list[float | Exception]:
-    """The number for each sample, or why there is none."""
-    bodies = [_tried(question.request, sample) for sample in samples]
-    sent = [i for i, body in enumerate(bodies) if not isinstance(body, Exception)]
-    answers: list[Any] = list(bodies)
-    for i, answer in zip(sent, await post(question.path, [bodies[i] for i in sent]), strict=True):
-        answers[i] = answer if isinstance(answer, Exception) else _tried(question.read, answer)
-    return answers
+    """Return, for each sample, the number that the model gives or the error that prevents it."""
+    results: list[Any] = [_value_or_error(scorer.request, sample) for sample in samples]
+    indices = [i for i, body in enumerate(results) if not isinstance(body, Exception)]
+    answers = await post(scorer.path, [results[i] for i in indices])
+    for i, answer in zip(indices, answers, strict=True):
+        is_error = isinstance(answer, Exception)
+        results[i] = answer if is_error else _value_or_error(scorer.read, answer)
+    return results
 
 
-def _tried(call: Callable[[Any], Any], value: Any) -> Any:
+def _value_or_error(call: Callable[[Any], Any], value: Any) -> Any:
     try:
         return call(value)
     except ValueError as error:
         return error
+
+
+def _last_user_message(prompt: Prompt) -> str:
+    texts = [message["content"] for message in prompt.messages if message["role"] == "user"]
+    return texts[-1] if texts else ""
 
 
 def _shown(answer: Any) -> str:

@@ -70,7 +70,8 @@ class Scorer:
             for sample_numbers, error in zip(numbers, errors, strict=True)
         ]
         self._log_errors(samples, errors)
-        noises_N = self._add_noise(samples, numbers)
+        unpenalized_N = [reward for reward, _ in scored]
+        scored = self._add_noise(samples, numbers, scored)
         names = dict.fromkeys([*self._config.parts, *chain(*numbers)])
         parts = {
             name: [sample_numbers.get(name, 0.0) for sample_numbers in numbers]
@@ -83,10 +84,8 @@ class Scorer:
         ]
         if self._config.overlong_buffer_len:
             parts["overlong_penalty"] = penalties
-        unpenalized_N = [reward for reward, _ in scored]
         rewards_N = [
-            reward + noise + penalty
-            for reward, noise, penalty in zip(unpenalized_N, noises_N, penalties, strict=True)
+            reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)
         ]
         return Scores(rewards_N, parts, errors, unpenalized_N=unpenalized_N)
 
@@ -144,26 +143,31 @@ class Scorer:
         return reward, ""
 
     def _add_noise(
-        self, samples: Sequence[Sample], numbers: Sequence[dict[str, float]]
-    ) -> list[float]:
-        """Add reward.noise to the parts in `numbers`; return what each reward gains by it."""
+        self,
+        samples: Sequence[Sample],
+        numbers: Sequence[dict[str, float]],
+        scored: list[tuple[float, str]],
+    ) -> list[tuple[float, str]]:
+        """Add reward.noise to the parts in `numbers`, in place; return `scored` with it."""
         width = self._config.noise
         if not width:
-            return [0.0] * len(samples)
-        gains = []
-        for sample, parts in zip(samples, numbers, strict=True):
-            noises = {name: width * noise_of(sample, name) for name in self._weights}
-            for name, noise in noises.items():
+            return scored
+        with_noise = []
+        for sample, parts, (reward, error) in zip(samples, numbers, scored, strict=True):
+            for name, weight in self._weights.items():
+                noise = width * noise_of(sample, name)
                 parts[name] = parts.get(name, 0.0) + noise
-            gains.append(sum(self._weights[name] * noise for name, noise in noises.items()))
-        return gains
+                reward += weight * noise
+            with_noise.append((reward, error))
+        return with_noise
 
     def _log_errors(self, samples: Sequence[Sample], errors: Sequence[str]) -> None:
         failed = [(sample, error) for sample, error in zip(samples, errors, strict=True) if error]
         for sample, error in failed[:LOGGED_ERRORS]:
             prompt = sample.prompt
             _log.warning(
-                "reward of prompt %d (%s) failed and counts as %g: %s; ground truth %r, response %r",
+                "reward of prompt %d (%s) failed and counts as %g: %s; ground truth %r,"
+                " response %r",
                 prompt.index,
                 prompt.data_source,
                 self._config.error_value,

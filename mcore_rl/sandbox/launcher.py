@@ -112,7 +112,7 @@ def _write_maps(pid: int, maps: dict[str, str]) -> None:
 
 
 def _build_root(root: str, folders: list[str], files: dict[str, str], tmp_bytes: int) -> None:
-    """Make `root` the root: `folders` read-only, a few devices, and a writable /box with `files`."""
+    """Make `root` the root: `folders` read-only, some devices, a writable /box with `files`."""
     with open("/proc/sys/user/max_user_namespaces", "w") as file:
         file.write("0")  # in a further namespace the command could mount unlimited memory
     _mount("none", "/", flags=_MS_REC | _MS_PRIVATE)

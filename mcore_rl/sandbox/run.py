@@ -84,10 +84,10 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
             failed = report.read().decode(errors="replace")
     if failed:
         raise SandboxError(
-            f"no sandbox for programs on this machine: {failed}. It needs Linux 5.14 or later with user"
-            " namespaces for this user (sysctl user.max_user_namespaces and, on some systems,"
-            " kernel.unprivileged_userns_clone or kernel.apparmor_restrict_unprivileged_userns; in a"
-            " container also a seccomp profile that allows unshare and mount)"
+            f"no sandbox for programs on this machine: {failed}. It needs Linux 5.14 or later with"
+            " user namespaces for this user (sysctl user.max_user_namespaces and, on some systems,"
+            " kernel.unprivileged_userns_clone or kernel.apparmor_restrict_unprivileged_userns; in"
+            " a container also a seccomp profile that allows unshare and mount)"
         )
     return outcome
 

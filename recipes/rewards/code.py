@@ -1,14 +1,14 @@
-"""Rewards of Python programs: the share of tests that the response's program passes, each run in a
-sandbox.
+"""Rewards of Python programs: the share of tests that the response's program passes in a sandbox.
 
-The program is the response's last fenced block. The ground truth is a mapping, or its JSON text, of
-one form:
+The program is the response's last fenced block. The ground truth is a mapping, or its JSON text, in
+one of three forms:
 
-{"inputs": [text, ...], "outputs": [text, ...]}                  standard input and what must be
-                                                                 printed
-{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]} calls of a function, and what it
-must return
-{"asserts": ["assert f(1) == 2", ...]}                           statements that must not raise
+{"inputs": [text, ...], "outputs": [text, ...]}
+    texts on standard input, and what the program must print for each
+{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}
+    calls of a function, and what each must return
+{"asserts": ["assert f(1) == 2", ...]}
+    statements that must not raise
 
 score    share of tests passed
 passed   the same, for reward.parts
@@ -24,7 +24,7 @@ from typing import Any
 from mcore_rl.sandbox.run import Limits, run_program
 
 LIMITS = Limits(wall_s=6.0, cpu_s=5, memory_mib=1024, processes=8)
-"""Of each test."""
+"""Limits of each test."""
 BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -39,10 +39,10 @@ def reward(
 
 
 def _tests(program: str, truth: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, str]]:
-    """(program, standard input, expected, mark before the line that is compared; none: all of the
-    output).
+    """Yield (program, standard input, expected, mark) for each test.
 
-    ValueError if there is no test.
+    The line of output that starts with the mark is compared; without a mark, all output is. The
+    mark is random, so that a program cannot print it. Raises ValueError if there is no test.
     """
     if not (truth.get("asserts") or truth.get("inputs")):
         raise ValueError(f"no tests in the ground truth, whose keys are {sorted(truth)}")
@@ -65,15 +65,14 @@ def _passes(program: str, stdin: str, expected: Any, mark: str) -> bool:
         return False
     if not mark:
         return _plain(outcome.stdout) == _plain(expected)
-    found = [
-        line.removeprefix(mark) for line in outcome.stdout.splitlines() if line.startswith(mark)
-    ]
+    lines = outcome.stdout.split("\n")  # splitlines would cut a text at U+2028 as well
+    marked = [line.removeprefix(mark) for line in lines if line.startswith(mark)]
     try:
-        return len(found) == 1 and json.loads(found[0]) == expected
+        return len(marked) == 1 and json.loads(marked[0]) == expected
     except json.JSONDecodeError:
         return False
 
 
 def _plain(text: str) -> list[str]:
-    """Lines without trailing blanks, and without empty ones at the end."""
+    """Return the lines without blanks at their ends and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

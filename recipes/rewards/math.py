@@ -1,15 +1,14 @@
-"""Rewards of MATH problems: whether the answer equals the ground truth as mathematics, by
-math-verify.
+"""Rewards of MATH problems: math-verify compares the answer with the ground truth as mathematics.
 
-The answer is the last \\boxed{...} of the response, else what math-verify finds: the last formula
-or number.
+The answer is the last \\boxed{...} of the response, or else its last formula or number, as
+math-verify finds it.
 
-score   1 if it is right
-right   the same, for reward.parts
+score   1 if the answer is right
+right   same number as score, for reward.parts
 form    1 if the response has a \\boxed{...}
 
-A comparison of formulas can take very long: with reward.workers, reward.timeout_s bounds it and
-counts it as an error; in the controller it is given up after SECONDS and counts as wrong.
+Comparing formulas can take very long. With reward.workers, reward.timeout_s bounds it and the
+sample counts as an error; in the controller it ends after SECONDS and the answer counts as wrong.
 """
 
 import logging
@@ -29,9 +28,8 @@ BOXED = "\\boxed{"
 FORMULAS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 LETTERS = (StringExtractionConfig(),)
 SECONDS = 5
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns of every comparison without a timeout
+# It warns of every comparison without a timeout.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def reward(

@@ -1,8 +1,9 @@
-"""Rehearsals of the recipes for many GPUs: whole steps with real Megatron ranks, engines and Ray."""
+"""Rehearsals of recipes for many GPUs: whole steps with real Megatron ranks, engines and Ray."""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,9 +79,10 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def compute_logprobs(folder: Path) -> torch.Tensor:
     """Log-probs by transformers, which must find every weight of its model in the export."""
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder / "hf", dtype=torch.float32, output_loading_info=True
     )
+    model, report = loaded
     assert not report["missing_keys"], report["missing_keys"]
     with torch.no_grad():
         logprobs = model(torch.arange(1, 9)[None]).logits.log_softmax(-1)

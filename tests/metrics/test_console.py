@@ -1,4 +1,4 @@
-"""What a person sees: plain lines in a pipe, one panel on a terminal."""
+"""The console: plain lines in a pipe, one panel on a terminal."""
 
 import io
 import math
@@ -31,8 +31,8 @@ def test_a_pipe_gets_one_plain_line_per_step() -> None:
     console.show(3, {"eval/greedy_accuracy": 0.3125, "eval/prompts": 128.0})
     console.close()
     assert stream.getvalue().splitlines() == [
-        "step 3/60 | reward 0.512 | loss -0.0031 | KL 1.2e-04 | entropy 1.250 | grad 0.310 | length 20.4"
-        " | tok/s 1,433 | rollout 2.1s train 1.5s",
+        "step 3/60 | reward 0.512 | loss -0.0031 | KL 1.2e-04 | entropy 1.250 | grad 0.310"
+        " | length 20.4 | tok/s 1,433 | rollout 2.1s train 1.5s",
         "step 3/60 | held-out 31.2%",
     ]
 

@@ -12,7 +12,7 @@ NAMES = [name for meanings in METRICS.values() for name in meanings]
 PREFIXES = {name.partition("/")[0] for name in NAMES}
 KEY = re.compile(r"[a-z_]+/[a-z0-9_/*]+")
 ANY = "*"
-"""What a placeholder of an f-string may become."""
+"""Stands for a placeholder of an f-string."""
 OTHER_KEYS = {"order/*", "report/*/*", "data/arithmetic", "data/gsm8k"}
 """Strings of the same form that are no metrics."""
 
@@ -70,26 +70,26 @@ def logged_keys() -> Iterator[tuple[Path, int, str]]:
 
 
 def keys_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    inside = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-        for part in node.values
-    }
+    """(line, key) of strings and f-strings; the constant pieces of an f-string are no keys."""
+    pieces: set[int] = set()
     for node in ast.walk(tree):
-        text = ""
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in inside
-        ):
-            text = node.value
-        elif isinstance(node, ast.JoinedStr):
-            text = "".join(
-                str(part.value) if isinstance(part, ast.Constant) else ANY for part in node.values
-            )
+        if isinstance(node, ast.JoinedStr):
+            pieces.update(id(piece) for piece in node.values)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant | ast.JoinedStr) or id(node) in pieces:
+            continue
+        text = text_of(node)
         if KEY.fullmatch(text) and not text.endswith(("/", "_")):
             yield node.lineno, text
+
+
+def text_of(node: ast.Constant | ast.JoinedStr) -> str:
+    """The string with ANY for each placeholder; empty if the node is no string."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    return "".join(
+        str(piece.value) if isinstance(piece, ast.Constant) else ANY for piece in node.values
+    )
 
 
 def may_be_same(key: str, name: str) -> bool:

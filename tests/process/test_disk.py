@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pickle
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_a_full_filesystem_is_named_with_its_free_space(small_disk: Path) -> Non
     message = str(caught.value)
     assert message.startswith(f"cannot write {path}: no space left on device; ")
     assert f"its filesystem {small_disk} (tmpfs) has 0 bytes of 64 KiB free" in message
-    assert "choose a run.dir on another filesystem" in message and "\n" not in message
+    assert "write to another filesystem" in message and "\n" not in message
 
 
 def test_a_device_without_space_needs_no_root() -> None:
@@ -56,6 +57,13 @@ def test_other_errors_pass_through(tmp_path: Path) -> None:
         (tmp_path / "nowhere").read_text()
     with pytest.raises(KeyboardInterrupt), reporting_full_disk(tmp_path):
         raise KeyboardInterrupt
+
+
+def test_the_error_survives_a_pickle(tmp_path: Path) -> None:
+    """Ranks and workers raise it in other processes."""
+    error = DiskFullError("cannot write a")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is DiskFullError and str(again) == "cannot write a"
 
 
 def test_nested_reports_keep_the_innermost_file(tmp_path: Path) -> None:

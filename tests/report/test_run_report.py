@@ -10,9 +10,7 @@ from matplotlib.image import imread
 
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.process.disk import DiskFullError
-from mcore_rl.report.curve import moving_average
 from mcore_rl.report.run_report import make_report
-from mcore_rl.report.summary import summarize
 from mcore_rl.types import Scores
 from tests.support.samples import make_sample
 
@@ -84,19 +82,6 @@ def test_a_run_without_evaluation_is_reported_too(
     assert "trained on" in capsys.readouterr().out
 
 
-def test_a_run_that_was_resumed_late_has_no_warm_start_accuracy() -> None:
-    rows = [{"step": 4, "reward/mean": 0.5}, {"step": 4, "eval/greedy_accuracy": 0.9}]
-    summary = summarize(rows)
-    assert (summary["warm_start_accuracy"], summary["final_accuracy"]) == (None, 0.9)
-    assert summary["step0_logprob_diff_mean"] is None
-
-
-def test_an_older_evaluation_does_not_stand_in_for_the_final_one() -> None:
-    rows = [{"step": 0, "eval/greedy_accuracy": 0.4}, {"step": 1, "reward/mean": 0.5}]
-    summary = summarize(rows)
-    assert (summary["warm_start_accuracy"], summary["final_accuracy"]) == (0.4, None)
-
-
 def test_what_is_no_training_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no metrics.jsonl; give the run.dir"):
         make_report(tmp_path)
@@ -104,11 +89,6 @@ def test_what_is_no_training_run_is_refused(tmp_path: Path) -> None:
         log.log(0, {"eval/greedy_accuracy": 0.5})
     with pytest.raises(ValueError, match="no training step was completed"):
         make_report(tmp_path)
-
-
-def test_moving_average_starts_at_the_first_value_and_follows() -> None:
-    assert moving_average([1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
-    assert moving_average([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 1 / 1.5])
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

@@ -1,4 +1,4 @@
-"""The reward of programs: input and output, calls, assertions, and programs that try to look right."""
+"""The reward of programs: input and output, calls, assertions, and programs that cheat."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""MATH answers as math-verify compares them: equal ones written otherwise, and wrong ones that look alike."""
+"""MATH answers as math-verify compares them: equal in another form, or wrong but look-alike."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What judge and reward model are asked, how their answers are read, and what a failed one costs."""
+"""Requests to judge and reward model, how answers are read, and the cost of a failed one."""
 
 import asyncio
 from pathlib import Path

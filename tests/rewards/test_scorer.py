@@ -1,4 +1,4 @@
-"""Rewards by file and name: every form of function, here and in other processes; failures cost one sample."""
+"""Rewards by file and name: every form of function, parts, penalties, and failures."""
 
 import os
 import time
@@ -25,7 +25,8 @@ async def slow(*, data_source, solution_str, ground_truth, extra_info):
     await asyncio.sleep(60 if solution_str == "hang" else 0.3)
     return 1.0
 def batch(*, data_sources, solution_strs, ground_truths, extra_infos):
-    return [float(len(solution_strs)) if s == g else 0.0 for s, g in zip(solution_strs, ground_truths)]
+    pairs = zip(solution_strs, ground_truths)
+    return [float(len(solution_strs)) if s == g else 0.0 for s, g in pairs]
 async def batch_async(*, data_sources, solution_strs, ground_truths, extra_infos):
     return [{"score": 1.0} for _ in solution_strs]
 def short(*, data_sources, solution_strs, ground_truths, extra_infos):

@@ -94,7 +94,8 @@ def test_a_fork_bomb_is_bounded_and_daemons_end_with_the_program() -> None:
     assert time.monotonic() - began_s < 5
     daemon = (
         "import os, sys, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
-        f"  os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', '{mark}'])\n"
+        "  sleep = 'import time; time.sleep(60)'\n"
+        f"  os.execv(sys.executable, [sys.executable, '-c', sleep, '{mark}'])\n"
         " os._exit(0)\ntime.sleep(1)\nprint('done')"
     )
     seen = run(daemon)

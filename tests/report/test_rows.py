@@ -1,0 +1,58 @@
+"""Rows of a run folder: what is read, what is refused, which samples are shown."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.metrics.rows import RowFile
+from mcore_rl.report.rows import load_metrics, load_samples, pick_samples, series
+
+
+def write(path: Path, *rows: dict[str, Any]) -> None:
+    file = RowFile(path, None)
+    file.write(*rows)
+    file.close()
+
+
+def sample(step: int, split: str, prompt_index: int, response: str = "") -> dict[str, Any]:
+    return {"step": step, "split": split, "prompt_index": prompt_index, "response": response}
+
+
+def test_metrics_need_a_completed_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no metrics.jsonl; give the run.dir"):
+        load_metrics(tmp_path)
+    write(tmp_path / "metrics.jsonl", {"step": 0, "eval/greedy_accuracy": 0.5})
+    with pytest.raises(ValueError, match="no training step was completed"):
+        load_metrics(tmp_path)
+    rows = [{"step": 1, "reward/mean": 0.5}]
+    write(tmp_path / "metrics.jsonl", *rows)
+    assert load_metrics(tmp_path) == rows
+
+
+def test_samples_may_be_missing(tmp_path: Path) -> None:
+    assert load_samples(tmp_path) == []
+    write(tmp_path / "samples.jsonl", sample(1, "train", 0, "a\u2028b"))
+    assert load_samples(tmp_path) == [sample(1, "train", 0, "a\u2028b")]
+
+
+def test_a_series_leaves_out_what_is_not_finite() -> None:
+    rows = [{"step": 1, "a": 0.5}, {"step": 2, "a": None}, {"step": 3}, {"step": 4, "a": 0.0}]
+    assert series(rows, "a") == [(1, 0.5), (4, 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], []),
+        ([sample(1, "train", 0), sample(2, "train", 1)], [(2, "train", 1)]),
+        ([sample(2, "train", 1), sample(2, "eval", 5)], [(2, "eval", 5)]),
+        ([sample(1, "eval", 5), sample(2, "train", 1)], [(2, "train", 1)]),
+        ([sample(2, "train", i // 2) for i in range(9)], [(2, "train", i) for i in range(3)]),
+    ],
+)
+def test_samples_of_the_last_step_are_shown_one_per_prompt(
+    rows: list[dict[str, Any]], expected: list[tuple[int, str, int]]
+) -> None:
+    picked = pick_samples(rows)
+    assert [(row["step"], row["split"], row["prompt_index"]) for row in picked] == expected
