@@ -168,7 +168,7 @@ class RolloutClient:
                         pass
 
     def _make_body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """Return the body; it asks for a seed or for experts only where the engines support that."""
+        """Return the body, with a seed and experts only where the engines support them."""
         supported = replace(
             sampling,
             seed=sampling.seed if self._config.deterministic else None,
@@ -199,7 +199,7 @@ class RolloutClient:
     async def _post(
         self, http: aiohttp.ClientSession, engine: _Engine, body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the engine's answer; raise _Transient or aiohttp's errors where a retry may help."""
+        """Return the engine's answer; raise _Transient or aiohttp errors if a retry may help."""
         with engine.request():
             async with http.post(f"{engine.address.url}/generate", json=body) as response:
                 text = await response.text()
