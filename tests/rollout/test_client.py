@@ -156,9 +156,7 @@ def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_
     lost = EngineAddress(f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "lost.log")
     engines, config = (lost, address(engine)), ServedModelConfig(request_timeout_s=60.0)
     health = EngineHealth([each.url for each in engines])
-    teacher = Teacher(
-        ServedEndpoint("teacher", config, engines, health, "unused"), EventLoop().run
-    )
+    teacher = Teacher(ServedEndpoint("teacher", config, engines, health, "unused"), EventLoop().run)
     for _ in range(2):  # the second time with prompts in the engine's cache
         scored = [replace(s, logprobs=row) for s, row in zip(others, teacher(others), strict=True)]
         assert logprob_error(model, scored) < 1e-4

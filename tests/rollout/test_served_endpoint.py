@@ -26,4 +26,6 @@ def test_a_server_that_is_not_there_or_wants_a_key_that_is_not_is_refused() -> N
     with pytest.raises(
         ValueError, match=r"judge.api_key_env=NO_SUCH_KEY: there is no such environment"
     ):
-        find_endpoint("judge", ServedModelConfig(url="http://127.0.0.1:9", api_key_env="NO_SUCH_KEY"))
+        find_endpoint(
+            "judge", ServedModelConfig(url="http://127.0.0.1:9", api_key_env="NO_SUCH_KEY")
+        )

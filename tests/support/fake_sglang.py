@@ -16,7 +16,7 @@ Route = tuple[int, Any]
 class FakeSGLang:
     """Samples `max_new_tokens` tokens for each request; `answer` replaces that where it returns a Route.
 
-    is_open    requests wait while it is not set
+    num_free   so many requests for samples are answered at once; the others wait for `go_on` or are aborted
     calls      (path, JSON body) of all requests but those for samples
     sampled    JSON bodies of the requests for samples, in the order of arrival
     """
@@ -26,13 +26,14 @@ class FakeSGLang:
         self.calls: list[tuple[str, Any]] = []
         self.sampled: list[Mapping[str, Any]] = []
         self.answer: Callable[[Mapping[str, Any]], Route | None] = lambda body: None
+        self.num_free = 1_000_000
         self._loop = loop
         self.url = loop.run(self._start())
         self.address = EngineAddress(self.url, "fake.log")
 
     async def _start(self) -> str:
-        self.is_open = asyncio.Event()
-        self.is_open.set()
+        self._is_open = asyncio.Event()
+        self._is_aborting = False
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/{path:.*}", self._other)
@@ -41,25 +42,24 @@ class FakeSGLang:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
-    def hold(self) -> None:
-        self._loop.run(self._set(False))
-
     def go_on(self) -> None:
-        self._loop.run(self._set(True))
+        """Answer all requests, those that wait included."""
+        self._loop.run(self._open())
 
     def stop(self) -> None:
         self._loop.run(self._runner.cleanup())
 
-    async def _set(self, is_open: bool) -> None:
-        if is_open:
-            self.is_open.set()
-        else:
-            self.is_open.clear()
+    async def _open(self) -> None:
+        self._is_open.set()
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.sampled.append(body)
-        await self.is_open.wait()
+        if len(self.sampled) > self.num_free and not self._is_open.is_set():
+            await self._is_open.wait()
+            if self._is_aborting:
+                reason = {"type": "abort", "message": "asked to"}
+                return web.json_response(sampled_answer(body, self.version, finish_reason=reason))
         route = self.answer(body)
         if route is not None:
             return _response(route)
@@ -68,6 +68,9 @@ class FakeSGLang:
     async def _other(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else None
         self.calls.append((request.path, body))
+        if request.path == "/abort_request":
+            self._is_aborting = True
+            self._is_open.set()
         route = self.answer({"path": request.path, **(body or {})})
         return _response(route or (200, {"success": True}))
 
