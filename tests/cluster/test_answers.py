@@ -25,7 +25,10 @@ RANK = Rank("trainer", 3, Path("/logs/trainer_rank3.log"))
             " (IP: ...) was 0.95; the node was running low on memory",
             "killed by Ray: the machine is out of memory",
         ),
-        ("The actor is dead because its worker process has died.", "killed, crashed or out of memory"),
+        (
+            "The actor is dead because its worker process has died.",
+            "killed, crashed or out of memory",
+        ),
     ],
 )
 def test_ray_reports_are_put_into_a_few_words(report: str, cause: str) -> None:

@@ -1,4 +1,4 @@
-"""Engines that span machines: the spec of each server, and the state of an engine from its servers'."""
+"""Engines that span machines: specs of their servers, and an engine's state from its servers'."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Calls over ranks on real Ray: values, errors, deaths, deadlines, and that nothing is left after them."""
+"""Calls to ranks on real Ray: values, errors, deaths, deadlines, and no process left afterwards."""
 
 import asyncio
 import os

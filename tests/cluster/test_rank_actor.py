@@ -10,8 +10,8 @@ import pytest
 
 from mcore_rl.cluster.rank_actor import (
     ProcessLost,
-    RankActor,
     Raised,
+    RankActor,
     short_traceback,
     summary_of,
 )

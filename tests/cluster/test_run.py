@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cluster.run import engine_spec, experts_shape
-from mcore_rl.config import ClusterConfig, Config, DriftConfig, ModelConfig, RolloutConfig
+from mcore_rl.config import (
+    ClusterConfig,
+    Config,
+    DriftConfig,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+)
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from tests.support.tiny_models import write_model
 
@@ -29,15 +36,24 @@ def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config
     assert (spec.tp, spec.ep, spec.max_running, spec.dtype) == (4, 2, 9, "float32")
     assert spec.deterministic and spec.routed_experts and not spec.can_release_memory
     assert spec.extra_args == ("--weight-version", "0")
-    colocated = engine_spec(replace(config, cluster=ClusterConfig(colocated=True)), LOG)
-    assert colocated.can_release_memory
+    colocated = replace(
+        config,
+        cluster=ClusterConfig(colocated=True),
+        parallel=ParallelConfig(dp=4),
+        rollout=replace(config.rollout, restarts=0, stage_weights=False),
+    )
+    assert engine_spec(colocated, LOG).can_release_memory
 
 
 def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Config) -> None:
     random = engine_spec(replace(config, model=replace(config.model, init="random")), LOG)
     assert random.extra_args[2:] == ("--load-format", "dummy")
-    fp8 = engine_spec(replace(config, rollout=replace(config.rollout, quantization="fp8")), LOG)
-    *dummy, option, override = fp8.extra_args[2:]
+    fp8 = replace(
+        config,
+        model=replace(config.model, dtype="bfloat16"),
+        rollout=replace(config.rollout, quantization="fp8"),
+    )
+    *dummy, option, override = engine_spec(fp8, LOG).extra_args[2:]
     assert dummy == ["--load-format", "dummy"] and option == "--json-model-override-args"
     assert json.loads(override)["quantization_config"]["quant_method"] == "fp8"
 

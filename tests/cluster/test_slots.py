@@ -77,5 +77,5 @@ def test_processes_that_share_gpus_share_the_trainers_bundles(reserved: RunSlots
 
 def test_what_does_not_fit_is_refused() -> None:
     five_gpus = RunSize(5, 0, 0, {}, engines_colocated=False, critic_colocated=False)
-    with pytest.raises(ValueError, match="needs 2.5 CPU and 5 GPU in 5 bundles; after 1 s"):
+    with pytest.raises(ValueError, match=r"needs 2.5 CPU and 5 GPU in 5 bundles; after 1 s"):
         reserve_slots(five_gpus, ROLLOUT, cpus_per_rank=0.5, timeout_s=1)

@@ -1,4 +1,4 @@
-"""The rehearsal of every recipe for many GPUs: one whole step with real Megatron ranks, engines and Ray."""
+"""The rehearsal of every large recipe: one whole step with real Megatron ranks, engines and Ray."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Background sampling against an engine that speaks SGLang's protocol: order, staleness, losses, replacement."""
+"""Background sampling on a fake engine: order, staleness, lost engines, replaced groups."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Whose memory is on shared GPUs in each phase: what engines and models are asked for, in which order."""
+"""Shared GPUs: what engines and models are asked to load and offload in each phase, in order."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field

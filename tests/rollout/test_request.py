@@ -64,7 +64,7 @@ def test_an_answer_becomes_a_sample() -> None:
 
 
 def test_experts_are_of_all_tokens_that_the_engine_ran() -> None:
-    """Three prompt tokens and two of the three response tokens: the last one was drawn, but not run."""
+    """Three prompt tokens and two of three response tokens: the last was drawn but not run."""
     shape = RoutedExpertsShape((True,), top_k=1, num_experts=4)
     experts = np.array([0, 1, 2, 3, 0], dtype=np.int32)
     encoded = base64.b64encode(experts.tobytes()).decode()

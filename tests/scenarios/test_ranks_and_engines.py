@@ -1,4 +1,8 @@
-"""Real Megatron ranks and a real SGLang server under Ray: calls, weights, and what is told when one dies."""
+"""Real Megatron ranks and SGLang servers under Ray: calls, weights, served models, deaths.
+
+This covers cluster.model_group, trainer, engines, engine_worker and served_engines, and the classes
+that rollout.reward_heads gives to SGLang.
+"""
 
 import asyncio
 import json
@@ -66,8 +70,9 @@ BESIDE = ServedModelConfig(dtype="float32", kv_cache_len=4096, request_timeout_s
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Two expert-parallel ranks, one engine and one judge, on the exported random weights of a tiny model; a
-    reward model of its own.
+    """Two expert-parallel ranks, an engine, a judge and a reward model.
+
+    Engine and judge serve the random weights that the ranks exported.
     """
     folder = tmp_path_factory.mktemp("run")
     prepare_arithmetic(folder / "data")
@@ -163,7 +168,7 @@ def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
 
 
 def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) -> None:
-    """The judge's words are random, so any word is a verdict; the reward model's score is transformers'."""
+    """Any word of the judge is a verdict, as they are random; transformers checks the scores."""
     models = run.served.wait_built()
     folder = models["reward_model"].model
     question = RewardModelScorer(folder)

@@ -1,4 +1,4 @@
-"""An HTTP server that speaks as much of SGLang's protocol as clients and memory control use, without a model."""
+"""An HTTP server without a model that speaks the SGLang protocol of sampling and memory control."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -14,9 +14,9 @@ Route = tuple[int, Any]
 
 
 class FakeSGLang:
-    """Samples `max_new_tokens` tokens for each request; `answer` replaces that where it returns a Route.
+    """Answers with `max_new_tokens` tokens, or with the Route that `answer` returns.
 
-    num_free   so many requests for samples are answered at once; the others wait for `go_on` or are aborted
+    num_free   so many requests for samples are answered at once; others wait for `go_on`
     calls      (path, JSON body) of all requests but those for samples
     sampled    JSON bodies of the requests for samples, in the order of arrival
     """
