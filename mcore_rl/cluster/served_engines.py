@@ -71,7 +71,9 @@ class ServedEngines:
         return self._groups[role].server_pids()
 
     def _start(self, role: str, gpu_ids: Sequence[str]) -> None:
-        config = self._configs[role]
+        self._start_engines(role, self._configs[role], gpu_ids)
+
+    def _start_engines(self, role: str, config: ServedModelConfig, gpu_ids: Sequence[str]) -> None:
         is_colocated = role in self.colocated
         specs = [
             served_engine_spec(

@@ -277,21 +277,6 @@ def test_lost_engines(engine, others):
     assert time.monotonic() - start < 10.0
 
 
-def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
-    nowhere = EngineAddress("http://127.0.0.1:9", str(tmp_path / "log"))
-    health = EngineHealth([nowhere.url, engine.url])
-    client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str, health=health)
-    health.set_serving([engine.url], {nowhere.url: "weights are mixed"})
-    assert len(generate(client, make_prompts(4), 1, Sampling(max_response_len=4))) == 4
-    health.set_serving([], {engine.url: "weights are old"})
-    with pytest.raises(
-        RolloutError, match=r"no engine in rotation .*weights are mixed.*weights are old"
-    ):
-        generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
-    health.set_serving([engine.url], {})
-    assert len(generate(client, make_prompts(1), 1, Sampling(max_response_len=4))) == 1
-
-
 def test_two_ranks(model, others):
     engine = healthy(others["two_ranks"])
     samples = generate(client_of(engine), make_prompts(8), 2, Sampling(max_response_len=12, seed=0))
