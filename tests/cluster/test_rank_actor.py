@@ -1,4 +1,4 @@
-"""What a rank's process returns for an exception, and where its output goes."""
+"""A rank's process: what it returns for an exception, and where its output goes."""
 
 import json
 import subprocess

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def runs() -> Iterator[list[Run]]:
-    """What they leave behind is killed at the end."""
+    """Collect started rehearsals; processes that they leave behind are killed at the end."""
     started: list[Run] = []
     yield started
     for run in started:

@@ -94,7 +94,7 @@ FIRST_RUNS = {
     },
     "resumed": ("qwen3_moe", RESUMED),
 }
-"""What each test runs first: family and settings."""
+"""Family and settings of the first run of each test."""
 
 
 @pytest.fixture(scope="module")
