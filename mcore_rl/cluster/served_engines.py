@@ -62,7 +62,7 @@ class ServedEngines:
         return endpoints
 
     def watches(self) -> list[Awaitable[None]]:
-        """Return a watch of each role's engines that are up; `wait_built` reports failing starts."""
+        """Return a watch of each role's engines that are up; `wait_built` reports failed starts."""
         return [group.watch() for group in self._groups.values() if group.is_built]
 
     def server_pids(self, role: str) -> list[int]:
