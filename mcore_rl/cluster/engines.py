@@ -5,7 +5,7 @@ The servers are watched and, within limits, restarted.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,8 +80,8 @@ class EngineGroup:
         if self._addresses is not None:
             return self._addresses
         self._group.finish(self._building)
-        of_servers = self._group.call_all("address", deadline_s=self._call_timeout_s)
-        self._addresses = first_of_each_engine(of_servers, self._nodes_per_engine)
+        server_addresses = self._group.call_all("address", deadline_s=self._call_timeout_s)
+        self._addresses = first_of_each_engine(server_addresses, self._nodes_per_engine)
         self.health = EngineHealth([address.url for address in self._addresses], self._weights_stay)
         return self._addresses
 
@@ -154,19 +154,18 @@ def combine_states(
     remaining = iter(server_states)
     states = []
     for num_nodes in nodes_per_engine:
-        of_engine = list(islice(remaining, num_nodes))
-        first = of_engine[0]
-        restarts = max(state.restarts for state in of_engine)
+        engine_servers = list(islice(remaining, num_nodes))
+        first = engine_servers[0]
+        restarts = max(state.restarts for state in engine_servers)
         healthy = first.healthy and first.restarts == restarts
         states.append(replace(first, restarts=restarts, healthy=healthy))
     return states
 
 
-def first_of_each_engine(of_servers: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
-    """Return, for each engine, the entry of the server on its first node."""
-    remaining = iter(of_servers)
-    per_engine = (list(islice(remaining, num_nodes)) for num_nodes in nodes_per_engine)
-    return [of_engine[0] for of_engine in per_engine]
+def first_of_each_engine(values: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
+    """Return, from one value per server, that of the server on each engine's first node."""
+    first_servers = accumulate(nodes_per_engine[:-1], initial=0)
+    return [values[server] for server in first_servers]
 
 
 def _with_own_log(spec: EngineSpec) -> EngineSpec:

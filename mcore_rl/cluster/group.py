@@ -18,7 +18,7 @@ WATCH_DEADLINE_S = 24 * 3600.0
 
 
 class Coordinate(Protocol):
-    """What `dispatch` reads of a rank's coordinate; workers return one from `coordinate()`.
+    """The part of a rank's coordinate that `dispatch` reads; `coordinate()` of a worker returns it.
 
     `owns_output` is true on exactly one rank of each data-parallel coordinate `dp`.
     """
@@ -37,8 +37,9 @@ class RankGroup:
     """
 
     def __init__(self, role: str, slots: Sequence[Slot], log_dir: Path) -> None:
-        """Start the processes, without waiting for them; rank k logs to
-        <log_dir>/<role>_rank<k>.log.
+        """Start the processes, without waiting for them.
+
+        Rank k logs to <log_dir>/<role>_rank<k>.log.
         """
         self.role = role
         self.ranks = [Rank(role, k, log_dir / f"{role}_rank{k}.log") for k in range(len(slots))]

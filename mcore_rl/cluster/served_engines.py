@@ -62,16 +62,16 @@ class ServedEngines:
         return endpoints
 
     def watches(self) -> list[Awaitable[None]]:
-        """Return a watch of each group of engines that is up; `wait_built` reports one that fails
-        to start.
-        """
+        """Return a watch of each role's engines that are up; `wait_built` reports failed starts."""
         return [group.watch() for group in self._groups.values() if group.is_built]
 
     def server_pids(self, role: str) -> list[int]:
         return self._groups[role].server_pids()
 
     def _start(self, role: str, gpu_ids: Sequence[str]) -> None:
-        config = self._configs[role]
+        self._start_engines(role, self._configs[role], gpu_ids)
+
+    def _start_engines(self, role: str, config: ServedModelConfig, gpu_ids: Sequence[str]) -> None:
         is_colocated = role in self.colocated
         specs = [
             served_engine_spec(

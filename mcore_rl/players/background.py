@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.sampling import groups_with_signal
 from mcore_rl.players.generator import make_sampling
-from mcore_rl.players.groups import GroupBuffer, SampleGroup
+from mcore_rl.players.groups import SampleGroup, make_buffer
 from mcore_rl.players.sampling_stats import SamplingStats
 from mcore_rl.rewards.in_thread import in_thread
 from mcore_rl.roles import Reward, Watched
@@ -79,13 +79,7 @@ class BackgroundSampler:
         self._start = start
         self._revive = revive
         self._with_greedy = with_greedy
-        self._buffer = GroupBuffer(
-            rollout.prompts_per_step,
-            rollout.staleness_bound,
-            version,
-            in_order=rollout.mode == "one_step_off",
-            waits=rollout.stale == "wait",
-        )
+        self._buffer = make_buffer(rollout, version)
         self._max_in_flight = rollout.max_in_flight or max(
             client.max_in_flight, rollout.samples_per_prompt
         )

@@ -35,10 +35,10 @@ ALL = ("weights", "training")
 
 
 class EngineMemory:
-    """The GPU memory of the engines at `urls`, all of it occupied at first; without urls, a no-op."""
+    """The GPU memory of engines, all of it occupied at first; without urls, a no-op."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
-        """`timeout_s` bounds each wait for the engines, including the wait for their last request."""
+        """`timeout_s` bounds each wait for the engines, including that for their last request."""
         self._urls = urls
         self._timeout_s = timeout_s
         self._released: set[str] = set()
@@ -192,7 +192,7 @@ class SharedGpus:
         await self._load_only(role, ALL)
 
     async def _load_only(self, role: str, parts: Collection[str]) -> None:
-        """Load `parts` of the model `role` and nothing of the other models; "" offloads all models."""
+        """Load `parts` of the model `role` and offload the other models; "" offloads all."""
         wanted = {name: parts if name == role else () for name in self._models}
         # The others offload first, so that there is room for this one.
         for name in sorted(wanted, key=lambda name: name == role):

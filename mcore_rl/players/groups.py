@@ -13,6 +13,7 @@ places in the steps up to k.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mcore_rl.config import RolloutConfig
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 
 
@@ -122,3 +123,14 @@ class GroupBuffer:
                 return False
             num_places += self._per_step
         return True
+
+
+def make_buffer(rollout: RolloutConfig, version: WeightVersion) -> GroupBuffer:
+    """Return an empty buffer for the recipe's mode; the engines serve `version`."""
+    return GroupBuffer(
+        rollout.prompts_per_step,
+        rollout.staleness_bound,
+        version,
+        in_order=rollout.mode == "one_step_off",
+        waits=rollout.stale == "wait",
+    )

@@ -8,7 +8,7 @@ from mcore_rl.types import Sample, Scores
 
 
 class SamplingStats:
-    """Counts what was sampled since the last step took its groups; made anew for each step.
+    """Counts what was sampled since the last step took its groups; each step starts a new one.
 
     num_silent    groups whose rewards were all equal, which dynamic sampling replaces
     num_dropped   samples that were dropped because they were too stale

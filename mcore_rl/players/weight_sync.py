@@ -134,7 +134,7 @@ class EngineSync:
                 return report, {**reasons, **report.failed}
 
     async def _link(self) -> dict[str, str]:
-        """Link healthy engines until there is one to sync; return why others could not be linked."""
+        """Link healthy engines until there is one to sync; return why others failed."""
         reasons: dict[str, str] = {}
         while True:
             await self._look()

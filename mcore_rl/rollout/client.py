@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import json
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -17,6 +16,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.process.http import open_session
 from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample
@@ -40,36 +40,6 @@ class _Aborted(_Transient):
     """The engine ended the request."""
 
 
-class _Engine:
-    """An engine, the number of its requests in flight, and the seconds it spent without any."""
-
-    def __init__(self, address: EngineAddress) -> None:
-        self.address = address
-        self.num_in_flight = 0
-        self._idle: tuple[float, float | None] = (0.0, time.monotonic())
-        """Seconds of the idle spans that ended; start of the present one, or None. One tuple, so
-        that another thread reads both at once."""
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        idle_s, since_s = self._idle
-        if since_s is not None:
-            self._idle = idle_s + time.monotonic() - since_s, None
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self._idle = self._idle[0], time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds without a request so far; safe to read from another thread."""
-        idle_s, since_s = self._idle
-        return idle_s if since_s is None else idle_s + time.monotonic() - since_s
-
-
 class RolloutClient:
     """Spreads requests over the engines: bounded, least loaded first, another engine on failure."""
 
@@ -90,7 +60,7 @@ class RolloutClient:
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
         self._health = health or EngineHealth([address.url for address in engines])
-        self._engines = [_Engine(address) for address in engines]
+        self._engines = [EngineLoad(address) for address in engines]
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
         self._decode = decode
@@ -135,7 +105,7 @@ class RolloutClient:
         """
         body = self._make_body(request, sampling)
         experts_shape = self._experts_shape if sampling.routed_experts else None
-        failed: list[_Engine] = []
+        failed: list[EngineLoad] = []
         while True:
             async with session.slot():
                 engine = self._pick(request, failed)
@@ -168,7 +138,7 @@ class RolloutClient:
                         pass
 
     def _make_body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """Return the body; it asks for a seed or for experts only where the engines support that."""
+        """Return the body, with a seed and experts only where the engines support them."""
         supported = replace(
             sampling,
             seed=sampling.seed if self._config.deterministic else None,
@@ -176,7 +146,7 @@ class RolloutClient:
         )
         return make_body(request, supported, self._stop_token_ids)
 
-    def _pick(self, request: Request, failed: Sequence[_Engine]) -> _Engine:
+    def _pick(self, request: Request, failed: Sequence[EngineLoad]) -> EngineLoad:
         """Return the engine of the prompt's other requests, or the least loaded if it has too many.
 
         Engines that already failed the request come last. Raises RolloutError if no engine serves.
@@ -197,9 +167,9 @@ class RolloutClient:
         return least_loaded
 
     async def _post(
-        self, http: aiohttp.ClientSession, engine: _Engine, body: Mapping[str, Any]
+        self, http: aiohttp.ClientSession, engine: EngineLoad, body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the engine's answer; raise _Transient or aiohttp's errors where a retry may help."""
+        """Return the engine's answer; raise _Transient or aiohttp errors if a retry may help."""
         with engine.request():
             async with http.post(f"{engine.address.url}/generate", json=body) as response:
                 text = await response.text()

@@ -127,7 +127,7 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """Starts, checks and stops one server; `with EngineProcess(spec) as engine:` waits for health."""
+    """Starts, checks and stops one server; as a context manager, waits until it is healthy."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec if spec.port is not None else replace(spec, port=find_free_port(spec.host))

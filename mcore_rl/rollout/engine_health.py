@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineState:
-    """An engine as its watch saw it; `restarts` counts the server processes before its present one."""
+    """An engine as its watch saw it; `restarts` counts its earlier server processes."""
 
     url: str
     restarts: int = 0

@@ -47,7 +47,7 @@ class RoutedExpertsShape:
         return experts_TLK.to(torch.int16)
 
     def _check(self, experts_TLK: Tensor, where: str) -> None:
-        """Raise ValueError unless each token went to different, existing experts in each MoE layer."""
+        """Raise ValueError unless each token went to distinct, existing experts in MoE layers."""
         in_range_TLK = (experts_TLK >= 0) & (experts_TLK < self.num_experts)
         twice_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool)
         for first_TL, second_TL in combinations(experts_TLK.unbind(2), 2):

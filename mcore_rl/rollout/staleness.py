@@ -1,4 +1,4 @@
-"""Samples in, metrics of their age against the weights that train on them out, in weight versions."""
+"""Samples in, metrics of their age in weight versions out."""
 
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Calls over ranks on real Ray: values, errors, deaths, deadlines, and that nothing is left after them."""
+"""Calls to ranks on real Ray: values, errors, deaths, deadlines, and no process left afterwards."""
 
 import asyncio
 import os
@@ -75,7 +75,7 @@ def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> No
         == f"rank 1 (trainer, dp 0 tp 1, log {group.ranks[1].log_path}): ValueError: bad value on 1"
     )
     files = [line.split('"')[1] for line in frames if line.startswith("  File")]
-    assert files == [files[0]] * 2 and files[0].endswith("cluster/workers.py"), frames
+    assert files == [files[0]] * 2 and files[0].endswith("support/cluster_workers.py"), frames
     assert "json/decoder.py" in group.ranks[1].log_path.read_text()
     with pytest.raises(RankError, match="after the ranks were stopped"):
         group.call_all("speak", deadline_s=30)

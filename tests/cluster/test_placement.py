@@ -1,4 +1,4 @@
-"""Where engines lie: on nodes of their own, or beside the training ranks whose GPUs they share."""
+"""Where engines run: on nodes of their own, or beside the training ranks whose GPUs they share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_an_engine_across_a_border_of_nodes_is_refused(nodes: str, ranks_per_eng
 
 @pytest.fixture
 def four_gpus() -> Iterator[None]:
-    """Of which Ray only believes that they are there; it assigns them all the same."""
+    """Ray is told of four GPUs that do not exist; it assigns them all the same."""
     ray.init(
         address="local",
         num_cpus=8,

@@ -1,4 +1,4 @@
-"""However a controller ends, nothing of its session is left; sessions side by side leave each other alone."""
+"""However a controller ends, nothing of its session is left; other sessions are left alone."""
 
 import os
 import signal

@@ -26,7 +26,7 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """start(command, *overrides, run_dir=None) -> Run; what a run leaves behind is killed at the end."""
+    """start(command, *overrides, run_dir=None) -> Run; leftovers of a run are killed at the end."""
     runs: list[Run] = []
 
     def start_run(command: str, *overrides: str, run_dir: Path | None = None) -> Run:

@@ -1,4 +1,4 @@
-"""Sampling beside training, one step off or asynchronous: bound of staleness, resume, lost engines."""
+"""Sampling beside training, one step off or asynchronous: staleness, resume, lost engines."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def weights_of(run: Run) -> dict[int, list[list[int]]]:
 
 
 def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: Start) -> None:
-    """Tokens drawn after a swap have the log-probs of the new weights, although others came before them."""
+    """Tokens drawn after a swap have the new weights' log-probs, whatever drew the earlier ones."""
     run = start("train", *COMMON, "rollout.mode=async", "rollout.max_staleness=2", "run.steps=6")
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
@@ -66,7 +66,7 @@ def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: S
 def test_one_step_off_trains_on_every_prompt_in_order_also_across_a_resume(
     start: Start, tmp_path: Path
 ) -> None:
-    """What the first run had begun and not trained on, the second samples again."""
+    """The second run samples again what the first one had begun and not trained on."""
     common = (*COMMON, "rollout.mode=one_step_off", "rollout.deterministic=true")
     for num_steps in (2, 5):
         run = start("train", *common, f"run.steps={num_steps}", run_dir=tmp_path / "run")
@@ -113,7 +113,7 @@ def test_every_way_to_treat_stale_and_partial_samples(start: Start, options: lis
 
 @pytest.mark.slow
 def test_a_lost_engine_comes_back_and_its_last_death_ends_the_run(start: Start) -> None:
-    """Killed while the trainer trains and while a step waits for samples, then once more than is allowed."""
+    """Killed in training and while a step waits for samples, then once more than is allowed."""
     run = start("train", *COMMON, "rollout.mode=async", "run.steps=500", "rollout.restarts=2")
     for phase in ("train", "rollout"):
         step = run.log().count(": train") + 2

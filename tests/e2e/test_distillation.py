@@ -1,4 +1,4 @@
-"""On-policy distillation end to end: a policy comes nearer to a teacher that engines beside it serve."""
+"""On-policy distillation end to end: a policy comes nearer to its served teacher."""
 
 from collections.abc import Callable
 from pathlib import Path

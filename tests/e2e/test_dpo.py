@@ -1,4 +1,4 @@
-"""Preferences end to end: a model's own responses become pairs, and DPO learns to tell them apart."""
+"""Preferences end to end: a model's own responses become pairs, and DPO learns from them."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Killed ranks, engines, controllers and Ray: one clear message, nothing left behind, a resume that works."""
+"""Killed ranks, engines, controllers and Ray: one clear message, no leftovers, a working resume."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A published model: loaded, compared with transformers, served, made sparse, trained a step, merged."""
+"""A published model: loaded, compared with transformers, served, upcycled, trained, merged."""
 
 import json
 import subprocess
@@ -18,7 +18,10 @@ from tests.support.runs import Run
 from tests.support.tiny_training import transformers_logprobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-TEXT = "The capital of France is Paris. Seven plus five is twelve, and seven times five is thirty-five."
+TEXT = (
+    "The capital of France is Paris. Seven plus five is twelve,"
+    " and seven times five is thirty-five."
+)
 
 
 @pytest.fixture(scope="session")

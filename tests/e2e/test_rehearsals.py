@@ -1,4 +1,4 @@
-"""Rehearsals of recipes for many GPUs: whole steps with real Megatron ranks, engines and Ray."""
+"""The rehearsal of every large recipe: one whole step with real Megatron ranks, engines and Ray."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ MAX_DIFF = 1e-4
 
 @pytest.fixture
 def runs() -> Iterator[list[Run]]:
-    """Runs of the test; what they leave behind is killed at the end."""
+    """Collect started rehearsals; processes that they leave behind are killed at the end."""
     started: list[Run] = []
     yield started
     for run in started:

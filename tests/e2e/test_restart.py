@@ -1,4 +1,4 @@
-"""An engine that dies is started again, linked anew and serves the current weights; no sample is lost."""
+"""An engine that dies is restarted, linked again and serves the current weights."""
 
 import json
 import re
@@ -73,7 +73,7 @@ def test_an_engine_on_two_machines_starts_again_when_one_server_dies(start: Star
 
 
 def log_of(run: Run, url: str) -> Path:
-    """Of the server that was started again, as its worker named it."""
+    """Return the log of the restarted server, as its worker named it."""
     told = "".join(p.read_text() for p in (run.run_dir / "logs").glob("engine_rank*.log"))
     named = re.search(rf"engine {url} \(log (\S+)\) died", told)
     assert named is not None, told

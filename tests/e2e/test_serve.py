@@ -1,4 +1,4 @@
-"""`mcore-rl serve`: a chat completion from a checkpoint, and what is refused before a server is started."""
+"""`mcore-rl serve`: a chat completion from a checkpoint; bad paths are refused before the start."""
 
 import os
 import signal

@@ -27,7 +27,7 @@ GUESTS = (
 def test_a_run_learns_from_a_judge_and_a_reward_model(
     start: Callable[..., Run], arithmetic: Path, tmp_path: Path, placement: Sequence[str]
 ) -> None:
-    """The judge is a model that babbles numbers and words; the last number it says is its verdict."""
+    """The judge is a model that writes random numbers and words; its last number is the verdict."""
     write_reward_model("qwen3", tmp_path / "reward_model")
     template = tmp_path / "judge.jinja"
     template.write_text("{{ prompt }} = {{ ground_truth }}")

@@ -94,7 +94,7 @@ FIRST_RUNS = {
     },
     "resumed": ("qwen3_moe", RESUMED),
 }
-"""What each test runs first: family and settings."""
+"""Family and settings of the first run of each test."""
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def runs(
 
 
 def model_of(kind: str, arithmetic: Path, folder: Path) -> Path:
-    """The model of the arithmetic problems, or one of another family in `folder`, made if it is not there."""
+    """Return the model of the arithmetic problems, or one of another family, made in `folder`."""
     if kind == "qwen3_moe":
         return arithmetic / "model"
     return (

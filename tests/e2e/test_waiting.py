@@ -1,4 +1,4 @@
-"""Who waits leaves the cores alone: an idle run is measured, process by process."""
+"""Processes that wait use no CPU: an idle run is measured, process by process."""
 
 import signal
 from collections.abc import Callable
@@ -31,7 +31,7 @@ def test_nothing_spins_while_it_waits_for_a_rank_or_an_engine(start: Callable[..
 
 
 def shares_without(run: Run, stopped: psutil.Process) -> dict[str, float]:
-    """What each process uses once all others came to wait for `stopped`."""
+    """Return the share of a core that each process uses while all of them wait for `stopped`."""
     stopped.suspend()
     try:
         run.cpu_shares(2.0)

@@ -1,4 +1,4 @@
-"""The packed trainer: whatever the layout, answers come back in the order of the batch."""
+"""The packed trainer and critic: whatever the layout, answers come in the order of the batch."""
 
 import asyncio
 import signal
@@ -23,7 +23,7 @@ from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 @pytest.fixture
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Sends the main thread a Ctrl-C, which processes in the background are born ignoring."""
+    """Return a function that sends the main thread a Ctrl-C, also where the shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main_thread = threading.main_thread().ident
     assert main_thread is not None

@@ -1,6 +1,4 @@
-"""Which engines get requests: only those that agree with the trainer, also at a run's start and on
-return.
-"""
+"""Only engines that agree with the trainer get requests, also at a run's start and on return."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,7 +47,7 @@ class Stage:
         return self.loop.run(self.weights.revive())
 
     def kill_all(self, *, come_back: bool) -> None:
-        """The engines die, as their watch tells; the next look finds them up again, or still gone."""
+        """Have all engines die; the next look finds them healthy again, or still gone."""
         self.health.note([EngineState(url, restarts=1, healthy=False) for url in self.urls])
         self.seen = [EngineState(url, restarts=1, healthy=come_back) for url in self.urls]
         for engine in self.engines:
@@ -129,7 +127,7 @@ def test_a_return_of_corrupted_engines_alone_ends_the_run(stage: Stage) -> None:
     stage.weights.sync(FIRST, PROBE)
     stage.kill_all(come_back=True)
     stage.links.corrupt = set(stage.urls)
-    with pytest.raises(SyncError, match="canary.tolerance"):
+    with pytest.raises(SyncError, match=r"canary\.tolerance"):
         stage.revive()
     assert stage.health.serving == []
 

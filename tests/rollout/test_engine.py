@@ -1,4 +1,4 @@
-"""Starting, failing and ending one engine: what the user reads and which processes are left."""
+"""Starting, failing and stopping one engine: its messages, and the processes that are left."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What engines tell of experts: decoded, and refused by prompt, token and layer where no model has it."""
+"""Reported experts are decoded; impossible ones are refused by prompt, token and layer."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""Models beside the policy: what is refused before anything starts."""
+"""Served models that cannot be started or found are refused before anything starts."""
 
 from pathlib import Path
 

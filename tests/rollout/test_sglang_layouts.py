@@ -1,4 +1,4 @@
-"""The recorded rule of SGLang's layouts against SGLang itself: families, TP, EP, DP attention, stages."""
+"""The recorded SGLang layouts against SGLang itself: families, TP, EP, DP attention, stages."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run for tests of mcore_rl.cluster.session: ranks that spin or sleep and have children of their own."""
+"""A controller for tests of cluster.session, with ranks that spin or sleep and have children."""
 
 import sys
 from pathlib import Path

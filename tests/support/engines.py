@@ -1,4 +1,4 @@
-"""What the rollout tests share: a tiny model on disk, processes of an engine, its idle CPU time."""
+"""Helpers of the rollout tests: a tiny model on disk, an engine's processes, its idle CPU time."""
 
 import contextlib
 import os
@@ -45,7 +45,7 @@ def save_tiny_moe(path: Path, dtype: torch.dtype = torch.float32) -> str:
 
 
 def live_processes(group_id: int) -> list[int]:
-    """Process ids of a process group, zombies left out."""
+    """Return the process ids of a process group, without zombies."""
     alive = []
     for process in psutil.process_iter(["status"]):
         try:
@@ -60,7 +60,7 @@ def live_processes(group_id: int) -> list[int]:
 
 
 def wait_until_gone(group_id: int, timeout_s: float) -> list[int]:
-    """Processes of the group that are left after at most `timeout_s`."""
+    """Return the processes of the group that are left after at most `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while (left := live_processes(group_id)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -68,7 +68,7 @@ def wait_until_gone(group_id: int, timeout_s: float) -> list[int]:
 
 
 def thread_cpu_seconds(group_id: int) -> dict[tuple[int, str], float]:
-    """(Thread id, name) -> CPU time of each thread of the group."""
+    """Return (thread id, name) -> CPU time of each thread of the group."""
     seconds = {}
     for pid in live_processes(group_id):
         for thread in psutil.Process(pid).threads():
@@ -79,9 +79,10 @@ def thread_cpu_seconds(group_id: int) -> dict[tuple[int, str], float]:
 
 
 def idle_cpu_seconds(group_id: int, duration_s: float) -> float:
-    """CPU time the group takes in `duration_s` of waiting, once what went before has settled.
+    """Return the CPU time that the group uses in `duration_s` of waiting, after a second to settle.
 
-    Without that of gloo's threads: each wakes a hundred times a second, and what that costs is the host's.
+    gloo's threads are left out: each wakes a hundred times a second, at a cost that depends on the
+    host.
     """
     time.sleep(1.0)
     before = thread_cpu_seconds(group_id)

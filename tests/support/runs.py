@@ -1,4 +1,4 @@
-"""Start the command line in a process of its own, follow it, and find every process it started."""
+"""Runs of the command line: started in a process of their own, followed, every process found."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ SMALL = (
 
 
 def tiny_settings(arithmetic: Path) -> list[str]:
-    """The smallest of steps on the model and the problems in this folder."""
+    """Return the settings of the smallest possible steps on the model and data in this folder."""
     return [
         "recipe=tiny_moe_grpo",
         f"model.path={arithmetic / 'model'}",
@@ -65,7 +65,7 @@ class Run:
         threading.Thread(target=self._remember_all, daemon=True).start()
 
     def finish(self, timeout_s: float = 170.0) -> int:
-        """Exit status; a run that outlasts `timeout_s` is killed whole and fails the test."""
+        """Return the exit status; a run that outlasts `timeout_s` is killed and fails the test."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def log(self) -> str:
-        """What this command, not an earlier one in the same folder, wrote to the controller's log."""
+        """Return what this command, not an earlier one, wrote to the controller's log."""
         if not self._log.exists():
             return ""
         with self._log.open("rb") as file:
@@ -90,7 +90,7 @@ class Run:
             return file.read().decode(errors="replace")
 
     def wait_for(self, text: str, timeout_s: float = 150.0, poll_s: float = 0.05) -> None:
-        """Until the controller's log holds `text`."""
+        """Wait until the controller's log has `text`."""
         self.wait_until(lambda: text in self.log(), f"{text!r} in {self._log}", timeout_s, poll_s)
         self._remember()
 
@@ -104,7 +104,7 @@ class Run:
             time.sleep(poll_s)
 
     def find_one(self, *words: str, timeout_s: float = 150.0) -> psutil.Process:
-        """The oldest of the run's processes whose command line holds all `words`, once there is one."""
+        """Wait for processes whose command line has all `words`; return the oldest."""
         found: list[psutil.Process] = []
         seen: Counter[str] = Counter()
         began_s = time.monotonic()
@@ -125,7 +125,7 @@ class Run:
         return min(found, key=psutil.Process.create_time)
 
     def cpu_shares(self, seconds: float) -> dict[str, float]:
-        """Process -> share of a core that it uses during the next `seconds`."""
+        """Return process -> share of a core that it uses during the next `seconds`."""
         processes = self.processes()
         before = {p: _cpu_seconds(p) for p in processes}
         time.sleep(seconds)
@@ -134,7 +134,7 @@ class Run:
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this run."""
+        """Return every living process of this run."""
         self._remember()
         marked = {p for p in psutil.process_iter() if _has_mark(p, self.mark)}
         with self._seen_lock:
@@ -154,7 +154,7 @@ class Run:
                 self._seen |= now
 
     def find(self, *words: str) -> list[psutil.Process]:
-        """The run's processes whose command line holds all `words`."""
+        """Return the run's processes whose command line has all `words`."""
         return [p for p in self.processes() if all(word in _title(p) for word in words)]
 
     def assert_nothing_left(self, within_s: float = 20.0) -> None:

@@ -1,7 +1,8 @@
-"""The recorded rule of SGLang's layouts against its own models and loaders, rank after rank in one process.
+"""The recorded SGLang layouts against SGLang's own models and loaders, rank by rank in one process.
 
-SGLang builds a model for any rank before there are process groups, so no rank needs a process of its own.
-Arguments: JSON list of cases {"hf_dir": ..., "dtype": ..., "sizes": {"tp": 2, ...}}. Output, last line: JSON.
+SGLang builds a model for any rank before there are process groups, so no rank needs a process of
+its own. The argument is a JSON list of cases {"hf_dir": ..., "dtype": ..., "sizes": {"tp": 2,
+...}}. The last line of output is JSON.
 """
 
 # pyright: reportMissingImports=false
@@ -27,7 +28,7 @@ from mcore_rl.stream.receiver import loaded_parameters, on_calling_thread
 
 @dataclass(frozen=True)
 class ProcessGroupStub:
-    """As much of a process group as a model asks for while it is built."""
+    """The part of a process group that a model reads while it is built."""
 
     rank_in_group: int
     world_size: int
@@ -43,7 +44,7 @@ class ProcessGroupStub:
 
 
 def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ranks looked at, and what is wrong."""
+    """Return the number of ranks checked and the errors found."""
     use_cpu([])
     errors, num_ranks = [], 0
     for case in cases:
@@ -61,7 +62,7 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:
-    """What the loader of this engine rank puts into its parameters."""
+    """Return what this engine rank's loader puts into its parameters."""
     with engine_model(hf_dir, dtype, sizes, rank) as model:
         dtypes = family_of(hf_config).dtypes(hf_config, dtype)
         shapes = {
@@ -75,7 +76,7 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
 
 @contextmanager
 def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iterator[Any]:
-    """SGLang's model of this engine rank, quantised as config.json says, with nothing loaded yet."""
+    """Build SGLang's model of this engine rank, quantized as config.json says, without weights."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model

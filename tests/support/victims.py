@@ -1,4 +1,4 @@
-"""Killing a part of a run in a phase of it: who, when, and what a user must then see."""
+"""Killing a part of a run in one of its phases: who, when, and what the user must then see."""
 
 import re
 import signal
@@ -16,7 +16,10 @@ EXIT_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class Victim:
-    """The process whose command line holds `words` (none: the controller), and what its death leads to."""
+    """A process, found by `words` of its command line, and what its death must lead to.
+
+    Without words it is the controller.
+    """
 
     words: tuple[str, ...]
     message: str
@@ -24,7 +27,10 @@ class Victim:
     signal_number: int = signal.SIGKILL
 
 
-ENGINE_DIED = r"engine http://\S+ \(log \S+sglang_0\.log\) (died \(status -9\)|exited with status \S+ while starting)"
+ENGINE_DIED = (
+    r"engine http://\S+ \(log \S+sglang_0\.log\)"
+    r" (died \(status -9\)|exited with status \S+ while starting)"
+)
 VICTIMS = {
     "rank": Victim(
         ("trainer_rank1",),
@@ -54,13 +60,14 @@ PHASES = {
     "save": "",
     "export": "export",
 }
-"""Phase -> its line in the controller's log; a save goes on behind other phases."""
+"""Phase -> its line in the controller's log; a save has none, as it goes on behind other phases."""
 
 
 def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
-    """Kill it and check the end: status, deadline, message, and that nothing is left.
+    """Kill the victim and check the end: status, deadline, message, and that nothing is left.
 
-    A run ends well whose victim was needed no more: an engine in the export, anyone just after it.
+    The run succeeds if the victim was not needed any more: an engine in the export, anyone after
+    it.
     """
     step = newest_step(run.run_dir) + 2
     if phase == "start-up":
@@ -91,7 +98,7 @@ def kill_in_phase(run: Run, victim: Victim, phase: str) -> None:
 
 
 def assert_complete(run: Run, num_steps: int) -> None:
-    """A run that was killed and resumed has every row once: no gaps, no duplicates."""
+    """Check that a run that was killed and resumed has every row once: no gaps, no duplicates."""
     rows = [line["step"] for line in run.metrics() if "loss/total" in line]
     assert rows == list(range(1, num_steps + 1)), rows
     evaluations = [line["step"] for line in run.metrics() if "eval/greedy_accuracy" in line]
@@ -101,14 +108,14 @@ def assert_complete(run: Run, num_steps: int) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Of the checkpoints that bear a complete one's name, each of which must be whole; 0 without one."""
+    """Return the newest step of the checkpoints, all of which must be complete; 0 without one."""
     complete = [p for p in run_dir.glob("checkpoints/step_*") if re.fullmatch(r"step_\d+", p.name)]
     assert all((p / "metadata.json").is_file() and _parts(p) for p in complete), complete
     return max((int(p.name.removeprefix("step_")) for p in complete), default=0)
 
 
 def _is_being_saved(run: Run) -> bool:
-    """By this command, not by an earlier one that was killed."""
+    """Return whether this command, not an earlier one that was killed, is saving."""
     folders = run.run_dir.glob("checkpoints/*.incomplete")
     return any(_parts(p) and p.stat().st_mtime > run.began_s for p in folders)
 

@@ -1,0 +1,60 @@
+"""How deaths and exceptions of ranks are told; test_group has the waiting itself, on real Ray."""
+
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cluster.answers import (
+    Rank,
+    _death_message,
+    _exception_message,
+    cause_of_death,
+)
+from mcore_rl.cluster.rank_actor import Raised
+
+RANK = Rank("trainer", 3, Path("/logs/trainer_rank3.log"))
+
+
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        ("Worker unexpectedly exits with exit code 7. ...", "exit code 7"),
+        ("The actor died because its node has died. Node Id: ab", "its machine left the cluster"),
+        (
+            "Task was killed due to the node running low on memory.\nMemory on the node"
+            " (IP: ...) was 0.95; the node was running low on memory",
+            "killed by Ray: the machine is out of memory",
+        ),
+        (
+            "The actor is dead because its worker process has died.",
+            "killed, crashed or out of memory",
+        ),
+    ],
+)
+def test_ray_reports_are_put_into_a_few_words(report: str, cause: str) -> None:
+    assert cause_of_death(report) == cause
+
+
+def test_a_rank_is_named_with_its_place_once_that_is_known() -> None:
+    assert str(RANK) == "rank 3 (trainer, log /logs/trainer_rank3.log)"
+    placed = RANK.placed("dp 1 tp 1")
+    assert str(placed) == "rank 3 (trainer, dp 1 tp 1, log /logs/trainer_rank3.log)"
+    assert _death_message(RANK, "killed", "save") == (
+        "trainer rank 3 died (killed) during save; log /logs/trainer_rank3.log"
+    )
+    assert _death_message(placed, "killed", "save").startswith(
+        "trainer rank 3 (dp 1 tp 1) died (killed) during save;"
+    )
+
+
+def test_of_several_exceptions_the_lowest_rank_is_shown_and_the_others_are_named() -> None:
+    raised = [
+        (Rank("trainer", index, Path("log")), Raised(f"ValueError: on {index}", f"  frame {index}"))
+        for index in (2, 0, 1)
+    ]
+    assert _exception_message(raised).splitlines() == [
+        "rank 0 (trainer, log log): ValueError: on 0",
+        "  frame 0",
+        "also raised on: ranks 1, 2",
+    ]
+    assert "also" not in _exception_message(raised[:1])

@@ -1,0 +1,161 @@
+"""Background sampling on a fake engine: order, staleness, lost engines, replaced groups."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import RolloutConfig
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.players.background import BackgroundSampler
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rollout import client as client_module
+from mcore_rl.rollout.client import RolloutClient, RolloutError
+from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
+from tests.support.fake_sglang import FakeSGLang
+
+PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
+    monkeypatch.setattr(client_module, "_FIRST_BACKOFF_S", 0.01)
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def score_by_index(samples: Sequence[Sample]) -> Scores:
+    """Even prompts have rewards that differ, odd ones do not."""
+    return Scores([float(s.prompt.index % 2 == 0 and s.sample_index == 0) for s in samples])
+
+
+class Sampler:
+    """A background sampler with all that it calls."""
+
+    def __init__(self, loop: EventLoop, *, with_greedy: bool = False, **options: Any) -> None:
+        sizes = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_len": 3}
+        rollout = RolloutConfig(**{**sizes, "retries": 0, **options})
+        self.engine = FakeSGLang(loop)
+        self.prompts = ShuffledStream(PROMPTS, seed=0, shuffle=False)
+        self.num_revived = 0
+        self.can_revive = True
+        self.background = BackgroundSampler(
+            rollout,
+            0,
+            WeightVersion(0),
+            self.prompts,
+            RolloutClient([self.engine.address], rollout, [9], str),
+            score_by_index,
+            loop.run,
+            loop.start,
+            self.revive,
+            with_greedy=with_greedy,
+        )
+
+    async def revive(self) -> bool:
+        self.num_revived += 1
+        self.engine.answer = lambda body: None
+        await asyncio.sleep(0)
+        return self.can_revive
+
+    def take(self, version: int) -> list[int]:
+        """The prompts of the step, each once."""
+        samples, scores, _ = self.background.take(WeightVersion(version))
+        assert len(scores.rewards_N) == len(samples)
+        return [sample.prompt.index for sample in samples[::2]]
+
+    def move_to(self, version: int) -> None:
+        self.background.pause_for_sync()
+        self.engine.version = version
+        self.background.resume(WeightVersion(version))
+
+
+def test_one_step_off_takes_every_prompt_in_order(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off")
+    with sampler.background:
+        for version in range(4):
+            assert sampler.take(version) == [2 * version, 2 * version + 1]
+            sampler.move_to(version + 1)
+
+
+def test_no_more_is_begun_than_the_bound_allows(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="async", max_staleness=2)
+    with sampler.background:
+        sampler.take(0)
+        sampler.background.pause_for_sync()
+        samples, _, metrics = sampler.background.take(WeightVersion(0))
+        assert len(samples) == 4
+        assert metrics["buffer/finished"] + metrics["buffer/unfinished"] == 2.0
+        assert sampler.prompts.state_dict()["position"] == 3 * 2
+
+
+def test_a_checkpoint_has_the_prompts_that_were_begun_and_not_taken(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off")
+    with sampler.background:
+        sampler.take(0)
+        sampler.background.pause_for_sync()
+        assert sampler.prompts.state_dict()["open"] == [2, 3]
+
+
+def test_groups_without_signal_are_replaced(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off", dynamic_sampling=True, max_rounds=4)
+    with sampler.background:
+        samples, _, metrics = sampler.background.take(WeightVersion(0))
+        assert [s.prompt.index for s in samples[::2]] == [0, 2]
+        assert 0 < metrics["sampling/kept_share"] < 1
+
+
+def test_lost_prompts_are_sampled_again_and_an_engine_is_revived_the_second_time(
+    loop: EventLoop,
+) -> None:
+    sampler = Sampler(loop, mode="one_step_off")
+    sampler.engine.answer = lambda body: (503, "down")
+    with sampler.background:
+        assert sorted(sampler.take(0)) == [0, 1]
+        assert sampler.num_revived == 1
+
+
+def test_a_step_fails_if_no_engine_can_be_revived(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off")
+    sampler.engine.answer = lambda body: (503, "down")
+    sampler.can_revive = False
+    with sampler.background, pytest.raises(RolloutError, match="HTTP 503: down"):
+        sampler.take(0)
+
+
+def test_restarted_responses_are_aborted_and_drawn_by_the_new_weights(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="async", max_staleness=1, partial="restart")
+    sampler.engine.num_free = 4
+    with sampler.background:
+        assert sorted(sampler.take(0)) == [0, 1]
+        sampler.background.pause_for_sync()
+        sampler.engine.version = 1
+        assert sampler.background.resume(WeightVersion(1)) == {"staleness/restarted": 4.0}
+        samples, _, _ = sampler.background.take(WeightVersion(1))
+    assert sorted({sample.prompt.index for sample in samples}) == [2, 3]
+    assert {span.version for sample in samples for span in sample.versions} == {1}
+
+
+def test_waiting_for_half_done_responses_aborts_none(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="async", max_staleness=1, partial="wait")
+    sampler.engine.num_free = 4
+    with sampler.background:
+        sampler.take(0)
+        threading.Timer(0.1, sampler.engine.go_on).start()
+        sampler.background.pause_for_sync()
+        sampler.engine.version = 1
+        assert sampler.background.resume(WeightVersion(1)) == {"staleness/restarted": 0.0}
+        samples, _, _ = sampler.background.take(WeightVersion(1))
+    assert {span.version for sample in samples for span in sample.versions} == {0}
+
+
+def test_greedy_samples_are_scored_for_advantages_that_need_them(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off", with_greedy=True)
+    with sampler.background:
+        _, scores, _ = sampler.background.take(WeightVersion(0))
+    assert scores.greedy_N == [1.0, 1.0, 0.0, 0.0]
+    temperatures = [body["sampling_params"]["temperature"] for body in sampler.engine.sampled]
+    assert temperatures.count(0.0) >= 2

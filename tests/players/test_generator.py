@@ -1,0 +1,93 @@
+"""Prompts in, samples out, through the loss of engines."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.config import RolloutConfig
+from mcore_rl.players.generator import EngineGenerator, make_sampling
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rollout.client import RolloutClient, RolloutError
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.types import Prompt
+from tests.support.fake_sglang import FakeSGLang
+
+CONFIG = RolloutConfig(
+    max_response_len=3, temperature=0.7, top_p=0.9, top_k=5, retries=0, deterministic=True
+)
+PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(3)]
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def make_generator(loop: EventLoop, engine: FakeSGLang, **players: object) -> EngineGenerator:
+    client = RolloutClient([engine.address], CONFIG, [9], str)
+    return EngineGenerator(client, CONFIG, loop.run, **players)  # type: ignore[arg-type]
+
+
+def test_sampling_is_the_recipes_or_greedy() -> None:
+    assert make_sampling(CONFIG, greedy=False, seed=4) == Sampling(
+        3, temperature=0.7, top_p=0.9, top_k=5, seed=4, routed_experts=True
+    )
+    assert make_sampling(CONFIG, greedy=True, seed=4) == Sampling(3, temperature=0.0, seed=4)
+
+
+def test_samples_come_in_the_order_of_the_prompts(loop: EventLoop) -> None:
+    engine = FakeSGLang(loop)
+    samples = make_generator(loop, engine).generate(PROMPTS, 2, greedy=False, seed=0)
+    assert [(s.prompt.index, s.sample_index) for s in samples] == [
+        (i, k) for i in range(3) for k in range(2)
+    ]
+    seeds = {body["sampling_params"]["sampling_seed"] for body in engine.sampled}
+    assert len(seeds) == 6
+
+
+def test_all_prompts_are_sampled_again_once_an_engine_is_back(loop: EventLoop) -> None:
+    engine = FakeSGLang(loop)
+    engine.answer = lambda body: (503, "down")
+    revived: list[bool] = []
+
+    async def revive() -> bool:
+        engine.answer = lambda body: None
+        revived.append(True)
+        return True
+
+    generator = make_generator(loop, engine, revive=revive)
+    assert len(generator.generate(PROMPTS, 1, greedy=False, seed=0)) == 3
+    assert revived == [True]
+
+
+def test_a_failure_is_raised_if_no_engine_comes_back(loop: EventLoop) -> None:
+    engine = FakeSGLang(loop)
+    engine.answer = lambda body: (503, "down")
+
+    async def revive() -> bool:
+        return False
+
+    for players in ({}, {"revive": revive}):
+        with pytest.raises(RolloutError, match="HTTP 503: down"):
+            make_generator(loop, engine, **players).generate(PROMPTS, 1, greedy=False, seed=0)
+
+
+def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> None:
+    engine = FakeSGLang(loop)
+    engine.num_free = 0
+    generator = make_generator(loop, engine)
+    time.sleep(0.1)
+    assert generator.idle_share() == pytest.approx(1.0, abs=0.1)
+    threading.Timer(0.5, engine.go_on).start()
+    generator.generate(PROMPTS, 4, greedy=False, seed=0)
+    assert generator.idle_share() < 0.5
+
+
+def test_a_client_without_an_engine_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one engine"):
+        RolloutClient([], replace(CONFIG), [9], str)

@@ -1,0 +1,53 @@
+"""Log-probs of given tokens from an engine, and which failures may be tried again."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.ports import find_free_port
+from mcore_rl.rollout.client import RolloutError
+from mcore_rl.rollout.scoring import UnreachableError, score_sequences
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.scoring_engines import ScoringEngine
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+def test_every_token_but_the_first_is_scored(loop: EventLoop) -> None:
+    engine = ScoringEngine(loop, weight=0.5)
+    scored = loop.run(score_sequences(engine.url, [[2, 4, 6], [8, 10]], 5.0))
+    assert scored == [[-2.0, -3.0], [-5.0]]
+    assert loop.run(score_sequences(engine.url, [], 5.0)) == []
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, UnreachableError), (400, RolloutError)])
+def test_a_refusal_names_the_engine_and_its_answer(
+    loop: EventLoop, status: int, kind: type[RolloutError]
+) -> None:
+    engine = FakeSGLang(loop)
+    engine.answer = lambda body: (status, "out of order")
+    with pytest.raises(
+        RolloutError, match=f"{engine.url} scored nothing: HTTP {status}: out of order"
+    ) as caught:
+        loop.run(score_sequences(engine.url, [[1, 2]], 5.0))
+    assert type(caught.value) is kind
+
+
+def test_an_absent_engine_is_unreachable() -> None:
+    url = f"http://127.0.0.1:{find_free_port('127.0.0.1')}"
+    with pytest.raises(UnreachableError, match=f"{url} scored nothing"):
+        asyncio.run(score_sequences(url, [[1, 2]], 5.0))
+
+
+def test_too_few_log_probs_are_refused(loop: EventLoop) -> None:
+    engine = FakeSGLang(loop)
+    engine.answer = lambda body: (200, {"meta_info": {"input_token_logprobs": [[None, 1, None]]}})
+    with pytest.raises(RolloutError, match="scored 1 tokens of a sequence of 2 from token 0 on"):
+        loop.run(score_sequences(engine.url, [[1, 2]], 5.0))

@@ -1,0 +1,274 @@
+"""Real Megatron ranks and SGLang servers under Ray: calls, weights, served models, deaths.
+
+This covers cluster.model_group, trainer, engines, engine_worker and served_engines, and the classes
+that rollout.reward_heads gives to SGLang.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from mcore_rl.algo.build import sft_loss
+from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.group import RankError, guard
+from mcore_rl.cluster.model_group import ModelSpec
+from mcore_rl.cluster.placement import reserve
+from mcore_rl.cluster.served_engines import ServedEngines
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.trainer import TrainerGroup
+from mcore_rl.config import (
+    ClusterConfig,
+    JudgeConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    ServedModelConfig,
+    TrainConfig,
+)
+from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
+from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.engine import EngineAddress, EngineSpec
+from mcore_rl.rollout.served_client import ServedClient
+from mcore_rl.rollout.served_endpoint import find_endpoint
+from mcore_rl.stream.controller.sync import SyncController
+from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from tests.support.tiny_models import write_reward_model
+
+pytestmark = pytest.mark.e2e
+
+LENS = (7, 12)
+
+
+@dataclass
+class Run:
+    trainer: TrainerGroup
+    engines: EngineGroup
+    address: EngineAddress
+    log_dir: Path
+    served: ServedEngines
+
+
+BESIDE = ServedModelConfig(dtype="float32", kv_cache_len=4096, request_timeout_s=60, restarts=1)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Two expert-parallel ranks, an engine, a judge and a reward model.
+
+    Engine and judge serve the random weights that the ranks exported.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    prepare_arithmetic(folder / "data")
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+        write_reward_model("qwen3", folder / "reward_model")
+        paths = {"judge": folder / "hf", "reward_model": folder / "reward_model"}
+        beside = {role: replace(BESIDE, path=str(path)) for role, path in paths.items()}
+        plans = [
+            plan_ranks(2, 0.4, 0),
+            plan_engine(1, 0.4, 0),
+            *chain(*plan_served(beside, 0.4, 0).values()),
+        ]
+        trainer_slots, engine_slots, *others = reserve(plans, timeout_s=20)
+        trainer = TrainerGroup(trainer_slots, folder / "logs", call_timeout_s=120)
+        engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120)
+        trainer.start_build(trainer_spec(folder / "data" / "model"), timeout_s=240)
+        trainer.wait_built()
+        trainer.export_hf(str(folder / "hf"))
+        spec = EngineSpec(
+            model_path=str(folder / "hf"),
+            log_path=str(folder / "logs" / "sglang_0.log"),
+            kv_cache_len=4096,
+            custom_weight_loaders=("mcore_rl.stream.receiver.load",),
+        )
+        engines.start_build([spec], timeout_s=240)
+        slots = {role: [of_role] for role, of_role in zip(beside, others, strict=True)}
+        served = ServedEngines(beside, slots, folder / "logs", 120, remote={})
+        [address] = engines.wait_built()
+        yield Run(trainer, engines, address, folder / "logs", served)
+
+
+def trainer_spec(model: Path) -> ModelSpec:
+    return ModelSpec(
+        model=ModelConfig(path=str(model), init="random"),
+        parallel=ParallelConfig(ep=2),
+        train=TrainConfig(),
+        optimizer=OptimizerConfig(lr=1e-2),
+        total_steps=10,
+        seed=0,
+        loss=sft_loss,
+        collective_timeout_s=120,
+    )
+
+
+def make_batch(seed: int) -> TrainBatch:
+    num_tokens = sum(LENS)
+    starts = torch.tensor([0, *LENS[:-1]])
+    return TrainBatch(
+        token_ids_T=torch.randint(
+            5, 40, (num_tokens,), generator=torch.Generator().manual_seed(seed)
+        ),
+        loss_mask_T=torch.ones(num_tokens, dtype=torch.bool).index_fill(0, starts, False),
+        lens_N=LENS,
+        loss_weights_T=torch.full((num_tokens,), 1.0 / (2 * num_tokens)),
+    )
+
+
+def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> None:
+    batches = [[make_batch(0)], [make_batch(1)]]
+
+    def logprobs(*, reference: bool = False) -> torch.Tensor:
+        answers = run.trainer.compute_logprobs(batches, reference=reference, temperature=1.0)
+        assert [len(of_dp) for of_dp in answers] == [1, 1]
+        return torch.cat([of_dp[0].logprobs_T for of_dp in answers])
+
+    before = logprobs()
+    assert before.shape == (2 * sum(LENS),) and before.std() > 0
+    run.trainer.snapshot_reference()
+    run.trainer.save(str(tmp_path / "checkpoint"), {"step": 0, "words": ["a"]})
+    run.trainer.finish_save()
+    stats = [
+        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS)).loss
+        for _ in range(3)
+    ]
+    assert stats[2] < stats[1] < stats[0]
+    assert not torch.equal(logprobs(), before)
+    torch.testing.assert_close(logprobs(reference=True), before, atol=0, rtol=0)
+    assert run.trainer.load(str(tmp_path / "checkpoint")) == {"step": 0, "words": ["a"]}
+    torch.testing.assert_close(logprobs(), before, atol=0, rtol=0)
+    assert "process" in (run.log_dir / "trainer_rank1.log").read_text()
+
+
+def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
+    async def sync() -> None:
+        sync_controller = SyncController(run.trainer, timeout_s=60)
+        await sync_controller.connect([run.address.url])
+        report = await sync_controller.sync(3)
+        assert report.failed == {}
+
+    asyncio.run(run.engines.look())
+    assert run.engines.health.serving == [run.address.url]
+    asyncio.run(guard(sync(), run.trainer.watch(), run.engines.watch()))
+
+
+def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) -> None:
+    """Any word of the judge is a verdict, as they are random; transformers checks the scores."""
+    models = run.served.wait_built()
+    folder = models["reward_model"].model
+    question = RewardModelScorer(folder)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ response }}")
+    asked = JudgeConfig(template=str(template), verdict=r"^()", words={"": 0.5}, max_tokens=4)
+    config = RewardConfig(
+        parts=["judge", "reward_model"], weights=[2.0, 1.0], judge=asked, error_value=-9.0
+    )
+    texts = ("12 + 5 = 17", "17", "17 " * 600)
+    samples = [make_sample(text) for text in texts]
+    with Scorer(config, 100, {"judge": JudgeScorer(asked), "reward_model": question}) as scorer:
+        posts = {role: ServedClient(model).post_all for role, model in models.items()}
+        scorer.connect(posts, lambda work: asyncio.run(guard(work, *run.served.watches())))
+        scores = scorer(samples)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
+    expected = [model(torch.tensor([question.tokens(s)])).logits.item() for s in samples[:2]]
+    assert scores.parts["reward_model"][:2] == pytest.approx(expected, abs=1e-4)
+    assert abs(expected[0] - expected[1]) > 1e-2
+    assert scores.rewards_N[:2] == pytest.approx([1.0 + score for score in expected], abs=1e-4)
+    assert scores.rewards_N[2] == -9.0
+    assert re.search(
+        r"ServedRequestError: (judge|reward_model), engine http://.* HTTP 400", scores.errors[2]
+    )
+
+
+def make_sample(text: str) -> Sample:
+    prompt = Prompt(0, (1,), ({"role": "user", "content": "Ada has 12 apples"},), "unit", "17")
+    return Sample(prompt, 0, (5,), (-0.1,), "stop", (VersionSpan(0, 1, WeightVersion(0)),), text)
+
+
+def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
+    judge = run.served.wait_built()["judge"]
+    [engine] = judge.engines
+    assert Path(engine.log_path) == run.log_dir / "judge_0.log" and Path(engine.log_path).exists()
+    assert (run.log_dir / "judge_rank0.log").exists()
+    by_url = ServedModelConfig(url=f"{engine.url}/v1", request_timeout_s=10)
+    assert find_endpoint("judge", by_url).model == judge.model
+    with pytest.raises(
+        ValueError, match=r"judge.url=.*: it has no model 'other', but .*; set judge.url_model"
+    ):
+        find_endpoint("judge", replace(by_url, url_model="other"))
+    before = ask(engine.url)
+
+    async def serves(wanted: bool) -> None:
+        while (judge.health.serving == [engine.url]) is not wanted:
+            await asyncio.sleep(0.1)
+
+    [server] = run.served.server_pids("judge")
+    os.kill(server, signal.SIGKILL)
+    for wanted in (False, True):
+        asyncio.run(guard(asyncio.wait_for(serves(wanted), 60), *run.served.watches()))
+    assert ask(engine.url) == before
+    [server] = run.served.server_pids("judge")
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"(?s)rank 0 \(judge.*died \(status -9\); its last lines:"):
+        asyncio.run(guard(asyncio.sleep(60), *run.served.watches()))
+    with pytest.raises(
+        ValueError, match=r"judge.url=.*: GET .*/v1/models does not list models: URLError"
+    ):
+        find_endpoint("judge", by_url)
+
+
+def ask(url: str) -> str:
+    """The judge's greedy answer in a chat."""
+    body = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "Ada has 12 apples"}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)["choices"][0]["message"]["content"]
+
+
+def test_a_killed_server_and_a_killed_rank_are_told_at_once(run: Run) -> None:
+    async def wait() -> None:
+        await asyncio.sleep(60)
+
+    [server] = run.engines.server_pids()
+    os.kill(server, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(
+        RankError, match=r"(?s)rank 0 \(engine.*died \(status -9\); its last lines:"
+    ):
+        asyncio.run(guard(wait(), run.trainer.watch(), run.engines.watch()))
+    assert time.monotonic() - began < 5
+
+    victim = run.trainer.pids()[1]
+    os.kill(victim, signal.SIGSTOP)  # so that the other rank waits for it in a collective
+    threading.Timer(2.0, os.kill, (victim, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"trainer rank 1 \(dp 1 tp 0 pp 0 cp 0 ep 1\) died"):
+        batches = [[make_batch(0)], [make_batch(1)]]
+        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS))
+    assert 2 <= time.monotonic() - began < 10

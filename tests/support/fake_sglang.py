@@ -1,0 +1,94 @@
+"""An HTTP server without a model that speaks the SGLang protocol of sampling and memory control."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rollout.engine import EngineAddress
+
+Route = tuple[int, Any]
+"""HTTP status and body: text, or what is sent as JSON."""
+
+
+class FakeSGLang:
+    """Answers with `max_new_tokens` tokens, or with the Route that `answer` returns.
+
+    num_free   so many requests for samples are answered at once; others wait for `go_on`
+    calls      (path, JSON body) of all requests but those for samples
+    sampled    JSON bodies of the requests for samples, in the order of arrival
+    """
+
+    def __init__(self, loop: EventLoop, version: int = 0) -> None:
+        self.version = version
+        self.calls: list[tuple[str, Any]] = []
+        self.sampled: list[Mapping[str, Any]] = []
+        self.answer: Callable[[Mapping[str, Any]], Route | None] = lambda body: None
+        self.num_free = 1_000_000
+        self._loop = loop
+        self.url = loop.run(self._start())
+        self.address = EngineAddress(self.url, "fake.log")
+
+    async def _start(self) -> str:
+        self._is_open = asyncio.Event()
+        self._is_aborting = False
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/{path:.*}", self._other)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    def go_on(self) -> None:
+        """Answer all requests, those that wait included."""
+        self._loop.run(self._open())
+
+    def stop(self) -> None:
+        self._loop.run(self._runner.cleanup())
+
+    async def _open(self) -> None:
+        self._is_open.set()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.sampled.append(body)
+        if len(self.sampled) > self.num_free and not self._is_open.is_set():
+            await self._is_open.wait()
+            if self._is_aborting:
+                reason = {"type": "abort", "message": "asked to"}
+                return web.json_response(sampled_answer(body, self.version, finish_reason=reason))
+        route = self.answer(body)
+        if route is not None:
+            return _response(route)
+        return web.json_response(sampled_answer(body, self.version))
+
+    async def _other(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else None
+        self.calls.append((request.path, body))
+        if request.path == "/abort_request":
+            self._is_aborting = True
+            self._is_open.set()
+        route = self.answer({"path": request.path, **(body or {})})
+        return _response(route or (200, {"success": True}))
+
+
+def sampled_answer(body: Mapping[str, Any], version: int, **changes: Any) -> dict[str, Any]:
+    """SGLang's answer to a request for a sample; `changes` replace entries of meta_info."""
+    num_tokens = body["sampling_params"]["max_new_tokens"]
+    output_ids = [10 + t for t in range(num_tokens)]
+    meta = {
+        "output_token_logprobs": [[-0.5 - t, token, None] for t, token in enumerate(output_ids)],
+        "finish_reason": {"type": "length"},
+        "weight_versions": [{"start": 0, "end": num_tokens, "version": str(version)}],
+    }
+    return {"output_ids": output_ids, "meta_info": {**meta, **changes}}
+
+
+def _response(route: Route) -> web.Response:
+    status, body = route
+    if isinstance(body, str):
+        return web.Response(status=status, text=body)
+    return web.json_response(body, status=status)
