@@ -39,7 +39,10 @@ class RunFolder:
             self.checkpoints.rename(
                 self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
             )
-        self.logs.mkdir(parents=True, exist_ok=True)
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"run.dir={config.run.dir}: {error}; choose another run.dir") from None
         OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
         handler = logging.FileHandler(self.logs / "controller.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

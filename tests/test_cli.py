@@ -30,7 +30,7 @@ def test_help_lists_the_recipes(capsys) -> None:
         ),
         (
             ["eval", "recipe=tiny_moe_grpo", "rollout.quantization=fp8", "model.dtype=bfloat16"],
-            "rollout.quantization=fp8: trainer ranks quantise, and an evaluation has none",
+            "rollout.quantization=fp8: trainer ranks quantize, and an evaluation has none",
         ),
         (["report", "/nowhere"], "no metrics.jsonl"),
     ],

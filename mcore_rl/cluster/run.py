@@ -184,6 +184,7 @@ def engine_spec(config: Config, log_path: Path) -> EngineSpec:
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
         routed_experts=experts_shape(config) is not None,
+        trust_remote_code=config.model.trust_remote_code,
         custom_weight_loaders=(LOADER,),
         gives_up_memory=config.cluster.colocated,
         seed=config.run.seed,

@@ -80,14 +80,29 @@ def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open() as file:
+    with path.open("rb") as file:
         for i, line in enumerate(file):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path} line {i + 1}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {i + 1} is not JSON: {error}") from None
+            if line.strip():
+                where = f"{path} line {i + 1}"
+                yield where, _parse_row(line, where)
+
+
+def _parse_row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode())
+        if b"\\u" in line:  # only an escape can name half of a surrogate pair
+            json.dumps(row, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error}") from None
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start]).strip("'")
+        raise ValueError(
+            f"{where} has half of a surrogate pair, {half}, which is no character and has no tokens:"
+            " write the character itself, or both halves"
+        ) from None
+    return row
 
 
 def required(row: Row, name: str, where: str) -> Any:

@@ -1,20 +1,16 @@
 """A recipe that needs more memory than its GPUs have in, the nearest one that fits, as overrides, out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import ceil, log2
 from typing import Any
 
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.config.recipe import value_of
+from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.rank_memory import RankMemory, Side
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import read_hf_config
-
-Settings = Mapping[str, Any]
-"""Options by dotted name."""
 
 GIB = 2**30
 RECOMPUTE = ("none", "selective", "full")
@@ -59,23 +55,6 @@ def _fits(config: Config, settings: Settings, side: Side) -> bool:
     except ValueError:  # sizes that do not divide
         return False
     return not too_large(changed, ranks)
-
-
-def with_settings(config: Config, settings: Settings) -> Config:
-    """The configuration with options replaced. ValueError as of Config."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        group, _, name = key.rpartition(".")
-        groups.setdefault(group, {})[name] = value
-    for group, values in groups.items():
-        config = _replaced(config, group.split("."), values)
-    return config
-
-
-def _replaced(node: Any, path: Sequence[str], values: Mapping[str, Any]) -> Any:
-    if not path:
-        return replace(node, **values)
-    return replace(node, **{path[0]: _replaced(getattr(node, path[0]), path[1:], values)})
 
 
 def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
-from transformers import AutoTokenizer
-
 from mcore_rl.config import JudgeConfig
 from mcore_rl.rewards.user_function import find_file
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.types import Sample
 
 Post = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[list[Any]]]
@@ -97,8 +96,12 @@ class RewardModelScorer:
 
     path = "/classify"
 
-    def __init__(self, folder: str) -> None:
-        """`folder`: the reward model's, or its tokenizer's alone. ValueError: no such, or no reward model."""
+    def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
+        """Read the tokenizer in `folder`, the reward model's own or its tokenizer's.
+
+        `trust_remote_code`: run a tokenizer that is Python code in the folder. Raises ValueError if
+        there is no tokenizer with a chat template, or if the model is no reward model.
+        """
         hf_config = _read_json(Path(folder) / "config.json")
         labels = hf_config.get("id2label")
         if labels is not None and len(labels) != 1:
@@ -106,10 +109,7 @@ class RewardModelScorer:
                 f"the reward model in {folder} has {len(labels)} outputs {sorted(labels.values())}; a reward"
                 " is one number"
             )
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer of the reward model in {folder}: {error}") from None
+        self._tokenizer = load_tokenizer(folder, "reward_model.path", trust_remote_code)
         if not self._tokenizer.chat_template:
             raise ValueError(f"the reward model's tokenizer in {folder} has no chat template")
         self._pad_id = hf_config.get("pad_token_id")

@@ -38,6 +38,7 @@ class EngineSpec:
     custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
     tokenizer             it takes and gives text; else token ids alone, and needs no tokenizer
     port                  None finds a free one when the engine starts
+    trust_remote_code     run Python code that comes with the model's configuration or tokenizer
     dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
     gives_up_memory       its GPU memory can be released and taken back while it runs
     environment           variables that its processes find, beside those of the one that starts it
@@ -58,6 +59,7 @@ class EngineSpec:
     routed_experts: bool = False
     custom_weight_loaders: tuple[str, ...] = ()
     tokenizer: bool = False
+    trust_remote_code: bool = False
     seed: int = 0
     host: str = "127.0.0.1"
     port: int | None = None
@@ -100,6 +102,8 @@ class EngineSpec:
         flags = ["--skip-server-warmup", "--sleep-on-idle"]
         if not self.tokenizer:
             flags.append("--skip-tokenizer-init")
+        if self.trust_remote_code:
+            flags.append("--trust-remote-code")
         if self.attention_dp > 1:
             flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
         if self.deterministic:

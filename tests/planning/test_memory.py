@@ -10,7 +10,8 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
+from mcore_rl.config.tree import with_settings
+from mcore_rl.planning.nearest import nearest_that_fits, too_large
 from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.slices.hf.config import read_hf_config
 from tests.support.policy import read
@@ -156,7 +157,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
         ),
         (
             "rollout.pp=2",
-            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages tells which",
+            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages reports",
         ),
         ("plan.expert_load=0.5", "plan.expert_load=0.5: must be at least 1"),
     ],

@@ -102,7 +102,7 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (
             "rollout.tp=128 rollout.attention_dp=1",
-            "tp / dp = 128 does not divide attention heads = 64",
+            "rollout.tp=128 does not divide num_attention_heads=64 of config.json",
         ),
         ("parallel.tp=3 parallel.dp=16", "parallel.tp=3 does not divide num_attention_heads=64"),
         ("model.path=/nowhere", "/nowhere/config.json does not exist"),
