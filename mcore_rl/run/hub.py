@@ -131,9 +131,9 @@ def _download(
             " here; or set HF_HOME to a cache that has it"
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        first_line = str(error).strip().partition("\n")[0]
+        reason = " ".join(str(error).split()[:20])
         raise ValueError(
-            f"{what}: it is not here, and the Hugging Face hub does not give it ({first_line});"
+            f"{what}: it is not here, and the Hugging Face hub does not give it ({reason});"
             " check the name and the revision, and `hf auth login` if it is private or gated"
         ) from None
     return Path(folder)

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.files import prompt_row, write_parquet
-from mcore_rl.data.prompts import load_conversations, load_prompts
+from mcore_rl.data.prompts import load_conversations, load_prompts, load_rows
 
 SHORT, LONG = (
     "Ada has 3 apples",
@@ -56,6 +56,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(
     [
         ("x.jsonl", "{oops\n", r"x.jsonl line 1 is not JSON"),
         ("x.jsonl", '{"data_source": "a"}\n', r"x.jsonl line 1 lacks `prompt`; it has data_source"),
+        ("x.jsonl", '\n{"prompt": "\\ud83d"}\n', r"x.jsonl line 2 has half of .*, \\ud83d, which"),
         ("x.csv", "a,b\n", r"x.csv: expected .parquet or .jsonl"),
     ],
 )
@@ -65,6 +66,15 @@ def test_malformed_files_are_refused_by_place(
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         load_prompts([str(tmp_path / name)], make_tokenizer(), 8, "filter")
+
+
+def test_both_halves_of_a_surrogate_pair_are_a_character(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"prompt": "\\ud83d\\ude00"}\n')
+    assert [row for _, row in load_rows([str(path)])] == [{"prompt": "\U0001f600"}]
+    path.write_bytes(b'{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl line 1 is not UTF-8"):
+        list(load_rows([str(path)]))
 
 
 def test_missing_file_is_named() -> None:

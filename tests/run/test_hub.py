@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
 from mcore_rl.run.hub import fetch_config_json, fetch_inputs
-from tests.support.fake_hub import commit_of, fake_hub
+from tests.support.fake_hub import COMMITS, fake_hub
 
 MODEL = {
     "config.json": b"{}",
@@ -64,7 +64,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
             fetch(tmp_path, endpoint, "train", wrong)
     names = {file.name for file in path.iterdir()}
     assert names == {"config.json", "tokenizer.json", "model.safetensors"}
-    assert path.name == commit_of("v2") and revision is None
+    assert path.name == COMMITS["v2"] and revision is None
     assert data[0] == "local.jsonl"
     assert Path(data[1]).read_bytes() == DATA["data/train.jsonl"]
     again, _, _ = fetch(tmp_path, endpoint, "train", settings)
@@ -83,7 +83,7 @@ def test_without_a_network_one_error_says_what_to_do(tmp_path: Path) -> None:
 def test_a_filled_cache_needs_no_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = commit_of("main")
+    commit = COMMITS["main"]
     repo = tmp_path / "models--me--tiny"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(commit)

@@ -29,14 +29,18 @@ def fake_hub(models: Mapping[str, Files], datasets: Mapping[str, Files]) -> Iter
         do_HEAD = do_GET
 
         def _describe(self, path: str) -> None:
-            name, _, revision = path.partition("/revision/")
-            if name not in repos or revision not in ("main", "v2"):
-                self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+            name, _, commit = path.partition("/tree/")
+            if commit in COMMITS.values() and name in repos:
+                self._answer_json([file_entry(*item) for item in repos[name].items()])
                 return
-            files = [{"rfilename": file} for file in repos[name]]
-            repo = name.partition("/")[2]
-            info = {"id": repo, "sha": commit_of(revision), "siblings": files}
-            self._answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            name, _, revision = path.partition("/revision/")
+            if revision in COMMITS and name in repos:
+                self._answer_json({"id": name.partition("/")[2], "sha": COMMITS[revision]})
+                return
+            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+        def _answer_json(self, value: object) -> None:
+            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
         def _send_file(self, path: str) -> None:
             name, _, rest = path.partition("/resolve/")
@@ -45,8 +49,8 @@ def fake_hub(models: Mapping[str, Files], datasets: Mapping[str, Files]) -> Iter
             if content is None:
                 self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
-            tag = hashlib.sha1(content).hexdigest()
-            self._answer(200, content, {"ETag": f'"{tag}"', "X-Repo-Commit": commit})
+            headers = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": commit}
+            self._answer(200, content, headers)
 
         def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
             self.send_response(status)
@@ -68,5 +72,13 @@ def fake_hub(models: Mapping[str, Files], datasets: Mapping[str, Files]) -> Iter
         server.server_close()
 
 
-def commit_of(revision: str) -> str:
-    return hashlib.sha1(revision.encode()).hexdigest()
+def file_entry(path: str, content: bytes) -> dict[str, object]:
+    return {"type": "file", "path": path, "size": len(content), "oid": digest(content)}
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+COMMITS = {revision: digest(revision.encode()) for revision in ("main", "v2")}
+"""Branch -> the commit that it is at, in every repository."""
