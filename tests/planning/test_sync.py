@@ -87,10 +87,15 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         "rollout.stage_weights=false",
         "rollout.restarts=0",
     ]
-    assert main(["plan", "recipe=qwen3_30b_a3b_grpo_32", *settings, "--json"]) == 0
+    command = ["plan", "--json", "recipe=qwen3_30b_a3b_grpo_32", *settings]
+    assert main(command) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["network_bytes"] == 0
-    assert plan["engine_local_in_per_rank"][0] > 0
+    assert 0 < plan["engine_local_in_per_rank"][0] <= plan["busiest_copy_bytes"]
+    assert plan["seconds"] == pytest.approx(plan["busiest_copy_bytes"] * 8 / 400e9)
+    assert main([*command, "plan.memory_gbps=3200"]) == 0
+    faster = json.loads(capsys.readouterr().out)
+    assert faster["seconds"] == pytest.approx(plan["seconds"] / 8)
 
 
 @pytest.mark.parametrize(
