@@ -1,4 +1,4 @@
-"""mcore_rl: reinforcement-learning post-training of mixture-of-experts models with Megatron and SGLang."""
+"""Reinforcement-learning post-training of mixture-of-experts models with Megatron and SGLang."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -56,7 +56,10 @@ def test_wrong_input_is_one_line_and_status_2(capsys, argv: list[str], message: 
 
 
 def test_help_does_not_wait_for_torch_and_ray() -> None:
-    code = "import sys; from mcore_rl.cli import make_parser; make_parser(); print('ray' in sys.modules)"
+    code = (
+        "import sys; from mcore_rl.cli import make_parser; make_parser();"
+        " print('ray' in sys.modules)"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

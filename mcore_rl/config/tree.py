@@ -1,6 +1,4 @@
-"""The tree of options by dotted names: a configuration class in, its options' names, defaults,
-values out.
-"""
+"""Options by dotted names: a configuration or its class in; names, defaults and values out."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace

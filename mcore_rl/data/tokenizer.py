@@ -1,4 +1,4 @@
-"""A model directory in, its tokenizer out; one that is missing, damaged or Python code is refused."""
+"""A model directory in, its tokenizer out, unless it is missing, damaged or untrusted code."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ def load_tokenizer(
         if not trust_remote_code:
             raise ValueError(
                 f"{option}={folder}: its tokenizer is Python code (auto_map in"
-                " tokenizer_config.json); read the code, then set model.trust_remote_code=true to run"
-                " it, or save the tokenizer as a tokenizer.json"
+                " tokenizer_config.json); read the code, then set model.trust_remote_code=true to"
+                " run it, or save the tokenizer as a tokenizer.json"
             )
     elif not any(file for pattern in VOCABULARY_FILES for file in path.glob(pattern)):
         # transformers would make an empty tokenizer of config.json alone
         raise ValueError(
-            f"{option}={folder}: no tokenizer there, none of {', '.join(VOCABULARY_FILES)}; copy the"
-            " model's tokenizer files into it"
+            f"{option}={folder}: no tokenizer there, none of {', '.join(VOCABULARY_FILES)}; copy"
+            " the model's tokenizer files into it"
         )
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Checks of a recipe's sizes against one another and the model; errors name both numbers and a remedy."""
+"""Checks of a recipe's sizes against one another and the model; errors name both and a remedy."""
 
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.planning.deployment import engine_sizes
@@ -10,7 +10,7 @@ from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config) -> None:
-    """Raise ValueError if a training layout does not divide the model, or a sequence is too long."""
+    """Raise ValueError if a training layout does not divide the model, or sequences are too long."""
     hf_config = read_hf_config(config.model.path)
     check_layout(hf_config, config.parallel)
     if config.has_critic:
@@ -19,13 +19,13 @@ def check_sizes(config: Config) -> None:
 
 
 def check_engines(config: Config) -> None:
-    """Raise ValueError if engines of these sizes cannot serve the model, or would serve it wrongly."""
+    """Raise ValueError if engines of these sizes cannot serve the model, or not rightly."""
     hf_config = read_hf_config(config.model.path)
     rollout = config.rollout
     if rollout.quantization != "none" and family_of(hf_config).stacks_experts:
         raise ValueError(
-            f"rollout.quantization={rollout.quantization} with model.path={config.model.path}, whose"
-            " experts are stacked in one tensor: only none is supported"
+            f"rollout.quantization={rollout.quantization} with model.path={config.model.path},"
+            " whose experts are stacked in one tensor: only none is supported"
         )
     if rollout.pp > 1 and config.drift.routed_experts and any(moe_layers(hf_config)):
         raise ValueError(
@@ -65,9 +65,7 @@ def check_engine_sizes(rollout: RolloutConfig, hf_config: HfConfig) -> None:
         expert_size = "an expert's intermediate size"
         _check_divides(by_expert, expert_tp, expert_size, sizes["expert_ffn"])
     elif rollout.ep > 1:
-        raise ValueError(
-            f"rollout.ep={rollout.ep}, but the model has no experts: set rollout.ep=1"
-        )
+        raise ValueError(f"rollout.ep={rollout.ep}, but the model has no experts: set rollout.ep=1")
     if not all(is_moe):
         _check_divides("rollout.tp", rollout.tp, "intermediate_size", sizes["dense_ffn"])
     if rollout.pp > len(is_moe):

@@ -1,7 +1,8 @@
 """A recipe and its model's config.json in, bytes of GPU memory of every kind of rank out.
 
-GPUs of their own   trainer: weights, gradients, optimizer, activations, logits; engine: weights, KV cache
-shared GPUs         one moment after the other, each with what nobody has given up by then
+trainer       weights, gradients, optimizer, activations, logits
+engine        weights, KV cache
+shared GPUs   the fullest of several moments, each with what nobody has released by then
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +25,16 @@ from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 ADAM_BYTES = 8
-"""Two float32 moments of a parameter; models in bfloat16 have a float32 main weight besides."""
+"""Two float32 moments per parameter; models in bfloat16 also have a float32 main weight."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank: `expert`, of routed experts, whose optimizer state lies on other ranks, and the rest."""
+    """Numbers of parameters of one rank.
+
+    `expert` are those of routed experts, whose optimizer state is divided over other ranks than the
+    state of the rest.
+    """
 
     dense: int
     expert: int
@@ -53,7 +58,10 @@ def stage_parameters(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -
 
 
 def predict_memory(config: Config, side: Side | None = None) -> list[RankMemory]:
-    """One entry per kind of rank, of one side or of all. ValueError as of MegatronLayout, SGLangLayout."""
+    """One entry per kind of rank, of one side or of all.
+
+    Raises ValueError as MegatronLayout and SGLangLayout do.
+    """
     hf_config = read_hf_config(config.model.path)
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
@@ -90,7 +98,7 @@ def _critic(config: Config, hf_config: HfConfig) -> list[Uses]:
 def _trained(
     config: Config, hf_config: HfConfig, parallel: ParallelConfig, *, sends: bool
 ) -> list[Uses]:
-    """What a rank of each pipeline stage of a model in training needs."""
+    """Bytes per purpose of a rank of each pipeline stage of a model in training."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
     activations = Activations(hf_config, _pass(config, parallel, config.train))
@@ -107,7 +115,7 @@ def _trained(
 
 
 def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, dtype: str) -> Uses:
-    """Of one rank, whose share of the optimizer is that of a data-parallel rank."""
+    """Weights, gradients and share of the optimizer of one rank with `count` parameters."""
     state = ADAM_BYTES + (FLOAT32 if dtype != "float32" else 0)
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
@@ -121,7 +129,7 @@ def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, d
 def _passes(
     activations: Activations, parallel: ParallelConfig, runs: Sequence[range], stage: int
 ) -> float:
-    """`runs`: the layers of each of the stage's model chunks."""
+    """Bytes of activations of a stage. `runs`: the layers of each of its model chunks."""
     layers = [layer for run in runs for layer in run]
     in_flight = _in_flight(parallel, stage) / len(runs)
     kept = in_flight * sum(activations.kept(layer) for layer in layers)
@@ -141,9 +149,9 @@ def _pass(config: Config, parallel: ParallelConfig, train: TrainConfig) -> Pass:
 
 
 def _in_flight(parallel: ParallelConfig, stage: int) -> int:
-    """Forward passes of model chunks that a stage has made before its first backward pass, that one included.
+    """Forward passes of model chunks that a stage makes up to its first backward pass.
 
-    As megatron-core's schedules have it (get_pp_rank_microbatches): one forward, one backward, interleaved.
+    As in megatron-core's 1F1B schedules, interleaved or not (get_pp_rank_microbatches).
     """
     behind = parallel.pp - stage - 1
     if parallel.vpp is None:
@@ -152,7 +160,7 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
 
 
 def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
-    """What a rank of each of an engine's pipeline stages needs."""
+    """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
     target = record_layouts(config, replace(engine_sizes(config), engines=1)).target()
     links = engine_links(config)
@@ -171,7 +179,7 @@ def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
 
 
 def _served_bytes(model: ServedModelConfig) -> float:
-    """Weights of a rank of its engines, as many as its files have; its KV cache is not counted."""
+    """Bytes of weights per rank, by the size of the model's files; its KV cache is not counted."""
     files = Path(model.path).glob("*.safetensors")
     return sum(path.stat().st_size for path in files) / model.engine_ranks
 
@@ -181,13 +189,13 @@ def _bytes(layout: Layout, rank: int) -> int:
 
 
 def _layers_of(layout: Layout, rank: int) -> int:
-    """How many layers have a tensor on the rank."""
+    """Number of layers with a tensor on the rank."""
     names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
     return len({name.partition(".")[0] for name in names})
 
 
 def _derived(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
-    """Latent attention: SGLang multiplies kv_b_proj into two matrices that it keeps besides."""
+    """Bytes of the two matrices that SGLang derives from kv_b_proj for latent attention."""
     sizes = family_of(hf_config).sizes(hf_config)
     if "kv_rank" not in sizes:
         return 0
@@ -197,7 +205,7 @@ def _derived(hf_config: HfConfig, layout: Layout, stage: int, config: Config) ->
 
 
 def _kv_bytes(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
-    """Per token on one rank."""
+    """Bytes of KV cache per token on one rank."""
     sizes = family_of(hf_config).sizes(hf_config)
     attention_tp = config.rollout.tp // config.rollout.attention_dp
     if "kv_rank" in sizes:
@@ -208,6 +216,7 @@ def _kv_bytes(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -
 
 
 def _slots(config: Config) -> int:
+    """Bytes of the buffers at one end of a link."""
     return NUM_SLOTS * int(config.sync.bucket_mib * 2**20)
 
 

@@ -1,4 +1,4 @@
-"""GPUs that several processes share: what each of them holds moment by moment, and the fullest moment."""
+"""Memory of the processes that share GPUs in, the fullest moment of each GPU out."""
 
 from collections.abc import Iterable
 
@@ -11,9 +11,10 @@ STATE = ("weights", "gradients", "optimizer")
 def shared_gpus(
     config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses], colocated: Uses
 ) -> Iterable[RankMemory]:
-    """Each stage's GPUs at the fullest of their moments; a GPU may also have a critic's and an engine's rank.
+    """The GPUs of each trainer stage at their fullest moment.
 
-    Which of these ranks meet on a GPU is left open: the fullest critic and engine stage are taken.
+    A GPU may also host a rank of the critic and of an engine. Which of those meet is left open: the
+    fullest critic stage and the fullest engine stage are assumed.
     """
     offload = config.cluster.offload
     colocated_critic = max(critic, key=lambda uses: sum(uses.values()), default={})

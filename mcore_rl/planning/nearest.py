@@ -1,4 +1,4 @@
-"""A recipe that needs more memory than its GPUs have in, the nearest one that fits, as overrides, out."""
+"""A recipe that exceeds its GPUs' memory in, overrides for the nearest recipe that fits out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -15,13 +15,13 @@ from mcore_rl.slices.hf.config import read_hf_config
 GIB = 2**30
 RECOMPUTE = ("none", "selective", "full")
 GROWTH = (1, 2, 4, 8)
-"""How many times as many GPUs are looked at, one after the other."""
+"""Multiples of the recipe's GPUs that are tried, in this order."""
 FARTHEST = 3.0
-"""Doublings, halvings and steps of recompute away from the recipe that are looked at."""
+"""Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
 
 
 def available_bytes(config: Config, rank: RankMemory) -> float:
-    """What a GPU has for the tensors of such a rank."""
+    """Bytes that a GPU has for the tensors of such ranks, after what its processes take."""
     return (config.plan.gpu_memory_gib - rank.num_processes * config.plan.process_gib) * GIB
 
 
@@ -30,10 +30,10 @@ def too_large(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 
 def nearest_that_fits(config: Config) -> Settings | None:
-    """Options that differ from the recipe's; None if nothing that was looked at fits.
+    """Options to change so that the recipe fits; None if nothing that was tried fits.
 
-    Each side keeps its number of GPUs if any of its layouts fits on them, else takes the smallest multiple
-    that does. The nearest layout is the one with the fewest doublings and halvings.
+    Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
+    smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
     sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config))]
@@ -41,10 +41,10 @@ def nearest_that_fits(config: Config) -> Settings | None:
         candidates = (
             _engine_candidates(config) if side == "engine" else _trained_candidates(config, side)
         )
-        found = next((c for c in candidates if _fits(config, c, side)), None)
-        if found is None:
+        fitting = next((c for c in candidates if _fits(config, c, side)), None)
+        if fitting is None:
             return None
-        settings |= found
+        settings |= fitting
     return settings
 
 
@@ -63,7 +63,7 @@ def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]
 
 
 def _engine_candidates(config: Config) -> Iterator[Settings]:
-    """Engines of as many ranks in all, or more: wider ones, with less KV cache."""
+    """Engines with as many ranks in all, or a multiple: wider ones, with less KV cache."""
     rollout = config.rollout
     for growth in GROWTH:
         candidates = []
@@ -85,7 +85,7 @@ def _engine_candidates(config: Config) -> Iterator[Settings]:
 def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
     """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
 
-    A critic on the trainer's GPUs is given the trainer's layout.
+    A critic on the trainer's GPUs gets the trainer's layout.
     """
     now = config.parallel if side == "trainer" else config.critic.parallel
     groups = ["parallel"] if side == "trainer" else ["critic.parallel"]
@@ -113,7 +113,7 @@ def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
 def _layouts(
     now: ParallelConfig, num_ranks: int, sizes: Mapping[str, int], ranks_per_host: int
 ) -> Iterator[tuple[dict[str, int | None], float]]:
-    """Options of ParallelConfig for `num_ranks` ranks, and how far they are from `now`."""
+    """Options of ParallelConfig for `num_ranks` ranks, each with its distance from `now`."""
     experts = sizes["experts"] or 1
     limits = (ranks_per_host, sizes["layers"], 8, experts, 4 if experts > 1 else 1)
     for tp, pp, cp, ep, etp in product(*map(_powers, limits)):
@@ -135,7 +135,7 @@ def _layouts(
 
 
 def _uneven(num_layers: int, pp: int) -> dict[str, int | None]:
-    """Stages of a model whose layers `pp` does not divide: the last one takes fewer."""
+    """Options for `pp` stages; if `pp` does not divide the layers, the last stage takes fewer."""
     last = num_layers - (pp - 1) * ceil(num_layers / pp)
     uneven = pp > 1 and num_layers % pp and last > 0
     return {"vpp": None, "first_stage_layers": None, "last_stage_layers": last if uneven else None}
@@ -146,7 +146,7 @@ def _powers(largest: int) -> list[int]:
 
 
 def _changes(config: Config, settings: Mapping[str, Any]) -> Settings:
-    """Those that differ from the recipe's."""
+    """The settings that differ from the recipe's."""
     sizes = {
         "parallel.dp": config.parallel.dp_size,
         "critic.parallel.dp": config.critic.parallel.dp_size,

@@ -1,4 +1,4 @@
-"""Both sides of a weight sync in, the bytes and seconds that it takes out, as numbers and as tables."""
+"""Both sides of a weight sync in, its bytes and seconds out, as numbers and as tables."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

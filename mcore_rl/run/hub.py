@@ -3,12 +3,11 @@
     models      owner/name or owner/name@revision, unless a folder of that name is here
     data files  hf://datasets/owner/name/path/to/file.parquet or hf://datasets/owner/name@revision/...
 
-Downloads land in the cache of huggingface_hub (HF_HOME) and are reused from there without a network.
+Downloads land in huggingface_hub's cache (HF_HOME) and are reused without a network.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,13 +76,14 @@ def _local_model(option: str, path: str, revision: str | None, patterns: Sequenc
     if name is None or Path(path).exists():
         if revision is not None:
             raise ValueError(
-                f"model.revision={revision} with {option}={path}, which is no id on the Hugging Face"
-                " hub: leave model.revision out"
+                f"model.revision={revision} with {option}={path}, which is no id on the Hugging"
+                " Face hub: leave model.revision out"
             )
         return path
     if revision is not None and name["revision"] is not None:
         raise ValueError(
-            f"model.revision={revision} with {option}={path}: there are two revisions; leave one out"
+            f"model.revision={revision} with {option}={path}: there are two revisions; leave one"
+            " out"
         )
     revision = revision or name["revision"]
     return str(_download(f"{option}={path}", "model", name["repo"], revision, patterns))

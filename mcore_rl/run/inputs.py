@@ -1,4 +1,6 @@
-"""A recipe in, everything out that a command reads before it starts a process; wrong input is refused."""
+"""A recipe in, everything out that a command reads before it starts a process; wrong input is
+refused.
+"""
 
 import logging
 import os
@@ -143,14 +145,18 @@ def without_replay(config: Config) -> Config:
 def load_split(
     config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """The prompts of `files`, none if there are no files. Raises ValueError as load_prompts does."""
+    """The prompts of `files`, none if there are no files. Raises ValueError as load_prompts
+    does.
+    """
     if not files:
         return []
     return load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong)
 
 
 def make_scorer(config: Config) -> Scorer:
-    """The reward of a run. Raises ValueError if its function, template or tokenizer cannot be used."""
+    """The reward of a run. Raises ValueError if its function, template or tokenizer cannot be
+    used.
+    """
     questions: dict[str, ModelScorer] = {}
     if config.judge.is_used:
         questions["judge"] = JudgeScorer(config.reward.judge)
@@ -178,7 +184,9 @@ def check_critic(config: Config) -> None:
 
 
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if the teacher has no tokenizer, or one with other tokens than the model's."""
+    """Raise ValueError if the teacher has no tokenizer, or one with other tokens than the
+    model's.
+    """
     path = config.teacher.path
     teacher = load_tokenizer(path, "teacher.path", config.model.trust_remote_code)
     check_same_vocabulary(tokenizer, teacher, config.model.path, path)

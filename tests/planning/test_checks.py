@@ -1,4 +1,6 @@
-"""Sizes of engines and lengths of sequences that the model does not allow are refused before a start."""
+"""Sizes of engines and lengths of sequences that the model does not allow are refused before a
+start.
+"""
 
 from typing import Any
 

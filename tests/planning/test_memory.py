@@ -8,9 +8,9 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.planning.memory import predict_memory
-from mcore_rl.config.tree import with_settings
 from mcore_rl.planning.nearest import nearest_that_fits, too_large
 from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.slices.hf.config import read_hf_config
@@ -157,7 +157,8 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
         ),
         (
             "rollout.pp=2",
-            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages reports",
+            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages"
+            " reports",
         ),
         ("plan.expert_load=0.5", "plan.expert_load=0.5: must be at least 1"),
     ],

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,11 @@ print(json.dumps([config.model.path, config.model.revision, config.data.train]))
 
 
 def fetch(
-    home: Path, endpoint: str, command: str, settings: dict[str, object]
+    home: Path, endpoint: str, command: str, settings: Mapping[str, object]
 ) -> tuple[Path, str | None, list[str]]:
-    """In a process of its own, because huggingface_hub reads the environment when it is imported."""
+    """In a process of its own, because huggingface_hub reads the environment when it is
+    imported.
+    """
     environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint}
     environment.pop("HF_HUB_OFFLINE", None)
     argv = [sys.executable, "-c", FETCH, command, json.dumps(settings)]
@@ -80,9 +83,7 @@ def test_without_a_network_one_error_says_what_to_do(tmp_path: Path) -> None:
         fetch(tmp_path, "http://127.0.0.1:9", "train", {"model.path": "me/tiny"})
 
 
-def test_a_filled_cache_needs_no_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filled_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = COMMITS["main"]
     repo = tmp_path / "models--me--tiny"
     (repo / "refs").mkdir(parents=True)
@@ -109,7 +110,8 @@ def test_a_local_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     [
         (
             {"model.path": "/models/tiny", "model.revision": "v2"},
-            "model.revision=v2 with model.path=/models/tiny, which is no id on the Hugging Face hub",
+            "model.revision=v2 with model.path=/models/tiny, which is no id on the Hugging Face"
+            " hub",
         ),
         (
             {"model.path": "me/tiny@v1", "model.revision": "v2"},
