@@ -31,11 +31,11 @@ def defaults_of(cls: type, key: str) -> tuple[tuple[str, Any], ...]:
     """(dotted name, default) of every option under `key`, an option or group in the tree of
     `cls`.
     """
-    default: Any = cls
-    kind: Any = cls
-    for name in key.split("."):
-        default = _default(next(f for f in fields(kind) if f.name == name))
-        kind = options_of(kind)[name][0]
+    first, _, rest = key.partition(".")
+    default = _default(next(f for f in fields(cls) if f.name == first))
+    if rest:
+        default = value_of(default, rest)
+    kind = type(default)
     if not is_group(kind):
         return ((key, default),)
     return tuple((f"{key}.{name}", value_of(default, name)) for name in leaves_under(kind))

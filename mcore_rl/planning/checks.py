@@ -10,7 +10,7 @@ from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config) -> None:
-    """Raise ValueError if a training layout does not divide the model, or sequences are too long."""
+    """Raise ValueError if a layout does not divide the model, or sequences are too long."""
     hf_config = read_hf_config(config.model.path)
     check_layout(hf_config, config.parallel)
     if config.has_critic:

@@ -69,7 +69,18 @@ def test_more_ranks_than_key_value_heads_hold_copies() -> None:
 
 
 def test_a_plan_of_such_engines_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "recipe=qwen3_30b_a3b_grpo_8", "rollout.tp=3", "rollout.ep=1"]) == 2
+    assert (
+        main(
+            [
+                "plan",
+                "recipe=qwen3_30b_a3b_grpo_8",
+                "rollout.engines=2",
+                "rollout.tp=3",
+                "rollout.ep=1",
+            ]
+        )
+        == 2
+    )
     assert "rollout.tp=3 does not divide num_attention_heads=" in capsys.readouterr().err
 
 
