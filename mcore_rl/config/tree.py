@@ -28,9 +28,7 @@ def value_of(config: object, key: str) -> Any:
 
 @cache
 def defaults_of(cls: type, key: str) -> tuple[tuple[str, Any], ...]:
-    """(dotted name, default) of every option under `key`, an option or group in the tree of
-    `cls`.
-    """
+    """(dotted name, default) of every option under `key`, an option or group of the class."""
     first, _, rest = key.partition(".")
     default = _default(next(f for f in fields(cls) if f.name == first))
     if rest:

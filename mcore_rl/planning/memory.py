@@ -84,7 +84,8 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
         if model.is_colocated
     }
     if critic or engines or served:
-        return shared_gpus(config, trainer, critic, engines, served)
+        offload = config.cluster.offload
+        return shared_gpus(parallel, offload, trainer, critic, engines, served)
     return _own_gpus("trainer", trainer, parallel)
 
 
@@ -101,7 +102,8 @@ def _trained(
     """Bytes per purpose of a rank of each pipeline stage of a model in training."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    activations = Activations(hf_config, _pass(config, parallel, config.train))
+    step = _pass(config.model.dtype, parallel, config.train, config.plan.expert_load)
+    activations = Activations(hf_config, step)
     stages = []
     for stage in range(parallel.pp):
         uses = _states(stage_parameters(layout, sizes, stage), parallel, sizes, config.model.dtype)
@@ -109,7 +111,7 @@ def _trained(
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
         if sends:
-            uses["sync buffers"] = config.rollout.engines * _slots(config)
+            uses["sync buffers"] = config.rollout.engines * _slots(config.sync.bucket_mib)
         stages.append(uses)
     return stages
 
@@ -136,15 +138,15 @@ def _passes(
     return kept + max(activations.working(layer) for layer in layers)
 
 
-def _pass(config: Config, parallel: ParallelConfig, train: TrainConfig) -> Pass:
+def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load: float) -> Pass:
     return Pass(
         tokens=train.max_tokens_per_microbatch,
         tp=parallel.tp,
         cp=parallel.cp,
         etp=parallel.etp,
-        itemsize=itemsize(config.model.dtype),
+        itemsize=itemsize(dtype),
         recompute=train.recompute,
-        expert_load=config.plan.expert_load,
+        expert_load=expert_load,
     )
 
 
@@ -163,14 +165,20 @@ def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
     """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
     target = record_layouts(config, replace(engine_sizes(config), engines=1)).target()
-    links = engine_links(config)
+    attention_tp = rollout.tp // rollout.attention_dp
+    size = itemsize(config.model.dtype)
+    buffers = engine_links(config) * _slots(config.sync.bucket_mib)
     stages = []
     for stage in range(rollout.pp):
-        weights = _bytes(target, stage * rollout.tp)
-        uses = {
-            "weights": weights + _derived(hf_config, target, stage, config),
-            "KV cache": rollout.kv_cache_len * _kv_bytes(hf_config, target, stage, config),
-            "sync buffers": links * _slots(config),
+        first_rank = stage * rollout.tp
+        num_layers = _num_layers(target, first_rank)
+        weights = _bytes(target, first_rank)
+        derived = num_layers * _derived_numbers(hf_config, attention_tp) * size
+        kv_bytes = num_layers * _kv_numbers(hf_config, attention_tp) * size
+        uses: Uses = {
+            "weights": weights + derived,
+            "KV cache": rollout.kv_cache_len * kv_bytes,
+            "sync buffers": buffers,
         }
         if rollout.stage_weights:
             uses["staged weights"] = weights
@@ -188,36 +196,31 @@ def _bytes(layout: Layout, rank: int) -> int:
     return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
 
 
-def _layers_of(layout: Layout, rank: int) -> int:
+def _num_layers(layout: Layout, rank: int) -> int:
     """Number of layers with a tensor on the rank."""
     names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
     return len({name.partition(".")[0] for name in names})
 
 
-def _derived(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
-    """Bytes of the two matrices that SGLang derives from kv_b_proj for latent attention."""
+def _derived_numbers(hf_config: HfConfig, attention_tp: int) -> int:
+    """Numbers per layer of the two matrices that SGLang makes of kv_b_proj (latent attention)."""
     sizes = family_of(hf_config).sizes(hf_config)
     if "kv_rank" not in sizes:
         return 0
-    attention_tp = config.rollout.tp // config.rollout.attention_dp
-    layers = _layers_of(layout, stage * config.rollout.tp)
-    return layers * sizes["kv_up"] * sizes["kv_rank"] // attention_tp * itemsize(config.model.dtype)
+    return sizes["kv_up"] * sizes["kv_rank"] // attention_tp
 
 
-def _kv_bytes(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
-    """Bytes of KV cache per token on one rank."""
+def _kv_numbers(hf_config: HfConfig, attention_tp: int) -> int:
+    """Numbers of the KV cache per token and layer on one rank."""
     sizes = family_of(hf_config).sizes(hf_config)
-    attention_tp = config.rollout.tp // config.rollout.attention_dp
     if "kv_rank" in sizes:
-        numbers = sizes["kv_down"]
-    else:
-        numbers = 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
-    return _layers_of(layout, stage * config.rollout.tp) * numbers * itemsize(config.model.dtype)
+        return sizes["kv_down"]
+    return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
 
 
-def _slots(config: Config) -> int:
+def _slots(bucket_mib: float) -> int:
     """Bytes of the buffers at one end of a link."""
-    return NUM_SLOTS * int(config.sync.bucket_mib * 2**20)
+    return NUM_SLOTS * int(bucket_mib * 2**20)
 
 
 def _own_gpus(side: Side, stages: list[Uses], parallel: ParallelConfig) -> Iterable[RankMemory]:

@@ -2,21 +2,29 @@
 
 from collections.abc import Iterable
 
-from mcore_rl.config import Config
+from mcore_rl.config import ParallelConfig
 from mcore_rl.planning.rank_memory import RankMemory, Uses, stage_name
 
 STATE = ("weights", "gradients", "optimizer")
 
 
 def shared_gpus(
-    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses], colocated: Uses
+    parallel: ParallelConfig,
+    offload: bool,
+    trainer: list[Uses],
+    critic: list[Uses],
+    engines: list[Uses],
+    colocated: Uses,
 ) -> Iterable[RankMemory]:
     """The GPUs of each trainer stage at their fullest moment.
 
     A GPU may also host a rank of the critic and of an engine. Which of those meet is left open: the
     fullest critic stage and the fullest engine stage are assumed.
+
+    offload     trainer and critic release their state while others use the GPU
+    trainer     bytes per purpose of each pipeline stage; critic and engines likewise, if they share
+    colocated   role of a served model -> bytes of its weights
     """
-    offload = config.cluster.offload
     colocated_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
     colocated_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
     num_processes = 1 + bool(critic) + bool(engines) + len(colocated)
@@ -43,7 +51,7 @@ def shared_gpus(
             },
         }
         moment = max(moments, key=lambda name: sum(moments[name].values()))
-        who = stage_name("trainer", stage, len(trainer), config.parallel)
+        who = stage_name("trainer", stage, len(trainer), parallel)
         yield RankMemory("trainer", who, moment, moments[moment], num_processes)
 
 

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
+
 from mcore_rl.config import JudgeConfig
-from mcore_rl.rewards.user_function import find_file
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.rewards.user_function import find_file
 from mcore_rl.types import Sample
 
 Post = Callable[[str, Sequence[Mapping[str, Any]]], Awaitable[list[Any]]]
@@ -109,7 +110,7 @@ class RewardModelScorer:
                 f"the reward model in {folder} has {len(labels)} outputs {sorted(labels.values())}; a reward"
                 " is one number"
             )
-        self._tokenizer = load_tokenizer(folder, "reward_model.path", trust_remote_code)
+        self._tokenizer: Any = load_tokenizer(folder, "reward_model.path", trust_remote_code)
         if not self._tokenizer.chat_template:
             raise ValueError(f"the reward model's tokenizer in {folder} has no chat template")
         self._pad_id = hf_config.get("pad_token_id")

@@ -2,8 +2,7 @@
 
 import pytest
 
-from mcore_rl.config import Config
-from mcore_rl.config.tree import with_settings
+from mcore_rl.config import ParallelConfig
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import Uses
 
@@ -18,16 +17,9 @@ ENGINE: Uses = {"weights": 10, "KV cache": 50, "sync buffers": 1}
 
 
 def moment_of(offload: bool, engine: Uses = ENGINE, **more: object) -> tuple[str, float, int]:
-    settings = {
-        "rollout.stage_weights": False,
-        "rollout.restarts": 0,
-        "cluster.colocated": True,
-        "cluster.offload": offload,
-    }
-    config = with_settings(Config(), settings)
     critic: list[Uses] = more.get("critic", [])  # type: ignore[assignment]
     served: Uses = more.get("served", {})  # type: ignore[assignment]
-    [rank] = shared_gpus(config, [TRAINER], critic, [engine], served)
+    [rank] = shared_gpus(ParallelConfig(), offload, [TRAINER], critic, [engine], served)
     return rank.moment, rank.num_bytes, rank.num_processes
 
 
