@@ -1,4 +1,4 @@
-"""The mcore-rl command: recipe name and overrides in, a run folder out."""
+"""The mcore-rl command: a recipe's name and overrides in, a run folder out."""
 
 import _thread
 import argparse
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from mcore_rl import __version__
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
 from mcore_rl.process.lazy_imports import without_collector
@@ -16,17 +17,17 @@ from mcore_rl.process.lazy_imports import without_collector
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
     "dpo": "preference optimization (DPO and relatives) on dpo.data; writes <run.dir>/hf",
-    "pairs": "preference data of model.path's own responses, for dpo; writes <run.dir>/pairs",
+    "pairs": "preference data from model.path's own responses, for dpo; writes <run.dir>/pairs",
     "train": "reinforcement learning; continues from the newest checkpoint in run.dir",
     "eval": "accuracy of model.path on eval.data",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the run failed, 2 wrong input, 130 interrupted."""
+    """Run a command. Returns its exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     args = make_parser().parse_args(argv)
     keep_interrupts()
-    _tell_counts()
+    _show_data_counts()
     try:
         args.run(args)
     except ValueError as error:
@@ -39,36 +40,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def keep_interrupts() -> None:
-    """A Ctrl-C that falls into a callback whose exceptions Python drops, as around a fork, comes again."""
+    """Raise a Ctrl-C again if it hit a callback whose exceptions Python drops, as around a fork."""
 
-    def tell(dropped: "sys.UnraisableHookArgs") -> None:
-        if issubclass(dropped.exc_type, KeyboardInterrupt):
-            threading.Timer(
-                0.05, _thread.interrupt_main
-            ).start()  # not here: this hook drops it as well
-        else:
+    def raise_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(dropped.exc_type, KeyboardInterrupt):
             sys.__unraisablehook__(dropped)
+            return
+        # Not from here: an exception of this hook would be dropped as well.
+        threading.Timer(0.05, _thread.interrupt_main).start()
 
-    sys.unraisablehook = tell
+    sys.unraisablehook = raise_again
 
 
-def _tell_counts() -> None:
-    """What the data readers count (prompts, overlong ones) goes to the console, before there is a run
-    folder.
-    """
+def _show_data_counts() -> None:
+    """Show what the data readers count (prompts, overlong ones) before the run folder has a log."""
     logger = logging.getLogger("mcore_rl.data")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler(sys.stderr))
 
 
 def make_parser() -> argparse.ArgumentParser:
-    recipes = "\n".join(f"  {name:24s}{headline}" for name, headline in list_recipes().items())
     parser = argparse.ArgumentParser(
         prog="mcore-rl",
         description="Reinforcement-learning post-training of mixture-of-experts models.",
-        epilog=f"recipes:\n{recipes}\n\nexample: mcore-rl train recipe=tiny_moe_grpo run.steps=10",
+        epilog=f"recipes:\n{_list_recipes()}\n\n"
+        "example: mcore-rl train recipe=tiny_moe_grpo run.steps=10",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, text in RECIPE_COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, epilog=parser.epilog)
@@ -84,8 +83,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _list_recipes() -> str:
+    """A line for each recipe: its name, padded to the longest, and its headline."""
+    headlines = list_recipes()
+    width = max(map(len, headlines))
+    return "\n".join(f"  {name:{width}}  {headline}" for name, headline in headlines.items())
+
+
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = "memory of every rank, and what a weight sync moves, from config.json alone: nothing is started"
+    text = (
+        "memory of every rank and traffic of a weight sync, from config.json alone;"
+        " nothing is started"
+    )
     command = commands.add_parser("plan", help=text, description=text)
     command.add_argument(
         "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
@@ -103,21 +112,21 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument(
         "--source-hf",
         type=Path,
-        help="for a Megatron checkpoint: the directory that its run began from",
+        help="for a Megatron checkpoint: the HuggingFace directory that its run began from",
     )
     for name in ("tp", "ep", "pp"):
-        command.add_argument(f"--{name}", type=int, default=1, help="of SGLang (%(default)s)")
+        command.add_argument(f"--{name}", type=int, default=1, help="size in SGLang (%(default)s)")
     command.add_argument("--dtype", default="auto", help="auto: as in config.json (%(default)s)")
     command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     command.add_argument("--port", type=int, default=30000, help="(%(default)s)")
     command.add_argument(
-        "--log", type=Path, default=Path("serve.log"), help="of SGLang (%(default)s)"
+        "--log", type=Path, default=Path("serve.log"), help="SGLang's log file (%(default)s)"
     )
     command.add_argument(
-        "--ask", default="", metavar="QUESTION", help="ask it once it is up, print the answer"
+        "--ask", default="", metavar="QUESTION", help="ask this once the server is up"
     )
-    command.add_argument("--once", action="store_true", help="end after the answer")
+    command.add_argument("--once", action="store_true", help="stop after the answer")
     command.add_argument("--startup-timeout-s", type=float, default=1800.0, help="(%(default)s)")
     command.set_defaults(run=_serve)
 
@@ -148,26 +157,35 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _run_recipe(args: argparse.Namespace) -> None:
-    config = _load_settings(args.settings)
+    config = _load_settings(args.settings, args.command)
     with without_collector():
         from mcore_rl.run import commands  # imports Ray, which --help need not wait for
 
     getattr(commands, f"run_{args.command}")(config)
 
 
-def _load_settings(settings: Sequence[str]) -> Config:
-    named = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
-    if len(named) != 1:
+def _load_settings(settings: Sequence[str], command: str) -> Config:
+    """The configuration for `command`, with what it reads from the Hugging Face hub downloaded."""
+    recipes = [s.removeprefix("recipe=") for s in settings if s.startswith("recipe=")]
+    if len(recipes) != 1:
         raise ValueError(
-            f"give one recipe=<name>, got {len(named)}; recipes: {', '.join(list_recipes())}"
+            f"give one recipe=<name>, got {len(recipes)}; recipes: {', '.join(list_recipes())}"
         )
     overrides = [s for s in settings if not s.startswith("recipe=")]
-    config = load_recipe(named[0], overrides)
-    if not config.rehearse:
-        return config
+    config = load_recipe(recipes[0], overrides)
+    from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+
+    if config.rehearse:
+        config = _rehearse(fetch_config_json(config), leaves_of(overrides))
+    if command == "plan":
+        return fetch_config_json(config)
+    return fetch_inputs(config, command)
+
+
+def _rehearse(config: Config, given: Sequence[str]) -> Config:
+    """The recipe's rehearsal; prints which of the options `given` it replaces."""
     from mcore_rl.run.rehearsal import rehearse, replaced
 
-    given = leaves_of(overrides)
     rehearsal = rehearse(config, given)
     for line in replaced(config, rehearsal, given):
         print(f"rehearsed with {line}", file=sys.stderr)
@@ -178,7 +196,7 @@ def _plan(args: argparse.Namespace) -> None:
     with without_collector():
         from mcore_rl.planning import print_plan  # imports torch
 
-    if not print_plan(_load_settings(args.settings), as_json=args.json):
+    if not print_plan(_load_settings(args.settings, "plan"), as_json=args.json):
         raise RuntimeError("the recipe does not fit its GPUs")
 
 

@@ -64,7 +64,14 @@ class RunFolder:
                 self.checkpoints.rename(
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
                 )
-            self.logs.mkdir(parents=True, exist_ok=True)
+            try:
+                self.logs.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                if is_disk_full(error):
+                    raise
+                raise ValueError(
+                    f"run.dir={config.run.dir}: {error}; choose another run.dir"
+                ) from None
             OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
             handler = _LogFile(self.logs / "controller.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -2,17 +2,30 @@
 
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
+from mcore_rl import __version__
 from mcore_rl.cli import main
+from mcore_rl.config.recipe import list_recipes
 from mcore_rl.data.arithmetic import prepare_arithmetic
 
 
 def test_help_lists_the_recipes(capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "tiny_moe_grpo" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    for name, headline in list_recipes().items():
+        [line] = [line for line in lines if line.startswith(f"  {name} ")]
+        assert line.endswith(f"  {headline}")
+
+
+def test_the_version_is_the_installed_one(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"mcore-rl {__version__}\n"
+    assert __version__ == metadata.version("mcore_rl")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +43,7 @@ def test_help_lists_the_recipes(capsys) -> None:
         ),
         (
             ["eval", "recipe=tiny_moe_grpo", "rollout.quantization=fp8", "model.dtype=bfloat16"],
-            "rollout.quantization=fp8: trainer ranks quantise, and an evaluation has none",
+            "rollout.quantization=fp8: trainer ranks quantize, and an evaluation has none",
         ),
         (["report", "/nowhere"], "no metrics.jsonl"),
     ],
@@ -43,7 +56,10 @@ def test_wrong_input_is_one_line_and_status_2(capsys, argv: list[str], message: 
 
 
 def test_help_does_not_wait_for_torch_and_ray() -> None:
-    code = "import sys; from mcore_rl.cli import make_parser; make_parser(); print('ray' in sys.modules)"
+    code = (
+        "import sys; from mcore_rl.cli import make_parser; make_parser();"
+        " print('ray' in sys.modules)"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

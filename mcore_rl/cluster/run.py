@@ -216,6 +216,7 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpe
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
         routed_experts=experts_shape(config, policy) is not None,
+        trust_remote_code=config.model.trust_remote_code,
         custom_weight_loaders=(LOADER,),
         can_release_memory=config.cluster.colocated,
         seed=config.run.seed,

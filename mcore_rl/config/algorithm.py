@@ -87,9 +87,7 @@ class CorrectionConfig(Options, group="algorithm.correction"):
 
 @dataclass
 class CovarianceConfig(Options, group="algorithm.covariance"):
-    """For algorithm.loss=clip_cov and kl_cov: tokens whose advantage and log-prob covary too
-    strongly.
-    """
+    """For algorithm.loss=clip_cov and kl_cov: tokens whose advantage and log-prob covary most."""
 
     share: float = bounded(0.0002, above=0, most=1)
     """Share of the mini-batch's tokens that are held back."""

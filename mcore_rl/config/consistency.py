@@ -1,6 +1,4 @@
-"""Checks of options in different groups against one another; errors name both, their values and a
-remedy.
-"""
+"""Checks of options of different groups against one another; errors name both and a remedy."""
 
 from collections.abc import Mapping
 

@@ -47,9 +47,7 @@ def _compose(path: Path, overrides: list[str], recipes_dir: Path) -> DictConfig:
 
 
 def make_config(tree: DictConfig) -> Config:
-    """The checked configuration of a composed tree. Raises ValueError naming the key or value
-    at fault.
-    """
+    """The checked configuration of a composed tree. Raises ValueError naming the key at fault."""
     for key in tree:
         if key not in Config.__dataclass_fields__:
             raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")
@@ -63,9 +61,7 @@ def make_config(tree: DictConfig) -> Config:
 
 
 def require(config: Config, *keys: str) -> None:
-    """ValueError naming the first of `keys` ("model.path") that the recipe leaves unset or
-    empty.
-    """
+    """Raise ValueError naming the first of `keys` ("model.path") that is unset or empty."""
     for key in keys:
         if value_of(config, key) in ("", [], None):
             raise ValueError(f"{key} is not set: give it in the recipe or as {key}=<value>")

@@ -115,9 +115,7 @@ class RolloutConfig(Options, group="rollout"):
 
     @property
     def cuts_distribution(self) -> bool:
-        """Whether tokens are drawn from fewer than all: engines' log-probs are those before
-        the cut.
-        """
+        """Whether tokens are drawn from fewer than all, which engines' log-probs do not show."""
         return self.top_p < 1 or self.top_k != -1
 
 
@@ -132,9 +130,7 @@ class SyncConfig(Options, group="sync"):
 
 @dataclass
 class DriftConfig(Options, group="drift"):
-    """The difference between the trainer's and the engine's log-probs of sampled tokens, and
-    its causes.
-    """
+    """Differences between the trainer's and the engine's log-probs of sampled tokens."""
 
     routed_experts: bool = True
     """Ask engines which experts each token went to, and count the tokens that the trainer

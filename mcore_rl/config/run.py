@@ -35,9 +35,7 @@ class DataConfig(Options, group="data"):
 
 @dataclass
 class JudgeConfig(Options, group="reward.judge"):
-    """The question to the model in the group `judge` about each sample, and how its answer is
-    read.
-    """
+    """The question about each sample to the model in the group `judge`, and its answer."""
 
     template: str = "recipes/rewards/judge.jinja"
     """Jinja file of the question, with prompt, response, ground_truth, messages, data_source,

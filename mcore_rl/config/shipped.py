@@ -1,6 +1,4 @@
-"""Where the recipes that come with the package lie: beside it in a checkout, inside it once
-installed.
-"""
+"""The folder of the shipped recipes: beside the package in a checkout, inside it once installed."""
 
 from pathlib import Path
 

@@ -1,12 +1,15 @@
-"""The tree of options by dotted names: a configuration class in, its options' names, defaults,
-values out.
-"""
+"""Options by dotted names: a configuration or its class in; names, defaults and values out."""
 
-from dataclasses import MISSING, Field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, replace
 from functools import cache, reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from mcore_rl.config.bounds import is_group, options_of
+
+Settings = Mapping[str, Any]
+"""Options by dotted name."""
+C = TypeVar("C")
 
 
 def leaves_under(cls: type, prefix: str = "") -> list[str]:
@@ -25,17 +28,34 @@ def value_of(config: object, key: str) -> Any:
 
 @cache
 def defaults_of(cls: type, key: str) -> tuple[tuple[str, Any], ...]:
-    """(dotted name, default) of every option under `key`, an option or group in the tree of
-    `cls`.
-    """
-    default: Any = cls
-    kind: Any = cls
-    for name in key.split("."):
-        default = _default(next(f for f in fields(kind) if f.name == name))
-        kind = options_of(kind)[name][0]
+    """(dotted name, default) of every option under `key`, an option or group of the class."""
+    first, _, rest = key.partition(".")
+    default = _default(next(f for f in fields(cls) if f.name == first))
+    if rest:
+        default = value_of(default, rest)
+    kind = type(default)
     if not is_group(kind):
         return ((key, default),)
     return tuple((f"{key}.{name}", value_of(default, name)) for name in leaves_under(kind))
+
+
+def with_settings(config: C, settings: Settings) -> C:
+    """The configuration with options replaced. Raises ValueError as its class does."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.rpartition(".")
+        groups.setdefault(group, {})[name] = value
+    for group, values in groups.items():
+        path = group.split(".") if group else []
+        config = _replaced(config, path, values)
+    return config
+
+
+def _replaced(node: Any, path: Sequence[str], values: Settings) -> Any:
+    if not path:
+        return replace(node, **values)
+    inner = _replaced(getattr(node, path[0]), path[1:], values)
+    return replace(node, **{path[0]: inner})
 
 
 def shown(value: object) -> str:

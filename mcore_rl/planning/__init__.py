@@ -1,4 +1,4 @@
-"""`mcore-rl plan`: a recipe and its model's config.json in; what ranks hold and a sync moves, printed."""
+"""`mcore-rl plan`: a recipe and its config.json in, memory of ranks and traffic of a sync out."""
 
 import json
 import sys
@@ -19,7 +19,10 @@ from mcore_rl.planning.tables import explain, memory_table, verdict
 
 
 def print_plan(config: Config, as_json: bool = False) -> bool:
-    """Whether the recipe fits its GPUs. ValueError names what it lacks, or two sizes that do not divide."""
+    """Print the plan of a recipe and return whether it fits its GPUs.
+
+    Raises ValueError naming an option that is missing, or two sizes that do not divide.
+    """
     require(config, "model.path")
     check_algorithm(config)
     models = read_models(config)

@@ -1,7 +1,7 @@
-"""What one rank keeps of a micro-batch's forward pass for the backward pass, in bytes, layer by layer.
+"""A model's config.json and a micro-batch in, bytes of activations per layer and rank out.
 
-After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, for
-layers without dropout, with attention that keeps no score matrix, and with experts.
+After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+section 4, for layers without dropout, with attention that keeps no score matrix, and with experts.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,11 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Pass:
-    """A micro-batch on one rank: `tokens` of the whole micro-batch before context parallelism cuts it.
+    """A micro-batch on one rank.
 
-    expert_load   tokens of the fullest rank's experts over the mean
+    tokens        of the whole micro-batch, before context parallelism cuts it
+    itemsize      bytes of an activation
+    expert_load   tokens of the most loaded rank's experts over the mean
     """
 
     tokens: int
@@ -32,24 +34,25 @@ class Pass:
 
 
 class Activations:
-    """Bytes of one model's layers under one `Pass`."""
+    """Bytes of activations of one model's layers under one `Pass`."""
 
     def __init__(self, hf_config: HfConfig, step: Pass) -> None:
-        self._config, self._step = hf_config, step
+        self._config = hf_config
+        self._step = step
         self._family = family_of(hf_config)
         self._sizes: Mapping[str, int] = self._family.sizes(hf_config)
         self._tokens = step.tokens / step.cp
         self._own = self._tokens / step.tp
-        """Tokens of this rank where sequence parallelism cuts them."""
+        """Tokens of this rank in the parts of a layer that sequence parallelism cuts."""
 
     def kept(self, layer: int) -> float:
-        """From the forward to the backward pass."""
+        """Bytes that a layer keeps from the forward to the backward pass."""
         if self._step.recompute == "full":
             return self._hidden
         return self._inner(layer)
 
     def working(self, layer: int) -> float:
-        """On top of what is kept, while the layer itself runs or is run again."""
+        """Bytes in use besides what is kept, while the layer runs or is recomputed."""
         if self._is_moe(layer):
             rows = self._routed_tokens
             buffers = (
@@ -61,7 +64,9 @@ class Activations:
         return buffers * self._step.itemsize + again
 
     def logits(self, padded_vocab: int) -> float:
-        """Of the last stage: logits, their float32 shifted copy and its exponentials, and one gradient."""
+        """Bytes of logits, their float32 shifted copy, its exponentials and one gradient
+        (last stage).
+        """
         return self._tokens * padded_vocab / self._step.tp * (2 * self._step.itemsize + 2 * FLOAT32)
 
     def _is_moe(self, layer: int) -> bool:
@@ -76,7 +81,7 @@ class Activations:
 
     @property
     def _norm(self) -> float:
-        """A norm's input, and its output unless that is recomputed."""
+        """Bytes of a norm's input, and of its output unless that is recomputed."""
         return self._hidden * (1 if self._step.recompute == "selective" else 2)
 
     @property
@@ -86,7 +91,8 @@ class Activations:
 
     @cached_property
     def _attention(self) -> float:
-        sizes, step = self._sizes, self._step
+        sizes = self._sizes
+        step = self._step
         cut = self._tokens / step.tp
         if "kv_rank" in sizes:
             low_rank = self._own * (2 * sizes["q_rank"] + 2 * sizes["kv_down"])
@@ -106,8 +112,11 @@ class Activations:
 
     @property
     def _experts(self) -> float:
-        """Norm, float32 scores of the router, what the experts get, their two matrices' results."""
-        sizes, step = self._sizes, self._step
+        """Bytes of the norm, the router's float32 scores, the experts' inputs and their
+        matrices' outputs.
+        """
+        sizes = self._sizes
+        step = self._step
         halves = 3 if step.recompute == "selective" else 4
         rows = self._routed_tokens * (sizes["hidden"] + halves * sizes["expert_ffn"] / step.etp)
         shared = 3 * self._tokens * sizes.get("shared_ffn", 0) / step.tp

@@ -1,7 +1,7 @@
-"""Sizes of a recipe that must fit one another and the model; errors name both numbers and a remedy."""
+"""Checks of a recipe's sizes against one another and the model; errors name both and a remedy."""
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config
+from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.check import check_layout
@@ -9,7 +9,7 @@ from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config, policy: ModelFacts) -> None:
-    """ValueError where a layout does not divide the model, or a sequence does not fit where it has to be."""
+    """Raise ValueError if a layout does not divide the model, or sequences are too long."""
     check_layout(policy.config, config.parallel)
     if needs_of(config.algorithm).critic:
         check_layout(policy.config, config.critic.parallel, "critic.parallel")
@@ -17,16 +17,18 @@ def check_sizes(config: Config, policy: ModelFacts) -> None:
 
 
 def check_engines(config: Config, policy: ModelFacts) -> None:
-    """ValueError names what engines of the recipe's sizes cannot do with the model, or would do wrongly."""
-    if config.rollout.quantization != "none" and policy.stacks_experts:
+    """Raise ValueError if engines of these sizes cannot serve the model, or not rightly."""
+    rollout = config.rollout
+    if rollout.quantization != "none" and policy.stacks_experts:
         raise ValueError(
-            f"rollout.quantization={config.rollout.quantization} with model.path={config.model.path}, whose"
-            " experts are stacked in one tensor: only none is supported"
+            f"rollout.quantization={rollout.quantization} with model.path={config.model.path},"
+            " whose experts are stacked in one tensor: only none is supported"
         )
-    if config.rollout.pp > 1 and config.drift.routed_experts and policy.has_experts:
+    if rollout.pp > 1 and config.drift.routed_experts and policy.has_experts:
         raise ValueError(
-            f"rollout.pp={config.rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
-            " stages tells which experts the first stage chose, and no others; set drift.routed_experts=false"
+            f"rollout.pp={rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
+            " stages reports the experts that the first stage chose, and no others; set"
+            " drift.routed_experts=false"
         )
     try:
         refuse_unserved(policy.config, engine_sizes(config), config.model.dtype)
@@ -34,24 +36,59 @@ def check_engines(config: Config, policy: ModelFacts) -> None:
         raise ValueError(
             f"model.path={config.model.path} in the recipe's engines: {error}"
         ) from None
+    check_engine_sizes(rollout, policy)
+
+
+def check_engine_sizes(rollout: RolloutConfig, policy: ModelFacts) -> None:
+    """Raise ValueError naming the first size of the model that the engines' ranks do not divide."""
+    sizes = policy.sizes
+    is_moe = policy.moe_layers
+    attention_tp = rollout.tp // rollout.attention_dp
+    by_attention = "rollout.tp"
+    if rollout.attention_dp > 1:
+        by_attention = "rollout.tp / rollout.attention_dp"
+    num_heads = policy.config["num_attention_heads"]
+    _check_divides(by_attention, attention_tp, "num_attention_heads", num_heads)
+    kv_heads = sizes.get("kv_heads", attention_tp)
+    if kv_heads % attention_tp and attention_tp % kv_heads:
+        raise ValueError(
+            f"{by_attention}={attention_tp} neither divides num_key_value_heads={kv_heads} of"
+            " config.json nor is a multiple of it"
+        )
+    if any(is_moe):
+        _check_divides("rollout.ep", rollout.ep, "the number of experts", sizes["experts"])
+        by_expert = "rollout.tp / rollout.ep" if rollout.ep > 1 else "rollout.tp"
+        expert_tp = rollout.tp // rollout.ep
+        expert_size = "an expert's intermediate size"
+        _check_divides(by_expert, expert_tp, expert_size, sizes["expert_ffn"])
+    elif rollout.ep > 1:
+        raise ValueError(f"rollout.ep={rollout.ep}, but the model has no experts: set rollout.ep=1")
+    if not all(is_moe):
+        _check_divides("rollout.tp", rollout.tp, "intermediate_size", sizes["dense_ffn"])
+    if rollout.pp > len(is_moe):
+        raise ValueError(
+            f"rollout.pp={rollout.pp} exceeds num_hidden_layers={len(is_moe)} of config.json"
+        )
+
+
+def _check_divides(option: str, divisor: int, key: str, size: int) -> None:
+    if size % divisor:
+        raise ValueError(f"{option}={divisor} does not divide {key}={size} of config.json")
 
 
 def check_lens(config: Config, policy: ModelFacts) -> None:
-    longest = config.data.max_prompt_len + config.rollout.max_response_len
-    for name, limit, remedy in (
-        (
-            "train.max_tokens_per_microbatch",
-            config.train.max_tokens_per_microbatch,
-            "raise the latter",
-        ),
-        ("rollout.kv_cache_len", config.rollout.kv_cache_len, "raise the latter"),
-        (
-            "max_position_embeddings",
-            policy.max_position_embeddings,
-            "lower one of the former",
-        ),
-    ):
-        if longest > limit:
-            of = " of config.json" if "." not in name else ""
-            lens = f"data.max_prompt_len + rollout.max_response_len = {longest}"
-            raise ValueError(f"{lens} exceeds {name}={limit}{of}: {remedy}")
+    """Raise ValueError if prompt and response together exceed what has to hold them."""
+    max_len = config.data.max_prompt_len + config.rollout.max_response_len
+    limits = {
+        "train.max_tokens_per_microbatch": config.train.max_tokens_per_microbatch,
+        "rollout.kv_cache_len": config.rollout.kv_cache_len,
+    }
+    lens = f"data.max_prompt_len + rollout.max_response_len = {max_len}"
+    for name, limit in limits.items():
+        if max_len > limit:
+            raise ValueError(f"{lens} exceeds {name}={limit}: raise the latter")
+    if max_len > policy.max_position_embeddings:
+        raise ValueError(
+            f"{lens} exceeds max_position_embeddings={policy.max_position_embeddings} of"
+            " config.json: lower one of the former"
+        )

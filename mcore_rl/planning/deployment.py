@@ -1,4 +1,4 @@
-"""A recipe and its model's config.json in, where both sides of its weight sync hold what, out."""
+"""A recipe and its model's config.json in, the layouts of both sides of its weight sync out."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ from mcore_rl.slices.plan.shares import RegularHosts
 class Deployment:
     """Both sides of a recipe's weight sync.
 
-    stage_ranks     trainer ranks that make a pipeline stage
-    engine_ranks    of one engine
-    relays          engines pass on what they get
+    stage_ranks     trainer ranks of one pipeline stage
+    engine_ranks    ranks of one engine
+    relays          whether engines pass weights on to one another
     """
 
     source: MegatronLayout
@@ -29,7 +29,7 @@ class Deployment:
 
 
 def engine_sizes(config: Config) -> SGLangSizes:
-    """Of the recipe's engines."""
+    """Parallel sizes of the recipe's engines."""
     rollout = config.rollout
     return SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
 
@@ -42,23 +42,24 @@ def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> 
 
 
 def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
-    """ValueError names the two sizes that do not divide."""
-    rollout, per_host = config.rollout, config.plan.ranks_per_host
+    """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
+    per_host = config.plan.ranks_per_host
     recorded = record_layouts(config, policy, engine_sizes(config))
-    source, target = recorded.source(), recorded.target()
+    source = recorded.source()
+    target = recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
-    engine_ranks = target.num_ranks // rollout.engines
+    engine_ranks = target.num_ranks // config.rollout.engines
     return Deployment(
         source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays(config)
     )
 
 
 def relays(config: Config) -> bool:
-    """Whether engines pass on what they get. Those on the trainer's hosts have near holders of their own."""
+    """Whether engines pass weights on. On the trainer's hosts, all weights are near anyway."""
     return config.sync.relay and config.rollout.stage_weights and not config.cluster.colocated
 
 
 def engine_links(config: Config) -> int:
-    """Links of an engine rank, each with buffers: to the trainer, to the engines before and behind it."""
+    """Links of an engine rank: to the trainer and, with relay, to its two neighbor engines."""
     return min(3, config.rollout.engines + 1) if relays(config) else 1

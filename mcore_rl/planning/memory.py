@@ -1,10 +1,11 @@
 """A recipe and its model's config.json in, bytes of GPU memory of every kind of rank out.
 
-GPUs of their own   trainer: weights, gradients, optimizer, activations, logits; engine: weights, KV cache
-shared GPUs         one moment after the other, each with what nobody has given up by then
+trainer       weights, gradients, optimizer, activations, logits
+engine        weights, KV cache
+shared GPUs   the fullest of several moments, each with what nobody has released by then
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -26,12 +27,16 @@ from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 ADAM_BYTES = 8
-"""Two float32 moments of a parameter; models in bfloat16 have a float32 main weight besides."""
+"""Two float32 moments per parameter; models in bfloat16 also have a float32 main weight."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank: `expert`, of routed experts, whose optimizer state lies on other ranks, and the rest."""
+    """Numbers of parameters of one rank.
+
+    `expert` are those of routed experts, whose optimizer state is divided over other ranks than the
+    state of the rest.
+    """
 
     dense: int
     expert: int
@@ -57,7 +62,10 @@ def stage_parameters(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -
 def predict_memory(
     config: Config, models: RecipeModels, side: Side | None = None
 ) -> list[RankMemory]:
-    """One entry per kind of rank, of one side or of all. ValueError as of MegatronLayout, SGLangLayout."""
+    """One entry per kind of rank, of one side or of all.
+
+    Raises ValueError as MegatronLayout and SGLangLayout do.
+    """
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
         ranks += _trainer_gpus(config, models)
@@ -81,7 +89,8 @@ def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
         if model.is_colocated
     }
     if critic or engines or served:
-        return shared_gpus(config, trainer, critic, engines, served)
+        offload = config.cluster.offload
+        return shared_gpus(parallel, offload, trainer, critic, engines, served)
     return _own_gpus("trainer", trainer, parallel)
 
 
@@ -94,10 +103,11 @@ def _critic(config: Config, models: RecipeModels) -> list[Uses]:
 def _trained(
     config: Config, hf_config: HfConfig, parallel: ParallelConfig, *, sends: bool
 ) -> list[Uses]:
-    """What a rank of each pipeline stage of a model in training needs."""
+    """Bytes per purpose of a rank of each pipeline stage of a model in training."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    activations = Activations(hf_config, _pass(config, parallel, config.train))
+    step = _pass(config.model.dtype, parallel, config.train, config.plan.expert_load)
+    activations = Activations(hf_config, step)
     stages = []
     for stage in range(parallel.pp):
         uses = _states(stage_parameters(layout, sizes, stage), parallel, sizes, config.model.dtype)
@@ -105,13 +115,13 @@ def _trained(
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
         if sends:
-            uses["sync buffers"] = config.rollout.engines * _slots(config)
+            uses["sync buffers"] = config.rollout.engines * _slots(config.sync.bucket_mib)
         stages.append(uses)
     return stages
 
 
 def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, dtype: str) -> Uses:
-    """Of one rank, whose share of the optimizer is that of a data-parallel rank."""
+    """Weights, gradients and share of the optimizer of one rank with `count` parameters."""
     state = ADAM_BYTES + (FLOAT32 if dtype != "float32" else 0)
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
@@ -125,29 +135,29 @@ def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, d
 def _passes(
     activations: Activations, parallel: ParallelConfig, runs: Sequence[range], stage: int
 ) -> float:
-    """`runs`: the layers of each of the stage's model chunks."""
+    """Bytes of activations of a stage. `runs`: the layers of each of its model chunks."""
     layers = [layer for run in runs for layer in run]
     in_flight = _in_flight(parallel, stage) / len(runs)
     kept = in_flight * sum(activations.kept(layer) for layer in layers)
     return kept + max(activations.working(layer) for layer in layers)
 
 
-def _pass(config: Config, parallel: ParallelConfig, train: TrainConfig) -> Pass:
+def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load: float) -> Pass:
     return Pass(
         tokens=train.max_tokens_per_microbatch,
         tp=parallel.tp,
         cp=parallel.cp,
         etp=parallel.etp,
-        itemsize=itemsize(config.model.dtype),
+        itemsize=itemsize(dtype),
         recompute=train.recompute,
-        expert_load=config.plan.expert_load,
+        expert_load=expert_load,
     )
 
 
 def _in_flight(parallel: ParallelConfig, stage: int) -> int:
-    """Forward passes of model chunks that a stage has made before its first backward pass, that one included.
+    """Forward passes of model chunks that a stage makes up to its first backward pass.
 
-    As megatron-core's schedules have it (get_pp_rank_microbatches): one forward, one backward, interleaved.
+    As in megatron-core's 1F1B schedules, interleaved or not (get_pp_rank_microbatches).
     """
     behind = parallel.pp - stage - 1
     if parallel.vpp is None:
@@ -156,18 +166,24 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
 
 
 def _engines(config: Config, policy: ModelFacts) -> list[Uses]:
-    """What a rank of each of an engine's pipeline stages needs."""
+    """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
     one_engine = replace(engine_sizes(config), engines=1)
     target = record_layouts(config, policy, one_engine).target()
-    links = engine_links(config)
+    attention_tp = rollout.tp // rollout.attention_dp
+    size = itemsize(config.model.dtype)
+    buffers = engine_links(config) * _slots(config.sync.bucket_mib)
     stages = []
     for stage in range(rollout.pp):
-        weights = _bytes(target, stage * rollout.tp)
-        uses = {
-            "weights": weights + _derived(policy, target, stage, config),
-            "KV cache": rollout.kv_cache_len * _kv_bytes(policy, target, stage, config),
-            "sync buffers": links * _slots(config),
+        first_rank = stage * rollout.tp
+        num_layers = _num_layers(target, first_rank)
+        weights = _bytes(target, first_rank)
+        derived = num_layers * _derived_numbers(policy.sizes, attention_tp) * size
+        kv_bytes = num_layers * _kv_numbers(policy.sizes, attention_tp) * size
+        uses: Uses = {
+            "weights": weights + derived,
+            "KV cache": rollout.kv_cache_len * kv_bytes,
+            "sync buffers": buffers,
         }
         if rollout.stage_weights:
             uses["staged weights"] = weights
@@ -176,7 +192,7 @@ def _engines(config: Config, policy: ModelFacts) -> list[Uses]:
 
 
 def _served_bytes(model: ServedModelConfig) -> float:
-    """Weights of a rank of its engines, as many as its files have; its KV cache is not counted."""
+    """Bytes of weights per rank, by the size of the model's files; its KV cache is not counted."""
     files = Path(model.path).glob("*.safetensors")
     return sum(path.stat().st_size for path in files) / model.engine_ranks
 
@@ -185,35 +201,29 @@ def _bytes(layout: Layout, rank: int) -> int:
     return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
 
 
-def _layers_of(layout: Layout, rank: int) -> int:
-    """How many layers have a tensor on the rank."""
+def _num_layers(layout: Layout, rank: int) -> int:
+    """Number of layers with a tensor on the rank."""
     names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
     return len({name.partition(".")[0] for name in names})
 
 
-def _derived(policy: ModelFacts, layout: Layout, stage: int, config: Config) -> int:
-    """Latent attention: SGLang multiplies kv_b_proj into two matrices that it keeps besides."""
-    sizes = policy.sizes
+def _derived_numbers(sizes: Mapping[str, int], attention_tp: int) -> int:
+    """Numbers per layer of the two matrices that SGLang makes of kv_b_proj (latent attention)."""
     if "kv_rank" not in sizes:
         return 0
-    attention_tp = config.rollout.tp // config.rollout.attention_dp
-    layers = _layers_of(layout, stage * config.rollout.tp)
-    return layers * sizes["kv_up"] * sizes["kv_rank"] // attention_tp * itemsize(config.model.dtype)
+    return sizes["kv_up"] * sizes["kv_rank"] // attention_tp
 
 
-def _kv_bytes(policy: ModelFacts, layout: Layout, stage: int, config: Config) -> int:
-    """Per token on one rank."""
-    sizes = policy.sizes
-    attention_tp = config.rollout.tp // config.rollout.attention_dp
+def _kv_numbers(sizes: Mapping[str, int], attention_tp: int) -> int:
+    """Numbers of the KV cache per token and layer on one rank."""
     if "kv_rank" in sizes:
-        numbers = sizes["kv_down"]
-    else:
-        numbers = 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
-    return _layers_of(layout, stage * config.rollout.tp) * numbers * itemsize(config.model.dtype)
+        return sizes["kv_down"]
+    return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
 
 
-def _slots(config: Config) -> int:
-    return NUM_SLOTS * int(config.sync.bucket_mib * 2**20)
+def _slots(bucket_mib: float) -> int:
+    """Bytes of the buffers at one end of a link."""
+    return NUM_SLOTS * int(bucket_mib * 2**20)
 
 
 def _own_gpus(side: Side, stages: list[Uses], parallel: ParallelConfig) -> Iterable[RankMemory]:

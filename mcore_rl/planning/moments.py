@@ -1,21 +1,30 @@
-"""GPUs that several processes share: what each of them holds moment by moment, and the fullest moment."""
+"""Memory of the processes that share GPUs in, the fullest moment of each GPU out."""
 
 from collections.abc import Iterable
 
-from mcore_rl.config import Config
+from mcore_rl.config import ParallelConfig
 from mcore_rl.planning.rank_memory import RankMemory, Uses, stage_name
 
 STATE = ("weights", "gradients", "optimizer")
 
 
 def shared_gpus(
-    config: Config, trainer: list[Uses], critic: list[Uses], engines: list[Uses], colocated: Uses
+    parallel: ParallelConfig,
+    offload: bool,
+    trainer: list[Uses],
+    critic: list[Uses],
+    engines: list[Uses],
+    colocated: Uses,
 ) -> Iterable[RankMemory]:
-    """Each stage's GPUs at the fullest of their moments; a GPU may also have a critic's and an engine's rank.
+    """The GPUs of each trainer stage at their fullest moment.
 
-    Which of these ranks meet on a GPU is left open: the fullest critic and engine stage are taken.
+    A GPU may also host a rank of the critic and of an engine. Which of those meet is left open: the
+    fullest critic stage and the fullest engine stage are assumed.
+
+    offload     trainer and critic release their state while others use the GPU
+    trainer     bytes per purpose of each pipeline stage; critic and engines likewise, if they share
+    colocated   role of a served model -> bytes of its weights
     """
-    offload = config.cluster.offload
     colocated_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
     colocated_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
     num_processes = 1 + bool(critic) + bool(engines) + len(colocated)
@@ -42,7 +51,7 @@ def shared_gpus(
             },
         }
         moment = max(moments, key=lambda name: sum(moments[name].values()))
-        who = stage_name("trainer", stage, len(trainer), config.parallel)
+        who = stage_name("trainer", stage, len(trainer), parallel)
         yield RankMemory("trainer", who, moment, moments[moment], num_processes)
 
 

@@ -1,31 +1,27 @@
-"""A recipe that needs more memory than its GPUs have in, the nearest one that fits, as overrides, out."""
+"""A recipe that exceeds its GPUs' memory in, overrides for the nearest recipe that fits out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import product
 from math import ceil, log2
 from typing import Any
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.config.recipe import value_of
+from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.rank_memory import RankMemory, Side
 
-Settings = Mapping[str, Any]
-"""Options by dotted name."""
-
 GIB = 2**30
 RECOMPUTE = ("none", "selective", "full")
 GROWTH = (1, 2, 4, 8)
-"""How many times as many GPUs are looked at, one after the other."""
+"""Multiples of the recipe's GPUs that are tried, in this order."""
 FARTHEST = 3.0
-"""Doublings, halvings and steps of recompute away from the recipe that are looked at."""
+"""Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
 
 
 def available_bytes(config: Config, rank: RankMemory) -> float:
-    """What a GPU has for the tensors of such a rank."""
+    """Bytes that a GPU has for the tensors of such ranks, after what its processes take."""
     return (config.plan.gpu_memory_gib - rank.num_processes * config.plan.process_gib) * GIB
 
 
@@ -34,10 +30,10 @@ def too_large(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
 
 
 def nearest_that_fits(config: Config, models: RecipeModels) -> Settings | None:
-    """Options that differ from the recipe's; None if nothing that was looked at fits.
+    """Options to change so that the recipe fits; None if nothing that was tried fits.
 
-    Each side keeps its number of GPUs if any of its layouts fits on them, else takes the smallest multiple
-    that does. The nearest layout is the one with the fewest doublings and halvings.
+    Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
+    smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
     sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config, models))]
@@ -46,10 +42,10 @@ def nearest_that_fits(config: Config, models: RecipeModels) -> Settings | None:
             candidates = _engine_candidates(config)
         else:
             candidates = _trained_candidates(config, models.policy.sizes, side)
-        found = next((c for c in candidates if _fits(config, models, c, side)), None)
-        if found is None:
+        fitting = next((c for c in candidates if _fits(config, models, c, side)), None)
+        if fitting is None:
             return None
-        settings |= found
+        settings |= fitting
     return settings
 
 
@@ -62,30 +58,13 @@ def _fits(config: Config, models: RecipeModels, settings: Settings, side: Side) 
     return not too_large(changed, ranks)
 
 
-def with_settings(config: Config, settings: Settings) -> Config:
-    """The configuration with options replaced. ValueError as of Config."""
-    groups: dict[str, dict[str, Any]] = {}
-    for key, value in settings.items():
-        group, _, name = key.rpartition(".")
-        groups.setdefault(group, {})[name] = value
-    for group, values in groups.items():
-        config = _replaced(config, group.split("."), values)
-    return config
-
-
-def _replaced(node: Any, path: Sequence[str], values: Mapping[str, Any]) -> Any:
-    if not path:
-        return replace(node, **values)
-    return replace(node, **{path[0]: _replaced(getattr(node, path[0]), path[1:], values)})
-
-
 def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:
     candidates.sort(key=lambda candidate: candidate[0])
     return (settings for distance, settings in candidates if distance <= FARTHEST)
 
 
 def _engine_candidates(config: Config) -> Iterator[Settings]:
-    """Engines of as many ranks in all, or more: wider ones, with less KV cache."""
+    """Engines with as many ranks in all, or a multiple: wider ones, with less KV cache."""
     rollout = config.rollout
     for growth in GROWTH:
         candidates = []
@@ -107,7 +86,7 @@ def _engine_candidates(config: Config) -> Iterator[Settings]:
 def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) -> Iterator[Settings]:
     """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
 
-    A critic on the trainer's GPUs is given the trainer's layout.
+    A critic on the trainer's GPUs gets the trainer's layout.
     """
     now = config.parallel if side == "trainer" else config.critic.parallel
     groups = ["parallel"] if side == "trainer" else ["critic.parallel"]
@@ -133,7 +112,7 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
 def _layouts(
     now: ParallelConfig, num_ranks: int, sizes: Mapping[str, int], ranks_per_host: int
 ) -> Iterator[tuple[dict[str, int | None], float]]:
-    """Options of ParallelConfig for `num_ranks` ranks, and how far they are from `now`."""
+    """Options of ParallelConfig for `num_ranks` ranks, each with its distance from `now`."""
     experts = sizes["experts"] or 1
     limits = (ranks_per_host, sizes["layers"], 8, experts, 4 if experts > 1 else 1)
     for tp, pp, cp, ep, etp in product(*map(_powers, limits)):
@@ -155,7 +134,7 @@ def _layouts(
 
 
 def _uneven(num_layers: int, pp: int) -> dict[str, int | None]:
-    """Stages of a model whose layers `pp` does not divide: the last one takes fewer."""
+    """Options for `pp` stages; if `pp` does not divide the layers, the last stage takes fewer."""
     last = num_layers - (pp - 1) * ceil(num_layers / pp)
     uneven = pp > 1 and num_layers % pp and last > 0
     return {"vpp": None, "first_stage_layers": None, "last_stage_layers": last if uneven else None}
@@ -166,7 +145,7 @@ def _powers(largest: int) -> list[int]:
 
 
 def _changes(config: Config, settings: Mapping[str, Any]) -> Settings:
-    """Those that differ from the recipe's."""
+    """The settings that differ from the recipe's."""
     sizes = {
         "parallel.dp": config.parallel.dp_size,
         "critic.parallel.dp": config.critic.parallel.dp_size,

@@ -1,4 +1,4 @@
-"""What one kind of rank holds at its fullest moment."""
+"""The values of a memory plan: what one kind of rank holds at its fullest moment."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,14 +7,18 @@ from typing import Any, Literal
 from mcore_rl.config import ParallelConfig
 
 Side = Literal["trainer", "critic", "engine"]
-"""Whose layout decides; ranks on shared GPUs count as the trainer's."""
+"""The side whose layout decides; ranks on shared GPUs count as the trainer's."""
 Uses = dict[str, float]
-"""What memory goes to -> bytes."""
+"""Purpose -> bytes."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """`who` at their fullest moment: `uses`, besides what the `num_processes` of a GPU themselves take."""
+    """The ranks `who` at their fullest moment.
+
+    uses            bytes per purpose, without what the processes themselves take
+    num_processes   processes on each of their GPUs
+    """
 
     side: Side
     who: str
@@ -32,7 +36,7 @@ class RankMemory:
 
 
 def stage_name(role: str, stage: int, num_stages: int, parallel: ParallelConfig) -> str:
-    """How the plan calls the ranks of a pipeline stage."""
+    """The plan's name for the ranks of a pipeline stage."""
     per_stage = parallel.world_size // num_stages
     return f"{role} ranks {stage * per_stage}-{(stage + 1) * per_stage - 1}"
 

@@ -1,4 +1,4 @@
-"""How many ranks and engines a command has: a recipe in, counts by role out."""
+"""A recipe and a command's needs in, numbers of ranks and engines out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from mcore_rl.config import Config, ServedModelConfig
 
 @dataclass(frozen=True)
 class RunSize:
-    """How many ranks and engines a command has, and which of them are colocated on the trainer ranks' GPUs."""
+    """Numbers of ranks and engines of a command, and which share the trainer ranks' GPUs."""
 
     trainer: int
     critic: int
@@ -37,7 +37,7 @@ class RunSize:
 
     @property
     def tenants(self) -> int:
-        """Processes on a trainer rank's bundle."""
+        """Processes on the bundle of a trainer rank."""
         return 1 + self.engines_colocated + self.critic_colocated + len(self.colocated_served)
 
     @property
@@ -49,7 +49,7 @@ class RunSize:
         }
 
     def num_cpus(self, config: Config) -> float:
-        """All that is reserved."""
+        """CPUs that the command reserves in Ray."""
         engine_ranks = 0 if self.engines_colocated else self.engines * config.rollout.engine_ranks
         critic_ranks = 0 if self.critic_colocated else self.critic
         own = [

@@ -1,4 +1,4 @@
-"""Both sides of a weight sync in, what it would move, as numbers and as tables, out."""
+"""Both sides of a weight sync in, its bytes and seconds out, as numbers and as tables."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,15 +23,19 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Bytes are those of one sync, per rank where the name says so; seconds are at `link_gbps` per rank.
+    """Bytes and seconds of one weight sync, per rank where the name says so.
 
-    `direct`: as with sync.relay=false, every engine rank sent all it wants by trainer ranks.
+    Seconds are the larger of two that overlap: the busiest link at `link_gbps`, and at
+    `memory_gbps` what the busiest rank copies from or to other ranks of its host. Those of the
+    lower bound and of gather and broadcast count links alone.
+    direct_*: with sync.relay=false, where trainer ranks send every engine rank all that it wants.
     """
 
     trainer_ranks: int
     engine_ranks: int
     model_bytes: int
     link_gbps: float
+    memory_gbps: float
     network_bytes: int
     trainer_out_per_rank: tuple[int, int]
     engine_in_per_rank: tuple[int, int]
@@ -40,6 +44,7 @@ class PlanSummary:
     trainer_out_per_host: tuple[int, int]
     engine_in_per_host: tuple[int, int]
     busiest_link_bytes: int
+    busiest_copy_bytes: int
     lower_bound_bytes: int
     trainer_buffer_bytes: int
     engine_buffer_bytes: int
@@ -50,6 +55,7 @@ class PlanSummary:
     direct_trainer_out_per_rank: tuple[int, int]
     direct_engine_in_per_rank: tuple[int, int]
     direct_busiest_link_bytes: int
+    direct_busiest_copy_bytes: int
     direct_seconds: float
     gather_broadcast_in_per_rank: int
     gather_broadcast_network_bytes: int
@@ -61,25 +67,40 @@ def predict_sync(config: Config, deployment: Deployment) -> tuple[PlanSummary, T
     """The sync's summary, and who sends how much to whom."""
     sides = deployment.source, deployment.target, deployment.hosts
     direct = predict(*sides)
-    traffic = predict(*sides, engine_ranks=deployment.engine_ranks) if deployment.relays else direct
+    traffic = direct
+    if deployment.relays:
+        traffic = predict(*sides, engine_ranks=deployment.engine_ranks)
     rival = predict_gather_broadcast(*sides, deployment.stage_ranks)
-    return _summarise(config, deployment, traffic, direct, rival), traffic
+    return _summarize(config, deployment, traffic, direct, rival), traffic
 
 
-def _summarise(
+def busiest_copy(traffic: Traffic) -> int:
+    """Most bytes that one rank reads from, or writes for, other ranks of its host."""
+    return max((*traffic.trainer.local_out, *traffic.engines.local_in, *traffic.engines.local_out))
+
+
+def sync_seconds(traffic: Traffic, link_gbps: float, memory_gbps: float) -> float:
+    """Time of the busiest link or of the busiest rank's copies, whichever is longer."""
+    return max(traffic.seconds(link_gbps), busiest_copy(traffic) * 8 / (memory_gbps * 1e9))
+
+
+def _summarize(
     config: Config,
     deployment: Deployment,
     traffic: Traffic,
     direct: Traffic,
     rival: GatherBroadcast,
 ) -> PlanSummary:
-    hosts, link_gbps = deployment.hosts, config.plan.link_gbps
+    hosts = deployment.hosts
+    link_gbps = config.plan.link_gbps
+    memory_gbps = config.plan.memory_gbps
     buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), engine_links(config))
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,
         model_bytes=rival.model_bytes,
         link_gbps=link_gbps,
+        memory_gbps=memory_gbps,
         network_bytes=traffic.network_bytes,
         trainer_out_per_rank=_range(traffic.trainer.network_out),
         engine_in_per_rank=_range(traffic.engines.network_in),
@@ -90,17 +111,19 @@ def _summarise(
         ),
         engine_in_per_host=_range(by_host(traffic.engines.network_in, hosts.target_host).values()),
         busiest_link_bytes=traffic.busiest_link,
+        busiest_copy_bytes=busiest_copy(traffic),
         lower_bound_bytes=traffic.lower_bound,
         trainer_buffer_bytes=max(buffers[0]),
         engine_buffer_bytes=max(buffers[1]),
         engine_staged_bytes=max(_into_engines(traffic)) if config.rollout.stage_weights else 0,
-        seconds=traffic.seconds(link_gbps),
+        seconds=sync_seconds(traffic, link_gbps, memory_gbps),
         lower_bound_seconds=traffic.lower_bound * 8 / (link_gbps * 1e9),
         direct_network_bytes=direct.network_bytes,
         direct_trainer_out_per_rank=_range(direct.trainer.network_out),
         direct_engine_in_per_rank=_range(direct.engines.network_in),
         direct_busiest_link_bytes=direct.busiest_link,
-        direct_seconds=direct.seconds(link_gbps),
+        direct_busiest_copy_bytes=busiest_copy(direct),
+        direct_seconds=sync_seconds(direct, link_gbps, memory_gbps),
         gather_broadcast_in_per_rank=rival.model_bytes,
         gather_broadcast_network_bytes=rival.network_bytes,
         gather_broadcast_buffer_bytes=GATHER_BUCKET_BYTES,
@@ -111,8 +134,9 @@ def _summarise(
 def _buffer_bytes(
     deployment: Deployment, bucket_bytes: int, num_links: int
 ) -> tuple[list[int], list[int]]:
-    """Buffers of a few ranks of each side: NUM_SLOTS buckets per link. A trainer rank has a link to each
-    engine, an engine rank `num_links`.
+    """Bytes of buffers of a few ranks of the trainer and of an engine: NUM_SLOTS buckets per link.
+
+    A trainer rank has a link to each engine, an engine rank has `num_links`.
     """
     source, target, hosts = deployment.source, deployment.target, deployment.hosts
     num_engines = target.num_ranks // deployment.engine_ranks
@@ -129,7 +153,7 @@ def _buffer_bytes(
 
 
 def _into_engines(traffic: Traffic) -> list[int]:
-    """What each engine rank wants."""
+    """Bytes that each engine rank takes in."""
     sides = zip(traffic.engines.network_in, traffic.engines.local_in, strict=True)
     return [network + local for network, local in sides]
 
@@ -137,7 +161,7 @@ def _into_engines(traffic: Traffic) -> list[int]:
 def flows_table(
     config: Config, deployment: Deployment, traffic: Traffic, summary: PlanSummary
 ) -> Table:
-    """Who sends what to whom: a row per pipeline stage, and what the engines pass on."""
+    """Who sends what to whom: rows for each pipeline stage, and for what the engines pass on."""
     table = Table(
         title=f"{config.model.path}: {summary.model_bytes / GIB:.1f} GiB,"
         f" {summary.trainer_ranks} trainer ranks to {summary.engine_ranks} engine ranks",
@@ -178,6 +202,7 @@ def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int
 
 
 def comparison_table(summary: PlanSummary) -> Table:
+    """The sync as set and without relay, beside its lower bound and gather and broadcast."""
     gib = {
         name: f"{value / GIB:.2f}"
         for name, value in asdict(summary).items()
@@ -186,8 +211,10 @@ def comparison_table(summary: PlanSummary) -> Table:
     staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
     buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"
     table = Table(
-        title=f"one weight sync at {summary.link_gbps:g} Gbit/s per rank",
-        caption=f"GiB; buffers of a rank: trainer {buffers}; gather and broadcast"
+        title=f"one weight sync at {summary.link_gbps:g} Gbit/s per link and"
+        f" {summary.memory_gbps:g} Gbit/s within a host",
+        caption=f"GiB; seconds of the slices: links and copies overlap, the others count links"
+        f" alone; buffers of a rank: trainer {buffers}; gather and broadcast"
         f" {gib['gather_broadcast_buffer_bytes']}",
     )
     table.add_column("")
@@ -217,6 +244,11 @@ def comparison_table(summary: PlanSummary) -> Table:
         gib["busiest_link_bytes"],
         gib["direct_busiest_link_bytes"],
         gib["lower_bound_bytes"],
+    )
+    table.add_row(
+        "most copied within a host by a rank",
+        gib["busiest_copy_bytes"],
+        gib["direct_busiest_copy_bytes"],
     )
     seconds = (
         summary.seconds,

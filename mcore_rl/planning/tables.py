@@ -1,4 +1,4 @@
-"""The memory of a recipe's ranks, as a table and in words."""
+"""The memory of a recipe's ranks in, tables and sentences about it out."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from mcore_rl.planning.rank_memory import RankMemory
 
 
 def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
-    """A row for each kind of rank; equal neighbours share one."""
+    """A table with a row for each kind of rank."""
     table = Table(
         title=f"memory of each rank of {config.plan.gpu_memory_gib:g} GiB, at its fullest moment",
         caption=f"GiB; besides, {config.plan.process_gib:g} for each process",
@@ -32,21 +32,22 @@ def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
 
 
 def verdict(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
-    """Whether all ranks fit, and the sentence that says so, with what to change if they do not."""
+    """Whether all ranks fit, and a sentence that says so, or what to change if they do not."""
     large = too_large(config, ranks)
     if not large:
         fullest = max(ranks, key=lambda rank: rank.num_bytes / available_bytes(config, rank))
         share = fullest.num_bytes / available_bytes(config, fullest)
         return (
             True,
-            f"fits: {fullest.who} are the fullest, {share:.0%} of what there is; most is {fullest.largest}",
+            f"fits: {fullest.who} are the fullest, {share:.0%} of what there is; most is"
+            f" {fullest.largest}",
         )
     worst = max(large, key=lambda rank: rank.num_bytes - available_bytes(config, rank))
     beyond = (worst.num_bytes - available_bytes(config, worst)) / GIB
     return False, (
-        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {config.plan.gpu_memory_gib:g} GiB at their"
-        f" {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f} GiB. "
-        + _advice(nearest_that_fits(config, models))
+        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {config.plan.gpu_memory_gib:g} GiB"
+        f" at their {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f}"
+        " GiB. " + _advice(nearest_that_fits(config, models))
     )
 
 
@@ -60,7 +61,7 @@ def _advice(settings: Settings | None) -> str:
 
 
 def explain(config: Config, ranks: Sequence[RankMemory]) -> list[str]:
-    """The recipe's arithmetic in sentences: layout, memory, batch."""
+    """Three sentences with the recipe's arithmetic: layout, memory, batch."""
     return [_layout(config), _memory(config, ranks), _batch(config)]
 
 
@@ -111,10 +112,10 @@ def _batch(config: Config) -> str:
     num_steps = train.mini_batches * train.epochs
     longest = config.data.max_prompt_len + rollout.max_response_len
     return (
-        f"Batch: {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} = {num_samples:,}"
-        f" sequences of at most {config.data.max_prompt_len:,} + {rollout.max_response_len:,} ="
-        f" {longest:,} tokens; {num_steps} optimizer step{'s' * (num_steps > 1)} of"
-        f" {num_samples // train.mini_batches:,} sequences, in micro-batches of at most"
-        f" {train.max_tokens_per_microbatch:,} tokens on {config.parallel.dp_size} data-parallel"
-        f" rank{'s' * (config.parallel.dp_size > 1)}."
+        f"Batch: {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} ="
+        f" {num_samples:,} sequences of at most {config.data.max_prompt_len:,} +"
+        f" {rollout.max_response_len:,} = {longest:,} tokens; {num_steps} optimizer"
+        f" step{'s' * (num_steps > 1)} of {num_samples // train.mini_batches:,} sequences, in"
+        f" micro-batches of at most {train.max_tokens_per_microbatch:,} tokens on"
+        f" {config.parallel.dp_size} data-parallel rank{'s' * (config.parallel.dp_size > 1)}."
     )

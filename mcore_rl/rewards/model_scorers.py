@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
-from transformers import AutoTokenizer
 
 from mcore_rl.config import JudgeConfig
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.process.text import make_encodable
 from mcore_rl.rewards.user_function import find_file
 from mcore_rl.types import Prompt, Sample
@@ -105,11 +105,11 @@ class RewardModelScorer:
 
     path = "/classify"
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, trust_remote_code: bool = False) -> None:
         """Open the tokenizer in `folder`, which may also hold the reward model.
 
-        Raises ValueError if there is no tokenizer with a chat template, or if the model there has
-        more than one output.
+        `trust_remote_code`: run a tokenizer that is Python code in the folder. Raises ValueError if
+        there is no tokenizer with a chat template, or if the model there has more than one output.
         """
         hf_config = _read_json(Path(folder) / "config.json")
         labels = hf_config.get("id2label")
@@ -118,10 +118,7 @@ class RewardModelScorer:
                 f"the reward model in {folder} has {len(labels)} outputs"
                 f" {sorted(labels.values())}; a reward is one number"
             )
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no tokenizer of the reward model in {folder}: {error}") from None
+        self._tokenizer: Any = load_tokenizer(folder, "reward_model.path", trust_remote_code)
         if not self._tokenizer.chat_template:
             raise ValueError(f"the reward model's tokenizer in {folder} has no chat template")
         self._pad_id = hf_config.get("pad_token_id")

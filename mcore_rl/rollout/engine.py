@@ -38,6 +38,7 @@ class EngineSpec:
     routed_experts         answer requests that ask which experts each token went to
     custom_weight_loaders  import paths of functions `load(model, named_tensors)` for weight updates
     tokenizer              take and give text, which needs the model's tokenizer; else token ids
+    trust_remote_code      run Python code that comes with the model's configuration or tokenizer
     port                   None: a free one is found when the engine starts
     dist_init_addr         host:port where the ranks meet, needed if num_nodes > 1
     can_release_memory     its GPU memory can be released and occupied again while it runs
@@ -59,6 +60,7 @@ class EngineSpec:
     routed_experts: bool = False
     custom_weight_loaders: tuple[str, ...] = ()
     tokenizer: bool = False
+    trust_remote_code: bool = False
     seed: int = 0
     host: str = "127.0.0.1"
     port: int | None = None
@@ -101,6 +103,8 @@ class EngineSpec:
         flags = ["--skip-server-warmup", "--sleep-on-idle"]
         if not self.tokenizer:
             flags.append("--skip-tokenizer-init")
+        if self.trust_remote_code:
+            flags.append("--trust-remote-code")
         if self.attention_dp > 1:
             flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
         if self.deterministic:

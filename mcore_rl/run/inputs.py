@@ -1,20 +1,25 @@
-"""What a command reads before it starts a process; wrong input is refused here."""
+"""A recipe in, everything out that a command reads before it starts a process; wrong input is
+refused.
+"""
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.algo.requirements import check_algorithm
-from mcore_rl.config import Config, DataConfig
+from mcore_rl.config import Config, DataConfig, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.token_cache import default_cache_dir
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.models import read_critic, read_policy
 from mcore_rl.players.canary import make_probe
@@ -27,10 +32,12 @@ from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.types import Prompt, TrainBatch
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class TrainInputs:
-    """What a training run is made of besides its processes."""
+    """Everything that a training run consists of besides its processes."""
 
     policy: ModelFacts
     tokenizer: PreTrainedTokenizerBase
@@ -44,21 +51,28 @@ class TrainInputs:
 
 
 def read_train_inputs(config: Config) -> TrainInputs:
-    """ValueError naming the option if a file cannot be used, or a size or a model does not fit the rest."""
+    """The inputs of `mcore-rl train`.
+
+    Raises ValueError naming the option if a file cannot be used, or if a size or a model does not
+    fit the rest.
+    """
     check_algorithm(config)
     policy, tokenizer = open_policy(config, "data.train")
     check_routing(config.train, policy.config)
+    warn_of_cut_distribution(config.rollout)
     prompts = load_split(config, config.data.train, tokenizer)
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     inputs = TrainInputs(
-        policy,
-        tokenizer,
-        ShuffledStream(prompts, config.run.seed, config.data.shuffle),
-        held_out,
-        make_scorer(config),
-        make_policy_loss(config.algorithm),
-        Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
-        make_probe(held_out or prompts, config.canary.sequences),
+        policy=policy,
+        tokenizer=tokenizer,
+        prompts=ShuffledStream(prompts, config.run.seed, config.data.shuffle),
+        held_out=held_out,
+        scorer=make_scorer(config),
+        loss=make_policy_loss(config.algorithm),
+        advantages=Advantages(
+            config.algorithm, config.reward.part_weights, config.critic.gae_lambda
+        ),
+        canary_probe=make_probe(held_out or prompts, config.canary.sequences),
     )
     if needs_of(config.algorithm).critic:
         check_critic(config, policy)
@@ -71,15 +85,47 @@ def read_train_inputs(config: Config) -> TrainInputs:
 def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     """Return the facts about the policy's model, which are read here once, and its tokenizer.
 
-    Raises ValueError if an option of `needed` is empty or the model directory does not fit the run.
+    Raises ValueError if one of the options `needed` is empty, if run.dir cannot be written, or if
+    the model cannot be what the run needs.
     """
     require(config, *needed, "run.dir", "model.path")
+    check_run_dir(config.run.dir)
+    return _open_model(config)
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise ValueError if the folder of the run is a file, or cannot be made or written to."""
+    path = Path(run_dir).absolute()
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise ValueError(f"run.dir={run_dir}: {existing} is not a folder; choose another run.dir")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"run.dir={run_dir}: no permission to write to {existing}; choose another run.dir"
+        )
+
+
+def warn_of_cut_distribution(rollout: RolloutConfig) -> None:
+    """Log a warning if tokens are drawn from another distribution than engines report."""
+    if rollout.cuts_distribution:
+        _log.warning(
+            "rollout.top_p=%g and rollout.top_k=%d cut the distribution that tokens are drawn from,"
+            " but engines report log-probs from before the cut. Training sees neither the cut nor"
+            " the bias, and algorithm.correction cannot remove it. For training,"
+            " rollout.top_p=1 and rollout.top_k=-1 are exact.",
+            rollout.top_p,
+            rollout.top_k,
+        )
+
+
+def _open_model(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
+    """Return the facts and the tokenizer of a model that was checked for what a run needs."""
     model = config.model
     policy = read_policy(config)
     if policy.has_value_head:
         raise ValueError(
-            f"model.path={model.path}: {policy.architecture} gives values, not log-probs; a critic"
-            " starts from it as critic.path"
+            f"model.path={model.path}: {policy.architecture} gives values, not log-probs;"
+            " a critic starts from it as critic.path"
         )
     if model.init == "hf":
         if not any(policy.path.glob("*.safetensors")):
@@ -89,20 +135,17 @@ def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTok
         open_hf_dir(policy)
         if carried := sorted(carried_tensors(policy.path, policy.config)):
             print(
-                f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ..."
+                f"{len(carried)} tensors are not trained, but go into exports unchanged:"
+                f" {carried[0]}, ..."
             )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(policy.path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={model.path}: no tokenizer there that can be opened ({error}); one that is code"
-            " beside the model (auto_map in tokenizer_config.json) is not run: save it as a tokenizer.json"
-        ) from None
-    return policy, tokenizer
+    return policy, load_tokenizer(policy.path, "model.path", model.trust_remote_code)
 
 
 def without_replay(config: Config, policy: ModelFacts) -> Config:
-    """For sequences that no engine sampled: nobody knows their experts. ValueError: see check_routing."""
+    """The configuration for sequences that no engine sampled: the experts they went to are unknown.
+
+    Raises ValueError as check_routing does.
+    """
     train = replace(config.train, router_replay="none")
     check_routing(train, policy.config)
     return replace(config, train=train)
@@ -111,7 +154,7 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
 def load_split(
     config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """Return the prompts of `files`, none if there are no files."""
+    """The prompts of `files`, none without files. Raises ValueError as load_prompts does."""
     if not files:
         return []
     data = config.data
@@ -124,39 +167,43 @@ def token_cache_dir(data: DataConfig) -> Path:
 
 
 def make_scorer(config: Config) -> Scorer:
+    """The reward of a run. Raises ValueError if its function, template or tokenizer cannot be
+    used.
+    """
     questions: dict[str, ModelScorer] = {}
     if config.judge.is_used:
         questions["judge"] = JudgeScorer(config.reward.judge)
     if config.reward_model.is_used:
-        questions["reward_model"] = RewardModelScorer(
-            config.reward.model_tokenizer or config.reward_model.path
-        )
+        folder = config.reward.model_tokenizer or config.reward_model.path
+        trust_remote_code = config.model.trust_remote_code
+        questions["reward_model"] = RewardModelScorer(folder, trust_remote_code)
     return Scorer(config.reward, config.rollout.max_response_len, questions)
 
 
 def check_critic(config: Config, policy: ModelFacts) -> None:
-    """ValueError if the critic cannot start from what the recipe names, or not learn with the policy."""
+    """Raise ValueError if the critic cannot start from its path, or has another vocabulary."""
     critic = read_critic(config, policy)
     if critic.vocab_size != policy.vocab_size:
         raise ValueError(
-            f"critic.path={config.critic.path}: its vocabulary has {critic.vocab_size} tokens, that of"
-            f" model.path={config.model.path} {policy.vocab_size}; take one with the same tokenizer"
+            f"critic.path={config.critic.path}: its vocabulary has {critic.vocab_size} tokens, that"
+            f" of model.path={config.model.path} {policy.vocab_size}; take one with the same"
+            " tokenizer"
         )
 
 
 def check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the teacher has no tokenizer, or one with other tokens than the
+    model's.
+    """
     path = config.teacher.path
-    try:
-        check_same_vocabulary(
-            tokenizer, AutoTokenizer.from_pretrained(path), config.model.path, path
-        )
-    except OSError as error:
-        raise ValueError(f"teacher.path={path}: no tokenizer there ({error})") from None
+    teacher = load_tokenizer(path, "teacher.path", config.model.trust_remote_code)
+    check_same_vocabulary(tokenizer, teacher, config.model.path, path)
 
 
 def check_no_trainer(config: Config) -> None:
+    """Raise ValueError if the recipe needs trainer ranks, for a command that has none."""
     if config.rollout.quantization != "none":
         raise ValueError(
-            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantise, and an evaluation"
-            " has none; use rollout.quantization=none"
+            f"rollout.quantization={config.rollout.quantization}: trainer ranks quantize, and an"
+            " evaluation has none; use rollout.quantization=none"
         )

@@ -1,4 +1,4 @@
-"""`mcore-rl serve`: a checkpoint in, SGLang's OpenAI-compatible API in front of it until Ctrl-C."""
+"""`mcore-rl serve`: a checkpoint in, SGLang's OpenAI-compatible API for it until Ctrl-C."""
 
 import json
 import time
@@ -19,7 +19,10 @@ _ANSWER_TIMEOUT_S = 120.0
 
 
 def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
-    """The HuggingFace directory to serve; made of a Megatron checkpoint if that is what `path` is."""
+    """The HuggingFace directory to serve; a Megatron checkpoint is merged into one beside it first.
+
+    Raises ValueError if SGLang could not serve chats from it, or if a merge lacks `source_hf`.
+    """
     if not (path / ".metadata").is_file():
         refuse_unsupported(unquantized(parse_hf_config(path)), path / "config.json")
         if not (path / "tokenizer_config.json").is_file():
@@ -32,15 +35,18 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
         return merged
     if source_hf is None:
         raise ValueError(
-            f"{path} is a Megatron checkpoint: give --source-hf=<the directory its run began from>, which has"
-            " config.json and tokenizer"
+            f"{path} is a Megatron checkpoint: give --source-hf=<the directory its run began from>,"
+            " which has config.json and tokenizer"
         )
     print(merge(path, source_hf, merged))
     return merged
 
 
 def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: float) -> None:
-    """Until Ctrl-C, or with `once` until the question is answered. RuntimeError as of EngineProcess."""
+    """Serve until Ctrl-C, or with `once` until the question is answered.
+
+    Raises RuntimeError with the end of the log if the server dies or does not start in time.
+    """
     engine = EngineProcess(spec)
     try:
         engine.start()
@@ -51,7 +57,8 @@ def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: f
         while not once:
             if not engine.is_alive():
                 raise RuntimeError(
-                    f"{engine.name} died with status {engine.exit_status}; last lines:\n{engine.tail()}"
+                    f"{engine.name} died with status {engine.exit_status}; last"
+                    f" lines:\n{engine.tail()}"
                 )
             time.sleep(_POLL_S)
     except TimeoutError as error:
@@ -61,7 +68,7 @@ def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: f
 
 
 def ask(engine: EngineProcess, question: str) -> str:
-    """The answer to a chat completion, at temperature 0. RuntimeError if there is none."""
+    """The answer to a chat completion at temperature 0. Raises RuntimeError if there is none."""
     body = {
         "model": engine.spec.model_path,
         "messages": [{"role": "user", "content": question}],

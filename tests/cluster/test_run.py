@@ -16,9 +16,14 @@ from mcore_rl.config import (
     RolloutConfig,
 )
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.slices.hf.facts import ModelFacts
 from tests.support.tiny_models import write_model
 
 LOG = Path("/logs/sglang_0.log")
+
+
+def facts_of(config: Config) -> ModelFacts:
+    return ModelFacts.read(config.model.path)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config) -> None:
-    spec = engine_spec(config, LOG)
+    spec = engine_spec(config, facts_of(config), LOG)
     assert (spec.model_path, spec.log_path) == (config.model.path, str(LOG))
     assert (spec.tp, spec.ep, spec.max_running, spec.dtype) == (4, 2, 9, "float32")
     assert spec.deterministic and spec.routed_experts and not spec.can_release_memory
@@ -42,18 +47,19 @@ def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config
         parallel=ParallelConfig(dp=4),
         rollout=replace(config.rollout, restarts=0, stage_weights=False),
     )
-    assert engine_spec(colocated, LOG).can_release_memory
+    assert engine_spec(colocated, facts_of(colocated), LOG).can_release_memory
 
 
 def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Config) -> None:
-    random = engine_spec(replace(config, model=replace(config.model, init="random")), LOG)
+    untrained = replace(config, model=replace(config.model, init="random"))
+    random = engine_spec(untrained, facts_of(config), LOG)
     assert random.extra_args[2:] == ("--load-format", "dummy")
     fp8 = replace(
         config,
         model=replace(config.model, dtype="bfloat16"),
         rollout=replace(config.rollout, quantization="fp8"),
     )
-    *dummy, option, override = engine_spec(fp8, LOG).extra_args[2:]
+    *dummy, option, override = engine_spec(fp8, facts_of(config), LOG).extra_args[2:]
     assert dummy == ["--load-format", "dummy"] and option == "--json-model-override-args"
     assert json.loads(override)["quantization_config"]["quant_method"] == "fp8"
 
@@ -61,9 +67,10 @@ def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Conf
 def test_experts_are_reported_where_there_are_any_and_the_recipe_wants_them(
     config: Config, tmp_path: Path
 ) -> None:
-    shape = experts_shape(config)
+    unasked = replace(config, drift=DriftConfig(routed_experts=False))
+    shape = experts_shape(config, facts_of(config))
     assert isinstance(shape, RoutedExpertsShape)
     assert any(shape.moe_layers) and 0 < shape.top_k < shape.num_experts
-    assert experts_shape(replace(config, drift=DriftConfig(routed_experts=False))) is None
-    dense = write_model("qwen3", tmp_path)
-    assert experts_shape(replace(config, model=replace(config.model, path=str(dense)))) is None
+    assert experts_shape(unasked, facts_of(config)) is None
+    dense = ModelFacts.read(write_model("qwen3", tmp_path))
+    assert experts_shape(config, dense) is None

@@ -10,7 +10,7 @@ from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.config.algorithm import LOSSES_WITHOUT_CLIP, RATIO_BOUNDING_LOSSES
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.nearest import with_settings
+from mcore_rl.config.tree import with_settings
 
 GAE = "algorithm.advantage=gae"
 

@@ -1,4 +1,6 @@
-"""Every option has a reader: an attribute access outside config/ on an object known to be of its class."""
+"""Every option has a reader: an attribute access outside config/ on an object known to be of its
+class.
+"""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -95,7 +97,9 @@ def fields_read(trees: Iterable[ast.Module]) -> set[Field]:
 
 @dataclass
 class Scope:
-    """Names whose configuration class is known: by annotation, by assignment, or as an attribute of self."""
+    """Names whose configuration class is known: by annotation, by assignment, or as an
+    attribute of self.
+    """
 
     names: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, str] = field(default_factory=dict)

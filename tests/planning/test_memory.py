@@ -1,19 +1,14 @@
 """Predicted memory: whether it adds up, what it says of moments, layouts and remedies."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.models import read_models
-from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
 from mcore_rl.planning.rank_memory import RankMemory
-from mcore_rl.slices.hf.config import read_hf_config
 from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 
@@ -106,39 +101,6 @@ def test_fp8_engines_hold_half_the_weights() -> None:
     assert 0.5 < fp8 / bf16 < 0.56
 
 
-@pytest.mark.parametrize("gpu_gib", [60, 40, 30])
-def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
-    config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
-    models = read_models(config)
-    assert too_large(config, predict_memory(config, models))
-    settings = nearest_that_fits(config, models)
-    assert settings
-    changed = with_settings(config, settings)
-    assert not too_large(changed, predict_memory(changed, read_models(changed)))
-    for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
-        fewer = {k: v for k, v in settings.items() if k != key}
-        assert not _fits(config, fewer), f"{key} need not change"
-
-
-def _fits(config: Config, settings: dict[str, Any]) -> bool:
-    try:
-        changed = with_settings(config, settings)
-    except ValueError:
-        return False
-    return not too_large(changed, predict_memory(changed, read_models(changed)))
-
-
-def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=40"]) == 1
-    out, error = capsys.readouterr()
-    assert "does not fit: trainer ranks 0-15 are" in out
-    assert "most is optimizer" in out
-    assert "The nearest layout that fits: " in out
-    assert "does not fit its GPUs" in error
-    assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=6"]) == 1
-    assert "No layout on up to eight times as many GPUs fits" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -159,7 +121,8 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
         ),
         (
             "rollout.pp=2",
-            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages tells which",
+            "rollout.pp=2 with drift.routed_experts=true: an engine of several pipeline stages"
+            " reports",
         ),
         ("plan.expert_load=0.5", "plan.expert_load=0.5: must be at least 1"),
     ],
@@ -169,13 +132,3 @@ def test_sizes_that_do_not_fit_one_another(
 ) -> None:
     assert main(["plan", f"recipe={QWEN}", *settings.split()]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_experts_make_most_of_a_layers_activations() -> None:
-    hf_config = read_hf_config("recipes/model/qwen3_30b_a3b")
-    step = Pass(tokens=1024, tp=1, cp=1, etp=1, itemsize=2, recompute="none", expert_load=1.0)
-    routed = 8 * (2048 + 4 * 768)
-    attention = 2 * 2048 + 2 * (4096 + 512) + 4096 + 512
-    assert Activations(hf_config, step).kept(0) == 2 * 1024 * (
-        routed + attention + 2 * 2048 + 2 * 128 * 2
-    )

@@ -1,4 +1,6 @@
-"""What `mcore-rl plan` says of weight syncs: from config.json alone, in seconds, numbers that add up."""
+"""What `mcore-rl plan` says of weight syncs: from config.json alone, in seconds, numbers that add
+up.
+"""
 
 import json
 import subprocess
@@ -48,7 +50,9 @@ def test_engines_of_their_own(recipe: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_fp8_engines_are_sent_half_the_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSeek-V3 on engines of 16 ranks: all but embeddings, output layer, router and norms in FP8."""
+    """DeepSeek-V3 on engines of 16 ranks: all but embeddings, output layer, router and norms in
+    FP8.
+    """
     plans = []
     for quantization in ("none", "fp8"):
         settings = ["rollout.engines=16", "rollout.tp=16", "rollout.ep=16"]
@@ -87,10 +91,15 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         "rollout.stage_weights=false",
         "rollout.restarts=0",
     ]
-    assert main(["plan", "recipe=qwen3_30b_a3b_grpo_32", *settings, "--json"]) == 0
+    command = ["plan", "--json", "recipe=qwen3_30b_a3b_grpo_32", *settings]
+    assert main(command) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["network_bytes"] == 0
-    assert plan["engine_local_in_per_rank"][0] > 0
+    assert 0 < plan["engine_local_in_per_rank"][0] <= plan["busiest_copy_bytes"]
+    assert plan["seconds"] == pytest.approx(plan["busiest_copy_bytes"] * 8 / 400e9)
+    assert main([*command, "plan.memory_gbps=3200"]) == 0
+    faster = json.loads(capsys.readouterr().out)
+    assert faster["seconds"] == pytest.approx(plan["seconds"] / 8)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +111,7 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (
             "rollout.tp=128 rollout.attention_dp=1",
-            "tp / dp = 128 does not divide attention heads = 64",
+            "rollout.tp=128 does not divide num_attention_heads=64 of config.json",
         ),
         ("parallel.tp=3 parallel.dp=16", "parallel.tp=3 does not divide num_attention_heads=64"),
         ("model.path=/nowhere", "/nowhere/config.json does not exist"),
@@ -110,7 +119,8 @@ def test_a_shared_host_needs_no_network(capsys: pytest.CaptureFixture[str]) -> N
         ("rollout.quantization=fp8 model.dtype=float32", "needs model.dtype=bfloat16"),
         (
             "rollout.quantization=fp8 rollout.ep=1",
-            "target rank 0 holds 'model.layers.0.mlp.experts.0.gate_proj.weight' (0, 0) to (96, 4096)",
+            "target rank 0 holds 'model.layers.0.mlp.experts.0.gate_proj.weight' (0, 0) to (96,"
+            " 4096)",
         ),
         (
             "model.path=recipes/model/gpt_oss_20b rollout.quantization=fp8 parallel.pp=4"
@@ -130,8 +140,8 @@ def test_what_does_not_fit_is_one_line(
 
 def test_nothing_is_started_and_no_engine_is_imported() -> None:
     code = (
-        "import sys; from mcore_rl.cli import main; main(['plan', 'recipe=qwen3_30b_a3b_grpo_32', '--json']);"
-        " print(sorted({'ray', 'sglang', 'megatron'} & set(sys.modules)))"
+        "import sys; from mcore_rl.cli import main; main(['plan', 'recipe=qwen3_30b_a3b_grpo_32',"
+        " '--json']); print(sorted({'ray', 'sglang', 'megatron'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"

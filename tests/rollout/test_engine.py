@@ -68,6 +68,7 @@ def test_arguments_hold_every_choice():
         deterministic=True,
         custom_weight_loaders=("a.b",),
         can_release_memory=True,
+        trust_remote_code=True,
         extra_args=("--x", "y"),
     )
     line = " ".join(spec.arguments())
@@ -81,6 +82,7 @@ def test_arguments_hold_every_choice():
         "--enable-deterministic-inference",
         "--custom-weight-loader a.b",
         "--enable-memory-saver",
+        "--trust-remote-code",
         "--x y",
     ):
         assert part in line

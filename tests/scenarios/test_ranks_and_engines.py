@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from mcore_rl.algo.build import sft_loss
+from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_group import ModelSpec
@@ -48,7 +48,7 @@ from mcore_rl.rollout.engine import EngineAddress, EngineSpec
 from mcore_rl.rollout.served_client import ServedClient
 from mcore_rl.rollout.served_endpoint import find_endpoint
 from mcore_rl.stream.controller.sync import SyncController
-from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from tests.support.tiny_models import write_reward_model
 
 pytestmark = pytest.mark.e2e
@@ -134,7 +134,7 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
     batches = [[make_batch(0)], [make_batch(1)]]
 
     def logprobs(*, reference: bool = False) -> torch.Tensor:
-        answers = run.trainer.compute_logprobs(batches, reference=reference, temperature=1.0)
+        answers = run.trainer.compute_logprobs(batches, LogprobOptions(reference, 1.0))
         assert [len(of_dp) for of_dp in answers] == [1, 1]
         return torch.cat([of_dp[0].logprobs_T for of_dp in answers])
 

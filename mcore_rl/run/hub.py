@@ -1,0 +1,140 @@
+"""A recipe that names models and data files on the Hugging Face hub in, one with local paths out.
+
+    models      owner/name or owner/name@revision, unless a folder of that name is here
+    data files  hf://datasets/owner/name/path/to/file.parquet or hf://datasets/owner/name@revision/...
+
+Downloads land in huggingface_hub's cache (HF_HOME) and are reused without a network.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import value_of
+from mcore_rl.config.tree import with_settings
+
+DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
+    "train": ("data.train", "eval.data"),
+    "sft": ("sft.data",),
+    "dpo": ("dpo.data", "dpo.held_out"),
+    "pairs": ("data.train", "eval.data"),
+    "eval": ("eval.data",),
+}
+MODEL_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+DATA_FILE = re.compile(
+    r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?/(?P<file>.+)"
+)
+SETTINGS = ("*.json", "*.jinja", "*.py", "*.model", "*.tiktoken", "*.txt")
+WEIGHTS = ("*.safetensors",)
+OTHER_FORMATS = ("*/*", "consolidated*")
+"""Left out: the same weights once more, as some repositories have them."""
+
+
+def fetch_config_json(config: Config) -> Config:
+    """The recipe with config.json alone of the models whose sizes a plan or a rehearsal needs."""
+    return _fetch_models(config, ("model.path", "critic.path"), ("config.json",))
+
+
+def fetch_inputs(config: Config, command: str) -> Config:
+    """The recipe with all that `command` reads here.
+
+    Raises ValueError naming the option if something is neither here nor on the hub, or if the hub
+    cannot be reached.
+    """
+    weights = () if config.model.init == "random" else WEIGHTS
+    config = _fetch_models(config, ("model.path",), (*SETTINGS, *weights))
+    models = [f"{role}.path" for role in config.served_models] + ["reward.model_tokenizer"]
+    if command in ("sft", "dpo"):
+        models = []
+    if command == "train" and needs_of(config.algorithm).critic:
+        models.append("critic.path")
+    config = _fetch_models(config, models, (*SETTINGS, *WEIGHTS))
+    for option in DATA_OF_COMMAND[command]:
+        files = [_local_file(option, name) for name in value_of(config, option)]
+        config = with_settings(config, {option: files})
+    return config
+
+
+def _fetch_models(config: Config, options: Sequence[str], patterns: Sequence[str]) -> Config:
+    settings: dict[str, Any] = {}
+    for option in options:
+        path = value_of(config, option)
+        revision = config.model.revision if option == "model.path" else None
+        settings[option] = _local_model(option, path, revision, patterns)
+    if "model.path" in settings:
+        settings["model.revision"] = None  # has been followed
+    return with_settings(config, settings)
+
+
+def _local_model(option: str, path: str, revision: str | None, patterns: Sequence[str]) -> str:
+    name = MODEL_ID.fullmatch(path)
+    if name is None or Path(path).exists():
+        if revision is not None:
+            raise ValueError(
+                f"model.revision={revision} with {option}={path}, which is no id on the Hugging"
+                " Face hub: leave model.revision out"
+            )
+        return path
+    if revision is not None and name["revision"] is not None:
+        raise ValueError(
+            f"model.revision={revision} with {option}={path}: there are two revisions; leave one"
+            " out"
+        )
+    revision = revision or name["revision"]
+    return str(_download(f"{option}={path}", "model", name["repo"], revision, patterns))
+
+
+def _local_file(option: str, name: str) -> str:
+    if not name.startswith("hf://"):
+        return name
+    parts = DATA_FILE.fullmatch(name)
+    if parts is None:
+        raise ValueError(
+            f"{option}: {name} is no file of a data set on the Hugging Face hub; write"
+            " hf://datasets/<owner>/<name>/<path of the file>"
+        )
+    what = f"{option}: {name}"
+    folder = _download(what, "dataset", parts["repo"], parts["revision"], [parts["file"]])
+    if not (folder / parts["file"]).is_file():
+        raise ValueError(f"{what}: the data set {parts['repo']} has no such file")
+    return str(folder / parts["file"])
+
+
+def _download(
+    what: str,
+    kind: Literal["model", "dataset"],
+    repo: str,
+    revision: str | None,
+    patterns: Sequence[str],
+) -> Path:
+    """The folder of the snapshot, which is only downloaded where the cache lacks it."""
+    left_out = OTHER_FORMATS if kind == "model" else None
+    try:
+        folder = snapshot_download(
+            repo,
+            repo_type=kind,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=list(left_out) if left_out else None,
+        )
+    except LocalEntryNotFoundError as error:
+        first_line = str(error).partition("\n")[0]
+        flag = " --repo-type dataset" if kind == "dataset" else ""
+        raise ValueError(
+            f"{what}: it is not here, and the Hugging Face hub cannot be reached ({first_line})."
+            f" Where there is a network, run `hf download {repo}{flag}` and copy what it downloads"
+            " here; or set HF_HOME to a cache that has it"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split()[:20])
+        raise ValueError(
+            f"{what}: it is not here, and the Hugging Face hub does not give it ({reason});"
+            " check the name and the revision, and `hf auth login` if it is private or gated"
+        ) from None
+    return Path(folder)

@@ -1,0 +1,46 @@
+"""Tokenizers of model directories: opened, missing, damaged, or Python code."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from mcore_rl.data.arithmetic import make_tokenizer
+from mcore_rl.data.tokenizer import load_tokenizer
+
+CODE = """
+from transformers import PreTrainedTokenizerFast
+
+
+class WordTokenizer(PreTrainedTokenizerFast):
+    was_run = True
+"""
+
+
+def write_tokenizer_that_is_code(folder: Path) -> None:
+    make_tokenizer().save_pretrained(folder)
+    settings_path = folder / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text())
+    settings["tokenizer_class"] = "WordTokenizer"
+    settings["auto_map"] = {"AutoTokenizer": [None, "words.WordTokenizer"]}
+    settings_path.write_text(json.dumps(settings))
+    (folder / "words.py").write_text(CODE)
+
+
+def test_a_tokenizer_that_is_code_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    write_tokenizer_that_is_code(tmp_path)
+    with pytest.raises(ValueError, match=r"teacher.path=.*set model.trust_remote_code=true"):
+        load_tokenizer(tmp_path, "teacher.path")
+    tokenizer = load_tokenizer(tmp_path, "teacher.path", trust_remote_code=True)
+    assert tokenizer.was_run
+    assert tokenizer.decode(tokenizer("Ada has 12")["input_ids"]) == "Ada has 12"
+
+
+def test_a_missing_or_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model.path=.*: no tokenizer there, none of tokenizer"):
+        load_tokenizer(tmp_path, "model.path")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model.path=.*its tokenizer cannot be opened \(JSON"):
+        load_tokenizer(tmp_path, "model.path")

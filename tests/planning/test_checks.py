@@ -1,0 +1,93 @@
+"""Sizes of engines and lengths of sequences that the model does not allow are refused before a
+start.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.config import RolloutConfig
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.checks import check_engine_sizes, check_engines, check_lens, check_sizes
+from mcore_rl.slices.hf.facts import ModelFacts
+from tests.support.recipes import LARGE
+
+QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+DEEPSEEK = ModelFacts.read("recipes/model/deepseek_v3")
+GPT_OSS = ModelFacts.read("recipes/model/gpt_oss_20b")
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_shipped_recipes_pass(recipe: str) -> None:
+    config = load_recipe(recipe, [])
+    policy = ModelFacts.read(config.model.path)
+    check_sizes(config, policy)
+    check_engines(config, policy)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        (QWEN, {"tp": 3}, "rollout.tp=3 does not divide num_attention_heads=32 of config.json"),
+        (
+            DEEPSEEK,
+            {"tp": 24, "attention_dp": 8, "ep": 8},
+            "rollout.tp / rollout.attention_dp=3 does not divide num_attention_heads=128",
+        ),
+        (
+            QWEN | {"num_key_value_heads": 6, "num_attention_heads": 24},
+            {"tp": 4},
+            "rollout.tp=4 neither divides num_key_value_heads=6 of config.json nor is a multiple",
+        ),
+        (
+            QWEN | {"num_experts": 60},
+            {"tp": 8, "ep": 8},
+            "rollout.ep=8 does not divide the number of experts=60",
+        ),
+        (
+            QWEN | {"moe_intermediate_size": 36},
+            {"tp": 16, "ep": 2},
+            "rollout.tp / rollout.ep=8 does not divide an expert's intermediate size=36",
+        ),
+        (
+            DEEPSEEK | {"intermediate_size": 18433},
+            {"tp": 8, "ep": 8},
+            "rollout.tp=8 does not divide intermediate_size=18433",
+        ),
+        (GPT_OSS, {"pp": 25}, "rollout.pp=25 exceeds num_hidden_layers=24 of config.json"),
+    ],
+)
+def test_engines_that_do_not_divide_the_model(
+    model: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_engine_sizes(RolloutConfig(**sizes), model)  # type: ignore[arg-type]
+
+
+def test_more_ranks_than_key_value_heads_hold_copies() -> None:
+    check_engine_sizes(RolloutConfig(tp=8, ep=8), QWEN)
+
+
+def test_a_plan_of_such_engines_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "recipe=qwen3_30b_a3b_grpo_8",
+                "rollout.engines=2",
+                "rollout.tp=3",
+                "rollout.ep=1",
+            ]
+        )
+        == 2
+    )
+    assert "rollout.tp=3 does not divide num_attention_heads=" in capsys.readouterr().err
+
+
+def test_a_sequence_of_the_full_length_must_fit() -> None:
+    config = load_recipe("tiny_moe_grpo", ["rollout.max_response_len=448"])
+    check_lens(config, replace(QWEN, config={"max_position_embeddings": 512}))
+    with pytest.raises(ValueError, match=r"= 512 exceeds max_position_embeddings=511"):
+        check_lens(config, replace(QWEN, config={"max_position_embeddings": 511}))

@@ -1,0 +1,60 @@
+"""The nearest layout that fits: fits indeed, changes nothing without need, is told to the user."""
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.config.tree import with_settings
+from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.models import read_models
+from mcore_rl.planning.nearest import available_bytes, nearest_that_fits, too_large
+from mcore_rl.planning.rank_memory import RankMemory
+
+QWEN = "qwen3_30b_a3b_grpo_32"
+GIB = 2**30
+
+
+def test_processes_take_memory_of_their_own() -> None:
+    config = with_settings(Config(), {"plan.gpu_memory_gib": 80.0, "plan.process_gib": 5.0})
+    ranks = [
+        RankMemory("trainer", "fits", "train step", {"weights": 70 * GIB}, num_processes=2),
+        RankMemory("trainer", "does not", "train step", {"weights": 70 * GIB + 1}, 2),
+    ]
+    assert available_bytes(config, ranks[0]) == 70 * GIB
+    assert too_large(config, ranks) == ranks[1:]
+
+
+@pytest.mark.parametrize("gpu_gib", [60, 40, 30])
+def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
+    config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
+    models = read_models(config)
+    assert too_large(config, predict_memory(config, models))
+    settings = nearest_that_fits(config, models)
+    assert settings
+    changed = with_settings(config, settings)
+    assert not too_large(changed, predict_memory(changed, read_models(changed)))
+    for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
+        fewer = {k: v for k, v in settings.items() if k != key}
+        assert not _fits(config, fewer), f"{key} need not change"
+
+
+def _fits(config: Config, settings: dict[str, Any]) -> bool:
+    try:
+        changed = with_settings(config, settings)
+    except ValueError:
+        return False
+    return not too_large(changed, predict_memory(changed, read_models(changed)))
+
+
+def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=40"]) == 1
+    out, error = capsys.readouterr()
+    assert "does not fit: trainer ranks 0-15 are" in out
+    assert "most is optimizer" in out
+    assert "The nearest layout that fits: " in out
+    assert "does not fit its GPUs" in error
+    assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=6"]) == 1
+    assert "No layout on up to eight times as many GPUs fits" in capsys.readouterr().out

@@ -1,0 +1,128 @@
+"""Models and data files by their names on the Hugging Face hub: fetched, cached, or refused."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from mcore_rl.config import Config
+from mcore_rl.config.tree import with_settings
+from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+from tests.support.fake_hub import COMMITS, fake_hub
+
+MODEL = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights",
+    "pytorch_model.bin": b"weights again",
+    "original/model.safetensors": b"weights again",
+}
+DATA = {"data/train.jsonl": b'{"prompt": []}\n'}
+FETCH = """
+import json, sys
+from mcore_rl.config import Config
+from mcore_rl.config.tree import with_settings
+from mcore_rl.run.hub import fetch_config_json, fetch_inputs
+config = with_settings(Config(), json.loads(sys.argv[2]))
+config = fetch_inputs(config, sys.argv[1]) if sys.argv[1] else fetch_config_json(config)
+print(json.dumps([config.model.path, config.model.revision, config.data.train]))
+"""
+
+
+def fetch(
+    home: Path, endpoint: str, command: str, settings: Mapping[str, object]
+) -> tuple[Path, str | None, list[str]]:
+    """In a process of its own, because huggingface_hub reads the environment when it is
+    imported.
+    """
+    environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint}
+    environment.pop("HF_HUB_OFFLINE", None)
+    argv = [sys.executable, "-c", FETCH, command, json.dumps(settings)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(done.stderr.splitlines()[-1])
+    path, revision, data = json.loads(done.stdout)
+    return Path(path), revision, data
+
+
+def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path: Path) -> None:
+    settings = {
+        "model.path": "me/tiny",
+        "model.revision": "v2",
+        "data.train": ["local.jsonl", "hf://datasets/me/sums@v2/data/train.jsonl"],
+    }
+    with fake_hub({"me/tiny": MODEL}, {"me/sums": DATA}) as endpoint:
+        planned, _, _ = fetch(tmp_path, endpoint, "", {"model.path": "me/tiny"})
+        assert [path.name for path in planned.iterdir()] == ["config.json"]
+        path, revision, data = fetch(tmp_path, endpoint, "train", settings)
+        with pytest.raises(ValueError, match=r"model.path=me/other: .* does not give it"):
+            fetch(tmp_path, endpoint, "train", {"model.path": "me/other"})
+        with pytest.raises(ValueError, match=r"the data set me/sums has no such file"):
+            wrong = {"data.train": ["hf://datasets/me/sums/none.jsonl"]}
+            fetch(tmp_path, endpoint, "train", wrong)
+    names = {file.name for file in path.iterdir()}
+    assert names == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert path.name == COMMITS["v2"] and revision is None
+    assert data[0] == "local.jsonl"
+    assert Path(data[1]).read_bytes() == DATA["data/train.jsonl"]
+    again, _, _ = fetch(tmp_path, endpoint, "train", settings)
+    assert again == path, "no server answers any more"
+
+
+def test_without_a_network_one_error_says_what_to_do(tmp_path: Path) -> None:
+    message = (
+        "model.path=me/tiny: it is not here, and the Hugging Face hub cannot be reached .*"
+        "run `hf download me/tiny` and copy .* set HF_HOME"
+    )
+    with pytest.raises(ValueError, match=message):
+        fetch(tmp_path, "http://127.0.0.1:9", "train", {"model.path": "me/tiny"})
+
+
+def test_a_filled_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit = COMMITS["main"]
+    repo = tmp_path / "models--me--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "snapshots" / commit / "config.json").write_text("{}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    config = with_settings(Config(), {"model.path": "me/tiny"})
+    assert fetch_config_json(config).model.path == str(repo / "snapshots" / commit)
+    critic = {"algorithm.advantage": "gae", "critic.path": "me/tiny@main"}
+    assert fetch_config_json(with_settings(config, critic)).critic.path.endswith(commit)
+
+
+def test_a_local_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "me" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    config = with_settings(Config(), {"model.path": "me/tiny", "data.train": ["a/b.jsonl"]})
+    assert fetch_inputs(config, "train") == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"model.path": "/models/tiny", "model.revision": "v2"},
+            "model.revision=v2 with model.path=/models/tiny, which is no id on the Hugging Face"
+            " hub",
+        ),
+        (
+            {"model.path": "me/tiny@v1", "model.revision": "v2"},
+            "model.revision=v2 with model.path=me/tiny@v1: there are two revisions",
+        ),
+        (
+            {"data.train": ["hf://me/sums/train.jsonl"]},
+            "data.train: hf://me/sums/train.jsonl is no file of a data set",
+        ),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fetch_inputs(with_settings(Config(), settings), "train")

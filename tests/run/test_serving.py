@@ -1,0 +1,39 @@
+"""Checkpoints that `mcore-rl serve` takes, and those that it refuses."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.run.serving import find_model
+
+
+def refuse(*_: Path) -> None:
+    raise AssertionError("nothing is to be merged")
+
+
+def test_a_huggingface_directory_is_served_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config.json does not exist"):
+        find_model(tmp_path, None, refuse)
+    shutil.copy("recipes/model/qwen3_30b_a3b/config.json", tmp_path)
+    with pytest.raises(ValueError, match=r"has no tokenizer_config.json: chats need the model's"):
+        find_model(tmp_path, None, refuse)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert find_model(tmp_path, None, refuse) == tmp_path
+
+
+def test_a_megatron_checkpoint_is_merged_once(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step_000010"
+    checkpoint.mkdir()
+    (checkpoint / ".metadata").write_text("")
+    with pytest.raises(ValueError, match=r"is a Megatron checkpoint: give --source-hf"):
+        find_model(checkpoint, None, refuse)
+
+    def merge(source: Path, source_hf: Path, out: Path) -> str:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        return f"merged {source.name} with {source_hf.name}"
+
+    merged = tmp_path / "step_000010_hf"
+    assert find_model(checkpoint, tmp_path / "start", merge) == merged
+    assert find_model(checkpoint, None, refuse) == merged
