@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def forget() -> None:
     user_file.register_user_file.cache_clear()
 
 
-def config_of(tmp_path: Path, source: str, **options: str) -> AlgorithmConfig:
+def config_of(tmp_path: Path, source: str, **options: Any) -> AlgorithmConfig:
     path = tmp_path / "my_algo.py"
     path.write_text(source)
     return AlgorithmConfig(path=str(path), **options)
@@ -68,7 +69,8 @@ def test_the_documented_example_trains_a_batch(tmp_path: Path) -> None:
     batch = replace(batch, old_logprobs_T=torch.full((8,), -0.6))
     loss_T, metrics = make_policy_loss(config)(logprobs_T, torch.zeros(8), batch)
     gate = 1 + 0.2 * torch.tanh((torch.tensor(0.1).exp() - 1) / 0.2)
-    torch.testing.assert_close(loss_T, -batch.advantages_T * gate, rtol=1e-5, atol=1e-6)
+    expected_T = -torch.tensor([0, 0, 0.75, 0.75, 0, 0, -0.25, -0.25]) * gate
+    torch.testing.assert_close(loss_T, expected_T, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(metrics["clip/gate"][2:4], gate.expand(2))
 
 
@@ -129,7 +131,10 @@ def test_a_missing_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
     ("body", "message"),
     [
         ("return tokens.advantages_T, {}", r"algorithm.loss=direct: AttributeError: .* a loss is"),
-        ("return 3", r"algorithm.loss=direct: made 3 from the options of algorithm, not a function"),
+        (
+            "return 3",
+            r"algorithm.loss=direct: made 3 from the options of algorithm, not a function",
+        ),
     ],
 )
 def test_a_function_that_is_no_maker_of_a_loss_is_refused(

@@ -1,5 +1,4 @@
-"""Generalized advantages and the critic's loss against loops over tokens, and the loss's gradient.
-"""
+"""Generalized advantages and the critic's loss against loops over tokens, and the loss's gradient."""
 
 from dataclasses import replace
 
