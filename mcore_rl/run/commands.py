@@ -178,8 +178,7 @@ def run_pairs(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: engines without a trainer, on the weights in model.path, to <run.dir>/eval.
-    """
+    """`mcore-rl eval`: evaluate the weights in model.path without a trainer, to <run.dir>/eval."""
     check_no_trainer(config)
     tokenizer = open_tokenizer(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
@@ -214,8 +213,7 @@ def _run(
     with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
-    """Yield the prepared run folder, the checkpoint to continue from, and the processes of the run.
-    """
+    """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
     if with_engines:
         check_engines(config)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)

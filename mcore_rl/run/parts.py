@@ -54,8 +54,7 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 def make_client(
     config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
-    """Wait for the engines. Raises ValueError if the tokenizer has no token that ends a response.
-    """
+    """Wait for the engines. Raises ValueError if the tokenizer has no end-of-sequence token."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -105,8 +104,7 @@ def make_teacher(
 def make_sync(
     config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]
 ) -> EngineSync:
-    """Return what brings the trainer's weights to the engines and checks that both compute alike.
-    """
+    """Return the sync of weights to the engines, with the check that both sides compute alike."""
     timeout_s = config.run.call_timeout_s
     engines = started.engines
     gpus = started.gpus
@@ -161,7 +159,8 @@ def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
     state = trainer.load(str(newest))
     if not state:
         raise ValueError(
-            f"{newest} holds a model without the state of a run: choose its HuggingFace directory as "
+            f"{newest} holds a model without the state of a run: choose its HuggingFace directory"
+            " as "
             "model.path instead, and another run.dir"
         )
     for name, part in parts.items():

@@ -1,4 +1,4 @@
-"""Scores become advantages of a batch: groups, KL in the reward, energies, parts, greedy rewards."""
+"""Scores become advantages of a batch: groups, KL in the reward, energies, parts, greedy ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace

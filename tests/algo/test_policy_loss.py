@@ -1,4 +1,4 @@
-"""The token loss of a recipe: terms, metrics, masking, on and off policy, written out in float64."""
+"""The token loss of a recipe against float64: terms, metrics, masking, on and off policy."""
 
 import pickle
 import threading

@@ -1,4 +1,4 @@
-"""A user's own advantage and loss train the tiny recipe, on ranks that load them from the controller."""
+"""A user's advantage and loss train the tiny recipe, on ranks that get them from the controller."""
 
 import re
 from collections.abc import Callable
@@ -11,9 +11,7 @@ from tests.support.runs import Run
 pytestmark = pytest.mark.e2e
 
 
-def test_a_documented_advantage_and_loss_train(
-    start: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_a_documented_advantage_and_loss_train(start: Callable[..., Run], tmp_path: Path) -> None:
     text = Path("docs/algorithms.md").read_text()
     example = re.search(r'^```python\n("""my_algo.py.*?)^```', text, re.M | re.S)
     assert example

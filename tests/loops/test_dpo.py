@@ -1,4 +1,4 @@
-"""Preference optimization of a tiny policy: it comes to prefer what was chosen, on held-out pairs too."""
+"""Preference optimization of a tiny policy: chosen responses win, on held-out pairs too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The training loop with a tiny policy in one process: it learns, and evaluates and saves when due."""
+"""The training loop with a tiny policy in one process: it learns, evaluates and saves."""
 
 from dataclasses import replace
 from typing import Any

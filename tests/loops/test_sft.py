@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a tiny policy: its loss falls, and steps are logged and saved when due."""
+"""Supervised fine-tuning of a tiny policy: its loss falls, steps are logged and saved."""
 
 from pathlib import Path
 

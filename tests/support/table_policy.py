@@ -1,4 +1,4 @@
-"""A policy small enough for a test of a whole loop: the logits of the next token are a row of a table.
+"""A policy small enough to test a whole loop: a table of logits of the next token by the last.
 
 It plays trainer, engine and weight sync in one process, with the product's own losses.
 """
