@@ -39,7 +39,7 @@ RUN git clone --depth 1 --branch $APEX_REF https://github.com/NVIDIA/apex /tmp/a
     rm -rf /tmp/apex
 
 WORKDIR /opt/mcore_rl
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY mcore_rl mcore_rl
 COPY checkpoint_tools checkpoint_tools
 COPY recipes recipes

@@ -1,9 +1,15 @@
-# Every target does its own set-up: a Python 3.11 with the venv module is all that has to be there.
+# Every target does its own set-up: a Python 3.11 or 3.12 with the venv module is all that has to be there.
+# uv is used where it is installed, pip otherwise; both install the same pinned versions.
 
 PYTHON ?= python3.11
 VENV := .venv
+DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+UV ?= $(shell command -v uv 2>/dev/null)
+MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --python $(PYTHON),$(PYTHON) -m venv)
+# $(call install,<folder of the environment>) <arguments of pip install>
+install = $(if $(UV),$(UV) pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip --disable-pip-version-check -qq install)
+INSTALL = $(call install,$(VENV))
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
@@ -14,22 +20,23 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart bench clean
+.PHONY: help venv lint test test-slow quickstart docs bench clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 venv: $(VENV)/.installed ## .venv with pinned versions, for a machine without CUDA
 
-# torch goes first and alone: what asks for a plain torch later then finds the CPU build instead of gigabytes of CUDA.
+# torch goes first and alone, from the index of CPU builds where that can be reached: what asks for a plain torch later
+# then finds it instead of gigabytes of CUDA.
 $(VENV)/.installed: pyproject.toml requirements/cpu.txt requirements/dev.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v != (3, 11) and "requirements/cpu.txt is pinned for Python 3.11, $(PYTHON) is %d.%d: make PYTHON=<a Python 3.11>" % v)'
-	@echo "installing into $(VENV) (2 to 4 minutes)"
-	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install --no-deps '$(TORCH)' || $(PIP) install --no-deps --index-url $(TORCH_INDEX) '$(TORCH)'
-	@$(PIP) install --no-deps 'setuptools==$(shell sed -n 's/^setuptools==//p' requirements/cpu.txt)'
-	@$(PIP) install --no-deps --no-build-isolation -r requirements/cpu.txt -r requirements/dev.txt
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and "the pinned wheels exist for Python 3.11 and 3.12, $(PYTHON) is %d.%d: make PYTHON=<one of them>" % v)'
+	@echo "installing into $(VENV) with $(if $(UV),uv,pip) (1 to 4 minutes)"
+	@$(MAKE_VENV) $(VENV)
+	@$(INSTALL) --no-deps --index-url $(TORCH_INDEX) $(if $(UV),,--retries 0) '$(TORCH)' 2>/dev/null || $(INSTALL) --no-deps '$(TORCH)'
+	@$(INSTALL) --no-deps 'setuptools==$(shell sed -n 's/^setuptools==//p' requirements/cpu.txt)'
+	@$(INSTALL) --no-deps --no-build-isolation -r requirements/cpu.txt -r requirements/dev.txt
+	@$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 lint: venv ## ruff, pyright, import-linter
@@ -49,9 +56,17 @@ quickstart: venv ## train a small mixture-of-experts model with GRPO and show it
 	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=$(RUN)/warm_start
 	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
 
+docs: $(DOCS_VENV)/.installed ## the documentation site with an API reference, into site/; fails on a dead link
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q
+
+$(DOCS_VENV)/.installed: requirements/docs.txt
+	@$(MAKE_VENV) $(DOCS_VENV)
+	@$(call install,$(DOCS_VENV)) --no-deps -r requirements/docs.txt
+	@touch $@
+
 bench: venv ## tokens per second of a GRPO step, beside TRL's
 	$(BIN)/python benchmarks/grpo_step.py
 
 clean: ## remove what make and the runs made, .venv included
-	rm -rf $(VENV) benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -149,7 +149,7 @@ def save_rank(rank: int, port: int, hf_dir: Path, checkpoint: Path) -> None:
 
     from mcore_rl.config import ParallelConfig, TrainConfig
     from mcore_rl.slices.hf.config import read_hf_config
-    from mcore_rl.train.checkpoint import start_save
+    from mcore_rl.train.checkpoint_save import start_save
     from mcore_rl.train.model import make_chunks
     from mcore_rl.train.runtime import init_distributed
     from mcore_rl.train.transformer_config import make_transformer_config

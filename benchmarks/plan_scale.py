@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.deployment import Deployment, make_deployment
+from mcore_rl.planning.models import read_policy
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 
 CASES: dict[str, list[str]] = {
@@ -88,7 +89,8 @@ def measure(settings: list[str], is_trainer: bool, i: int, num_samples: int) -> 
 
 
 def _deployment(settings: list[str]) -> Deployment:
-    return make_deployment(load_recipe(settings[0], settings[1:]))
+    config = load_recipe(settings[0], settings[1:])
+    return make_deployment(config, read_policy(config))
 
 
 def _plan(deployment: Deployment, rank: int, is_trainer: bool) -> int:

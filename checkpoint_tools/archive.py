@@ -1,9 +1,9 @@
-"""The zip archive that torch.save makes of one tensor: where its elements lie, and the bytes around them.
+"""A zip archive of torch.save that holds one tensor in, the place of its elements in the file out.
 
     | header data.pkl | header data/0 | elements ... | crc | byteorder, version | directory |
     '---------- prefix --------------'              '----------- suffix -----------------'
 
-Nothing is unpickled but inert stand-ins, so a file cannot run code here.
+The pickle is read into inert stand-ins, so a file cannot run code here.
 """
 
 import io
@@ -11,7 +11,6 @@ import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.megatron_files.metadata import READ_ERRORS
 from mcore_rl.slices.plan.coverage import contiguous_strides
 
 STORAGES = {
@@ -36,32 +36,17 @@ STORAGES = {
     "CharStorage": "int8",
     "BoolStorage": "bool",
 }
-READ_ERRORS = (
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    NotImplementedError,
-    UnicodeDecodeError,
-    EOFError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-)
-"""What parsing damaged bytes with pickle and zipfile can raise."""
 LOCAL_HEADER = 30
 
 
 @dataclass(frozen=True)
 class Located:
-    """Where the elements of a chunk lie in its file.
+    """The place of a chunk's elements in its file.
 
-    around      checksums of the archive's bytes before and after them; nothing for plain elements
-    data_crc32  what the elements' checksum should be by the archive's own account
+    start       byte of the first element
+    around      checksums of the archive's bytes before and after the elements; empty for plain
+                elements
+    data_crc32  checksum that the archive itself records for the elements
     """
 
     start: int
@@ -70,18 +55,20 @@ class Located:
 
 
 class Locator:
-    """Finds elements in archives. A checkpoint has thousands, of few dtypes and shapes: of each the first is
-    parsed, and what is like it but for its checksums is not.
+    """Finds the elements in archives.
+
+    A checkpoint has thousands of archives of few dtypes and shapes. Only the first of each kind is
+    parsed; another is recognized by its bytes, which differ in checksums alone.
     """
 
     def __init__(self) -> None:
         self._forms: dict[tuple[str, Shape, int], _Form] = {}
 
     def locate(self, descriptor: int, chunk: Chunk) -> Located:
-        """The elements of a chunk; ValueError names file and tensor if the archive is damaged."""
+        """Locate a chunk's elements. Raises ValueError naming file and tensor if it is damaged."""
         if not chunk.is_archive:
             return Located(chunk.start)
-        kind = chunk.dtype, chunk.shape, chunk.num_bytes
+        kind = (chunk.dtype, chunk.shape, chunk.num_bytes)
         if kind in self._forms:
             form = self._forms[kind]
             around = _read_around(descriptor, chunk, len(form.prefix))
@@ -100,17 +87,20 @@ class Locator:
 
 
 class _Form:
-    """The bytes around the elements of an archive, but for `own`, those of its suffix that no other has: the
-    CRC-32 of the elements, the identity that torch gives it and the CRC-32 of that, if there is one.
+    """The bytes around the elements that archives of one kind have in common.
+
+    `own` are the parts of the suffix that differ between archives: the CRC-32 of the elements and,
+    if torch wrote one, the archive's serialization id with its CRC-32.
     """
 
     def __init__(self, prefix: bytes, suffix: bytes, own: Sequence[bytes]) -> None:
         starts = [(suffix.index(part), len(part)) for part in own]
         self._places = [slice(start, start + size) for start, size in starts]
-        self.prefix, self._common = prefix, self._without_own(suffix)
+        self.prefix = prefix
+        self._common = self._without_own(suffix)
 
     def data_crc32(self, prefix: bytes, suffix: bytes) -> int | None:
-        """As an archive of `prefix` and `suffix` has it; None if that is not of this form."""
+        """Return the elements' CRC-32 as the archive records it; None for another form."""
         if prefix != self.prefix or self._without_own(suffix) != self._common:
             return None
         data_crc32, *identity = (suffix[place] for place in self._places)
@@ -119,17 +109,19 @@ class _Form:
         return int.from_bytes(data_crc32, "little")
 
     def _without_own(self, suffix: bytes) -> bytes:
-        """What stands in two places, checksums in the directory as well, must be the same in both."""
+        """Blank the parts that differ, both here and where the zip directory repeats them."""
         for place in self._places:
             suffix = suffix.replace(suffix[place], bytes(place.stop - place.start))
         return suffix
 
 
 def _read_around(descriptor: int, chunk: Chunk, prefix_bytes: int) -> tuple[bytes, bytes]:
-    """What lies before and after the elements of an archive."""
+    """Return the bytes before and after the elements of an archive."""
     suffix_bytes = chunk.num_bytes - prefix_bytes - chunk.data_bytes
+    suffix_start = chunk.start + prefix_bytes + chunk.data_bytes
     prefix = os.pread(descriptor, prefix_bytes, chunk.start)
-    return prefix, os.pread(descriptor, suffix_bytes, chunk.start + prefix_bytes + chunk.data_bytes)
+    suffix = os.pread(descriptor, suffix_bytes, suffix_start)
+    return prefix, suffix
 
 
 def _located(chunk: Chunk, around: tuple[bytes, bytes], data_crc32: int) -> Located:
@@ -141,29 +133,20 @@ def _located(chunk: Chunk, around: tuple[bytes, bytes], data_crc32: int) -> Loca
 
 
 def _parse(descriptor: int, chunk: Chunk) -> tuple[int, list[bytes]]:
-    """Bytes before the elements, and what `_Form` calls its own of those after them."""
-    with zipfile.ZipFile(_Stretch(descriptor, chunk.start, chunk.num_bytes)) as archive:
+    """Return the number of bytes before the elements, and the parts that `_Form` calls `own`.
+
+    Raises one of READ_ERRORS if the archive does not hold just the chunk's tensor.
+    """
+    with zipfile.ZipFile(_FileRange(descriptor, chunk.start, chunk.num_bytes)) as archive:
         names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-        found = _Reader(io.BytesIO(archive.read(names["data.pkl"]))).load()
+        tensor = _Unpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
         byteorder = archive.read(names["byteorder"]) if "byteorder" in names else b"little"
         identity = names.get(".data/serialization_id")
         own = [archive.read(identity), _crc32_bytes(identity)] if identity else []
-    if not isinstance(found, _Tensor):
-        raise ValueError("it holds no tensor")
     if byteorder != b"little":
         raise ValueError(f"its byte order is {byteorder!r}, only little-endian data can be read")
-    if found.dtype != chunk.dtype:
-        raise ValueError(f"it holds {found.dtype}, by the metadata it should be {chunk.dtype}")
-    if found.shape != chunk.shape:
-        raise ValueError(
-            f"it holds shape {found.shape}, by the metadata it should be {chunk.shape}"
-        )
-    plain = zip(found.shape, found.strides, contiguous_strides(found.shape), strict=True)
-    if found.offset or any(size > 1 and stride != wanted for size, stride, wanted in plain):
-        raise ValueError(
-            f"its elements are not contiguous: strides {found.strides}, offset {found.offset}"
-        )
-    info = names[f"data/{found.storage}"]
+    _check_tensor(tensor, chunk)
+    info = names[f"data/{tensor.storage}"]
     if info.compress_type != zipfile.ZIP_STORED or info.file_size != chunk.data_bytes:
         raise ValueError(f"its data has {info.file_size} bytes, it should have {chunk.data_bytes}")
     header = os.pread(descriptor, LOCAL_HEADER, chunk.start + info.header_offset)
@@ -174,15 +157,39 @@ def _parse(descriptor: int, chunk: Chunk) -> tuple[int, list[bytes]]:
     return prefix_bytes, [_crc32_bytes(info), *own]
 
 
+def _check_tensor(tensor: object, chunk: Chunk) -> None:
+    """Raise ValueError unless `tensor` is contiguous and has the chunk's dtype and shape."""
+    if not isinstance(tensor, _Tensor):
+        raise ValueError("it holds no tensor")
+    if tensor.dtype != chunk.dtype:
+        raise ValueError(f"it holds {tensor.dtype}, by the metadata it should be {chunk.dtype}")
+    if tensor.shape != chunk.shape:
+        raise ValueError(
+            f"it holds shape {tensor.shape}, by the metadata it should be {chunk.shape}"
+        )
+    strides = contiguous_strides(tensor.shape)
+    is_contiguous = tensor.offset == 0
+    for size, stride, expected in zip(tensor.shape, tensor.strides, strides, strict=True):
+        if size > 1 and stride != expected:
+            is_contiguous = False
+    if not is_contiguous:
+        raise ValueError(
+            f"its elements are not contiguous: strides {tensor.strides}, offset {tensor.offset}"
+        )
+
+
 def _crc32_bytes(info: zipfile.ZipInfo) -> bytes:
     return info.CRC.to_bytes(4, "little")
 
 
-class _Stretch(io.RawIOBase):
-    """Bytes [start, start + num_bytes) of an open file, as a file."""
+class _FileRange(io.RawIOBase):
+    """The bytes [start, start + num_bytes) of an open file, as a file of their own."""
 
     def __init__(self, descriptor: int, start: int, num_bytes: int) -> None:
-        self._descriptor, self._start, self._size, self._at = descriptor, start, num_bytes, 0
+        self._descriptor = descriptor
+        self._start = start
+        self._size = num_bytes
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -194,7 +201,8 @@ class _Stretch(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}
+        at = offset + origins[whence]
         if at < 0:
             raise ValueError(f"an offset in it is negative ({at})")
         self._at = at
@@ -202,16 +210,15 @@ class _Stretch(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._size - self._at)
-        data = os.pread(
-            self._descriptor, left if size < 0 else min(size, left), self._start + self._at
-        )
+        count = left if size < 0 else min(size, left)
+        data = os.pread(self._descriptor, count, self._start + self._at)
         self._at += len(data)
         return data
 
 
 @dataclass(frozen=True)
 class _Storage:
-    """What stands for a torch storage in the pickle."""
+    """Stands for a torch storage in the pickle."""
 
     dtype: str
     name: str
@@ -219,6 +226,8 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Tensor:
+    """Stands for a tensor in the pickle; offset and strides are in elements."""
+
     dtype: str
     storage: str
     offset: int
@@ -244,8 +253,8 @@ def _rebuild_v3(
     return _Tensor(dtype, storage.name, offset, tuple(shape), tuple(strides))
 
 
-class _Reader(pickle.Unpickler):
-    """Reads data.pkl of a tensor; any other class or function is refused by name."""
+class _Unpickler(pickle.Unpickler):
+    """Reads the data.pkl of a tensor; refuses every other class or function by name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in STORAGES:

@@ -1,4 +1,4 @@
-"""Tensors to be, as pieces of stored chunks. Pure: boxes in, what to copy from where to where out.
+"""Boxes of tensors in, lists of copies that assemble them from stored chunks out. Pure.
 
 chunk (contiguous)  | 0 1 2 3 4 5 |  --->  tensor   . . 0 1     Piece: 3 rows of a run of 2,
                                                     . . 2 3     target 2, stride 4
@@ -18,10 +18,15 @@ from mcore_rl.slices.plan.coverage import contiguous_strides
 
 @dataclass(frozen=True)
 class Piece:
-    """`rows` times `run` elements of `chunk`, end to end from `source` on, go to `target`, `stride` apart.
+    """A copy of `rows` runs of `run` elements each, from a chunk to a tensor. All numbers are in
+    elements.
 
-    All in elements. A run lies in one row of the tensor unless there is only one. `transposed`: the elements
-    of a run lie `rows` apart in the chunk, so that what goes to a row is a column there.
+    The runs lie end to end in the chunk from `source` on. In the tensor the first begins at
+    `target`, and each next one `stride` further on. A run lies within one row of the tensor unless
+    it is the only one.
+
+    transposed   the elements of a run lie `rows` apart in the chunk: a row of the tensor is a
+                 column there
     """
 
     chunk: Chunk
@@ -34,13 +39,13 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """As stored."""
+        """Size as stored in the chunk."""
         return self.rows * self.run * DTYPE_BYTES[self.chunk.dtype]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements of a chunk that go nowhere (padding of the vocabulary); read for their checksum alone."""
+    """Elements of a chunk that no tensor takes, such as vocabulary padding; read for their checksum."""
 
     chunk: Chunk
     source: int
@@ -49,9 +54,9 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A contiguous tensor made of pieces; elements in none of them are 0.
+    """A contiguous tensor made of pieces. Elements that no piece covers are 0.
 
-    skipped   stretches of the pieces' chunks that no tensor takes
+    skipped   elements of the pieces' chunks that no tensor takes
     """
 
     name: str
@@ -65,7 +70,7 @@ class Assembly:
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     def places(self) -> list[object]:
-        """What its elements come from, as numbers and names."""
+        """Return where its elements come from, as JSON-like values for a digest."""
         return [
             (p.chunk.path, p.chunk.start, p.source, p.target, p.rows, p.run, p.stride, p.transposed)
             for p in self.pieces
@@ -73,24 +78,24 @@ class Assembly:
 
     @property
     def held_bytes(self) -> int:
-        """What a reader holds of chunks while it goes through the tensor: a transposed piece as stored."""
+        """Bytes that a reader holds while it goes through the tensor: a transposed piece as stored."""
         return max((piece.num_bytes for piece in self.pieces if piece.transposed), default=0)
 
     @property
     def row(self) -> int:
-        """Elements of the last axis: a tensor is read and written in whole rows."""
+        """Number of elements in a row; a tensor is read and written in whole rows."""
         return row_of(self.shape)
 
 
 def whole(chunk: Chunk, dtype: str | None = None, name: str | None = None) -> Assembly:
-    """A tensor that is one chunk."""
+    """Return the assembly of a tensor that is stored as one chunk."""
     count = prod(chunk.shape)
     pieces = (Piece(chunk, 0, 0, 1, count, count),) if count else ()
     return Assembly(name or chunk.key, dtype or chunk.dtype, chunk.shape, pieces)
 
 
 def joined(key: str, dtype: str, shape: Shape, chunks: Iterable[Chunk]) -> Assembly:
-    """A tensor in its own coordinates out of its chunks."""
+    """Return the assembly of a tensor from the chunks it is stored as."""
     strides = contiguous_strides(shape)
     pieces: list[Piece] = []
     for chunk in chunks:
@@ -111,15 +116,16 @@ def checked(
     skipped: Sequence[Stretch] = (),
     where: object = "",
 ) -> Assembly:
-    """An assembly whose `boxes`, (offset, shape), hold each element once; ValueError names `where` and the
-    tensor.
+    """Return an assembly after checking that its `boxes`, (offset, shape), cover each element once.
+
+    Raises ValueError with `where` and the tensor if they don't.
     """
     check_boxes(name, shape, boxes, where)
     return Assembly(name, dtype, shape, ordered(pieces), tuple(skipped))
 
 
 def ordered(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """By where they go, which is the order of reading."""
+    """Sort pieces by target, the order in which they are read."""
     return tuple(sorted(pieces, key=lambda piece: piece.target))
 
 
@@ -130,10 +136,11 @@ def make_pieces(
     target: tuple[int, Shape],
     row: int,
 ) -> Iterator[Piece]:
-    """The pieces of a box of `shape`; `source` and `target` are its (offset, strides) in chunk and tensor.
+    """Yield the pieces that copy a box of `shape`.
 
-    row   elements of the tensor's last axis
-    ValueError where the box is not one stretch of the chunk.
+    source, target   (offset, strides) of the box in the chunk and in the tensor
+    row              number of elements in a row of the tensor
+    Raises ValueError if the box does not occupy consecutive elements of the chunk.
     """
     dims = [dim for dim in zip(shape, source[1], target[1], strict=True) if dim[0] > 1]
     inner = 1
@@ -151,35 +158,47 @@ def make_pieces(
     run = 1
     while dims and dims[-1][2] == run:
         run *= dims.pop()[0]
-    rows, stride = (dims[-1][0], dims[-1][2]) if dims and run < row else (1, run)
+    rows = 1
+    stride = run
+    if dims and run < row:
+        rows = dims[-1][0]
+        stride = dims[-1][2]
     outer = dims[:-1] if rows > 1 else dims
     for steps in product(*(range(size) for size, _, _ in outer)):
-        at_source = sum(n * dim[1] for n, dim in zip(steps, outer, strict=True))
-        at_target = sum(n * dim[2] for n, dim in zip(steps, outer, strict=True))
-        yield Piece(chunk, source[0] + at_source, target[0] + at_target, rows, run, stride)
+        first_source = source[0]
+        first_target = target[0]
+        for step, (_, source_stride, target_stride) in zip(steps, outer, strict=True):
+            first_source += step * source_stride
+            first_target += step * target_stride
+        yield Piece(chunk, first_source, first_target, rows, run, stride)
 
 
 def row_of(shape: Shape) -> int:
-    """Elements of the last axis."""
+    """Return the number of elements of the last axis."""
     return shape[-1] if len(shape) > 1 else 1
 
 
 def cut(piece: Piece, start: int, stop: int) -> tuple[int, int, int, int] | None:
-    """(first element in the chunk, rows, run, first element in the tensor) of the part of `piece` that goes
-    to elements [start, stop), whole rows of the tensor; None if there is none.
+    """Return the part of a piece that goes to elements [start, stop), whole rows of the tensor.
+
+    As (first element in the chunk, rows, run, first element in the tensor); None if there is no
+    such part.
     """
     if piece.rows == 1:
-        first, last = max(start, piece.target), min(stop, piece.target + piece.run)
-        return (
-            (piece.source + first - piece.target, 1, last - first, first) if first < last else None
-        )
-    first_row = max(0, -(-(start - piece.target) // piece.stride))
-    stop_row = min(piece.rows, -(-(stop - piece.target) // piece.stride))
+        first = max(start, piece.target)
+        last = min(stop, piece.target + piece.run)
+        if first >= last:
+            return None
+        return piece.source + first - piece.target, 1, last - first, first
+    first_row = max(0, _ceil_div(start - piece.target, piece.stride))
+    stop_row = min(piece.rows, _ceil_div(stop - piece.target, piece.stride))
     if first_row >= stop_row:
         return None
-    return (
-        piece.source + first_row * (1 if piece.transposed else piece.run),
-        stop_row - first_row,
-        piece.run,
-        piece.target + first_row * piece.stride,
-    )
+    source_step = 1 if piece.transposed else piece.run
+    source = piece.source + first_row * source_step
+    target = piece.target + first_row * piece.stride
+    return source, stop_row - first_row, piece.run, target
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

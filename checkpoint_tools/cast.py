@@ -1,4 +1,7 @@
-"""Elements in other dtypes, by torch: what plain copies do without, and so start sooner."""
+"""Bytes of elements in, bytes of the same elements in another dtype out, converted by torch.
+
+Imported only where elements are converted, so that commands that copy start without torch.
+"""
 
 from typing import Any
 
@@ -10,12 +13,15 @@ from mcore_rl.slices.hf.quantize import quantise_into
 
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
-    """Elements of `dtype` as elements of `to`, rounded to nearest even. Peak memory: the result."""
+    """Convert elements of `dtype` to `to`, rounding to nearest even. Peak memory: the result."""
     return bytes_of(_view(data, dtype).to(getattr(torch, to)))
 
 
-def quantise(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
-    """(8-bit values, float32 scales) of whole rows of blocks; see mcore_rl/slices/hf/quantize.py."""
+def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview, memoryview]:
+    """Quantize whole rows of blocks; return (8-bit values, float32 scales) as bytes.
+
+    See mcore_rl/slices/hf/quantize.py for the formula.
+    """
     weights_NK = _view(data, dtype).view(-1, num_columns)
     values_NK = torch.empty(weights_NK.shape, dtype=torch.float8_e4m3fn)
     scales_nk = torch.empty(
@@ -30,6 +36,6 @@ def _view(data: memoryview, dtype: str) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a contiguous tensor, in its own memory."""
+    """Return a view of a contiguous tensor's bytes."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array).cast("B")

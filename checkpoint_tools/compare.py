@@ -1,6 +1,6 @@
-"""Two tensors in, where they differ out; read band by band on both sides."""
+"""Two tensors in, the place and size of their difference out; both are read band by band."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from zlib_ng import zlib_ng
@@ -13,7 +13,7 @@ from checkpoint_tools.stored import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Pair:
-    """The same tensor of two checkpoints; one of them may be all there is."""
+    """The same tensor of two checkpoints, or of a single one, which is then only read."""
 
     name: str
     first: Assembly
@@ -26,7 +26,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tensors differ first, with the values there, and in how many elements of how many."""
+    """How two tensors differ.
+
+    index           index of the first element that differs; `first` and `second` are its two values
+    count, numel    number of elements that differ, and of all
+    max_abs         largest absolute difference
+    """
 
     index: tuple[int, ...]
     first: float
@@ -38,7 +43,7 @@ class Difference:
 
 @dataclass
 class Compared:
-    """CRC-32 of both tensors' elements in order, and their difference if they have one."""
+    """Result for a pair: CRC-32 of each tensor's elements in order, and the difference, if any."""
 
     crc32: int = 0
     second_crc32: int = 0
@@ -47,7 +52,7 @@ class Compared:
 
 
 class Comparer:
-    """Compares pairs of one dtype and shape, in one process."""
+    """Compares pairs of tensors of equal dtype and shape, in one process."""
 
     def __init__(self, memory_bytes: int) -> None:
         self._band_bytes = buffer_bytes(memory_bytes) // 2
@@ -61,56 +66,60 @@ class Comparer:
                 self._reader.skip(stretch)
         ours = bands(pair.first, self._band_bytes)
         theirs = bands(pair.second, self._band_bytes) if pair.second else ours
-        for band, other in zip(ours, theirs, strict=True):
+        for band, their_band in zip(ours, theirs, strict=True):
             first = memoryview(bytearray((band.stop - band.start) * size))
             self._reader.fill(pair.first, band, first)
             result.crc32 = zlib_ng.crc32(first, result.crc32)
             if pair.second is None:
                 continue
             second = memoryview(bytearray(len(first)))
-            self._reader.fill(pair.second, other, second)
+            self._reader.fill(pair.second, their_band, second)
             result.second_crc32 = zlib_ng.crc32(second, result.second_crc32)
             if first != second:
-                found = _difference(pair.first, band.start, first, second)
-                result.difference = _joined(result.difference, found)
+                difference = _find_difference(pair.first, band.start, first, second)
+                result.difference = _merge(result.difference, difference)
         result.record = self._reader.take_record()
         return result
 
 
-def _difference(
+def _find_difference(
     assembly: Assembly, start: int, first: memoryview, second: memoryview
 ) -> Difference:
+    """Describe the difference of two bands that begin at element `start` and are not equal."""
     size = DTYPE_BYTES[assembly.dtype]
     dtype = getattr(torch, assembly.dtype)
-    differ = (
-        (torch.frombuffer(first, dtype=torch.uint8) != torch.frombuffer(second, dtype=torch.uint8))
-        .view(-1, size)
-        .any(1)
-    )
-    where = differ.nonzero()[:, 0]
-    at = int(where[0])
-    a = torch.frombuffer(first, dtype=dtype)[where].double()
-    b = torch.frombuffer(second, dtype=dtype)[where].double()
+    first_bytes = torch.frombuffer(first, dtype=torch.uint8)
+    second_bytes = torch.frombuffer(second, dtype=torch.uint8)
+    # Bytes are compared, so that NaNs of equal bits are equal.
+    differs = (first_bytes != second_bytes).view(-1, size).any(1)
+    places = differs.nonzero()[:, 0]
+    first_values = torch.frombuffer(first, dtype=dtype)[places].double()
+    second_values = torch.frombuffer(second, dtype=dtype)[places].double()
     return Difference(
-        _index(start + at, assembly.shape),
-        a[0].item(),
-        b[0].item(),
-        len(where),
-        assembly.num_bytes // size,
-        (a - b).abs().max().item(),
+        index=_unravel(start + int(places[0]), assembly.shape),
+        first=first_values[0].item(),
+        second=second_values[0].item(),
+        count=len(places),
+        numel=assembly.num_bytes // size,
+        max_abs=(first_values - second_values).abs().max().item(),
     )
 
 
-def _joined(first: Difference | None, then: Difference) -> Difference:
-    if first is None:
-        return then
-    count, largest = first.count + then.count, max(first.max_abs, then.max_abs)
-    return Difference(first.index, first.first, first.second, count, first.numel, largest)
+def _merge(earlier: Difference | None, later: Difference) -> Difference:
+    """Combine the differences of two bands of a tensor; the first element is the earlier band's."""
+    if earlier is None:
+        return later
+    return replace(
+        earlier,
+        count=earlier.count + later.count,
+        max_abs=max(earlier.max_abs, later.max_abs),
+    )
 
 
-def _index(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _unravel(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index, per axis, of a flat element number."""
     index = []
     for size in reversed(shape):
-        element, at = divmod(element, size)
-        index.append(at)
+        element, position = divmod(element, size)
+        index.append(position)
     return tuple(reversed(index))

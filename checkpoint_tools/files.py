@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint against its files: sizes of all, contents of the small ones."""
+"""A checkpoint's files and its checksums.json in, an error naming the file that does not agree out."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -10,33 +10,26 @@ from mcore_rl.slices.hf.checksums import (
     FileSums,
     read_manifest,
     sum_file,
-    sum_ranges,
     sum_small_files,
     write_manifest,
 )
-
-REMEDY = "if it was changed on purpose, write the checksums anew: mcore-rl-ckpt checksums <folder>"
+from mcore_rl.slices.megatron_files.integrity import REMEDY, check_sizes, find_damage
 
 
 def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileSums] | None:
-    """The checksums that came with the checkpoint, or None, after checking every file but `data_files`.
+    """Return the checksums that came with a checkpoint, or None if there are none.
 
-    Those are checked while their tensors are read. ValueError names a file that is missing, has another
-    size, other contents, or none of its checksums.
+    The sizes of all files are checked, and the contents of all but `data_files`, which are checked
+    while their tensors are read. Raises ValueError with the file that is missing, has another size
+    or other contents, or has no checksums.
     """
     sums = read_manifest(folder)
     if sums is None:
         return None
+    check_sizes(folder, sums)
     for name, entry in sorted(sums.items()):
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path}, named in {MANIFEST}, does not exist: {REMEDY}")
-        size = path.stat().st_size
-        if size != entry.num_bytes:
-            raise ValueError(
-                f"{path} has {size} bytes, by {MANIFEST} it should have {entry.num_bytes}: {REMEDY}"
-            )
-        if name not in data_files and sum_file(path, [span.stop for span in entry.spans]) != entry:
+        if name not in data_files and find_damage(folder, name, entry.spans) is not None:
+            path = folder / name
             raise ValueError(f"{path}: its contents do not agree with {MANIFEST}: {REMEDY}")
     for name in sorted(data_files):
         if name not in sums:
@@ -45,9 +38,10 @@ def check_manifest(folder: Path, data_files: Collection[str]) -> dict[str, FileS
 
 
 def check_whole_files(checkpoint: Checkpoint) -> int:
-    """Compare with checksums.json what no tensor's reading has covered: headers and other items; how many.
+    """Compare with checksums.json all bytes but those of tensors: headers and objects.
 
-    ValueError names the file and what lies there.
+    Returns the number of checksums compared. Raises ValueError with the file and the object or
+    byte.
     """
     if checkpoint.sums is None:
         return 0
@@ -56,25 +50,18 @@ def check_whole_files(checkpoint: Checkpoint) -> int:
     count = 0
     for file in sorted({file for file, _ in tensors | names.keys()}):
         path = checkpoint.folder / file
-        left = [span for span in checkpoint.sums[file].spans if (file, span.start) not in tensors]
-        for span, found in zip(
-            left, sum_ranges(path, [(s.start, s.stop) for s in left]), strict=True
-        ):
-            if span != found:
-                what = (
-                    repr(names[file, span.start])
-                    if (file, span.start) in names
-                    else f"byte {span.start}"
-                )
-                raise ValueError(
-                    f"{path}: {what} does not agree with {MANIFEST}: the file is damaged"
-                )
-            count += 1
+        spans = [span for span in checkpoint.sums[file].spans if (file, span.start) not in tensors]
+        damaged = find_damage(checkpoint.folder, file, spans)
+        if damaged is not None:
+            key = names.get((file, damaged.start))
+            place = f"byte {damaged.start}" if key is None else repr(key)
+            raise ValueError(f"{path}: {place} does not agree with {MANIFEST}: the file is damaged")
+        count += len(spans)
     return count
 
 
 def write_checksums(checkpoint: Checkpoint) -> Path:
-    """Write checksums.json anew, of the files as they are now."""
+    """Write checksums.json for the files as they are now, and return its path."""
     edges: dict[str, list[int]] = defaultdict(list)
     for tensor in checkpoint.tensors.values():
         for chunk in tensor.chunks:

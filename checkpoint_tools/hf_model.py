@@ -29,7 +29,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
     """Compare names, shapes and dtypes; a word on what was compared. ValueError names file and tensor.
 
-    Of a quantised model each matrix and its scales are compared as the tensor that they stand for.
+    Of a quantized model each matrix and its scales are compared as the tensor that they stand for.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -54,7 +54,7 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
 def _unpacked(
     config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path
 ) -> dict[str, StoredTensor]:
-    """The tensors of the model that is stored in quantised form."""
+    """The tensors of the model that is stored in quantized form."""
     packed = find_packed(config, tensors, _known_dtype(config) or "bfloat16", path)
     halves = stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}

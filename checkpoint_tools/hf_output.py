@@ -22,14 +22,14 @@ def make_hf(
     out: Path,
     sources: Sequence[Checkpoint],
     assemblies: Mapping[str, Made],
-    quantised: frozenset[str],
+    quantized: frozenset[str],
     describe: Describe,
     max_file_bytes: int,
     effort: Effort,
 ) -> Report:
     """Write a directory of safetensors files.
 
-    quantised   names of the matrices to write as 8-bit values and scales
+    quantized   names of the matrices to write as 8-bit values and scales
     describe    writes the small files, the index among them
     Errors: see `produce`.
     """
@@ -39,9 +39,9 @@ def make_hf(
     files, weight_map, expected = [], {}, {}
     for number, names in enumerate(bins, start=1):
         filename = f"model-{number:05d}-of-{num_files:05d}.safetensors"
-        tensors = _tensors({name: assemblies[name] for name in sorted(names)}, quantised)
+        tensors = _tensors({name: assemblies[name] for name in sorted(names)}, quantized)
         files.append(
-            _file(filename, tensors, {name: assemblies[name] for name in names}, quantised)
+            _file(filename, tensors, {name: assemblies[name] for name in names}, quantized)
         )
         weight_map |= dict.fromkeys(tensors, filename)
         expected |= tensors
@@ -51,11 +51,11 @@ def make_hf(
 
 
 def _tensors(
-    assemblies: Mapping[str, Made], quantised: frozenset[str]
+    assemblies: Mapping[str, Made], quantized: frozenset[str]
 ) -> dict[str, tuple[str, Shape]]:
     tensors: dict[str, tuple[str, Shape]] = {}
     for name, assembly in assemblies.items():
-        if name in quantised:
+        if name in quantized:
             tensors[name] = FP8, assembly.shape
             tensors[scale_name(name)] = SCALE_DTYPE, tuple(map(num_blocks, assembly.shape))
         else:
@@ -67,7 +67,7 @@ def _file(
     filename: str,
     tensors: Mapping[str, tuple[str, Shape]],
     assemblies: Mapping[str, Made],
-    quantised: frozenset[str],
+    quantized: frozenset[str],
 ) -> OutputFile:
     header, starts, num_bytes = make_header(tensors)
     tasks = [
@@ -76,7 +76,7 @@ def _file(
             starts[name],
             assembly,
             False,
-            starts[scale_name(name)] if name in quantised else None,
+            starts[scale_name(name)] if name in quantized else None,
         )
         for name, assembly in assemblies.items()
     ]

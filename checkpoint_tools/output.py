@@ -1,6 +1,6 @@
 """Files to be: which assemblies go where in which file, and what a worker does to write them.
 
-Peak memory of a worker: one band and the reader's scratch memory (to quantise four bands more, to dequantise
+Peak memory of a worker: one band and the reader's scratch memory (to quantize four bands more, to dequantize
 what unpack.py says).
 """
 
@@ -17,6 +17,7 @@ from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.packed import Packed
 from checkpoint_tools.reader import Reader, Record, bands
 from checkpoint_tools.stored import DTYPE_BYTES
+from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.slices.hf.checksums import Span
 from mcore_rl.slices.hf.fp8 import BLOCK
 
@@ -98,11 +99,11 @@ class Writer:
         self._band = bytearray(self._band_bytes)
 
     def __call__(self, unit: Unit) -> Done:
-        descriptor = os.open(self._folder / unit.file, os.O_WRONLY)
-        try:
-            written = [span for task in unit.tasks for span in self._write(descriptor, task)]
-        finally:
-            os.close(descriptor)
+        path = self._folder / unit.file
+        written: list[Span] = []
+        with reporting_full_disk(path), path.open("r+b", buffering=0) as file:
+            for task in unit.tasks:
+                written += self._write(file.fileno(), task)
         return Done(tuple(written), self._reader.take_record())
 
     def _write(self, descriptor: int, task: Task) -> list[Span]:
@@ -112,7 +113,7 @@ class Writer:
         for stretch in made.skipped:
             self._reader.skip(stretch)
         if task.scales_start is not None:
-            return self._write_quantised(descriptor, made, task.start, task.scales_start)
+            return self._write_quantized(descriptor, made, task.start, task.scales_start)
         if not task.is_archive:
             return self._write_elements(descriptor, made, task.start)
         archive = make_archive(made.dtype, made.shape)
@@ -152,18 +153,18 @@ class Writer:
         )
         return [Span(start, packed.num_bytes, crc32)] if packed.num_bytes else []
 
-    def _write_quantised(
+    def _write_quantized(
         self, descriptor: int, assembly: Assembly, start: int, scales_start: int
     ) -> list[Span]:
         """Bands of whole rows of blocks; see mcore_rl/slices/hf/fp8.py."""
         size, columns = DTYPE_BYTES[assembly.dtype], assembly.shape[1]
         values_crc32, scales_crc32, scales_at = 0, 0, scales_start
-        from checkpoint_tools.cast import quantise  # imports torch
+        from checkpoint_tools.cast import quantize  # imports torch
 
         for band in bands(assembly, self._band_bytes // 4, row=BLOCK * columns):
             view = self._view((band.stop - band.start) * size)
             self._reader.fill(assembly, band, view)
-            values, scales = quantise(view, assembly.dtype, columns)
+            values, scales = quantize(view, assembly.dtype, columns)
             values_crc32 = zlib_ng.crc32(values, values_crc32)
             scales_crc32 = zlib_ng.crc32(scales, scales_crc32)
             _write_all(descriptor, values, start + band.start)

@@ -1,4 +1,4 @@
-"""Headers of a quantised model's files in, the tensors that values and scales stand for out. Nothing is read.
+"""Headers of a quantized model's files in, the tensors that values and scales stand for out. Nothing is read.
 
 fp8, as DeepSeek-V3's     X.weight   float8_e4m3fn [N, K]        --> X.weight  [N, K]
                           X.weight_scale_inv  [N / rows, K / columns], rounded up: values * scale of the block
@@ -58,7 +58,7 @@ class Packed:
 def find_packed(
     config: HfConfig, tensors: Mapping[str, StoredTensor], dtype: str, file: object
 ) -> dict[str, Packed]:
-    """The quantised tensors of a model by their names without quantisation, to be elements of `dtype`.
+    """The quantized tensors of a model by their names without quantization, to be elements of `dtype`.
 
     file   the config.json that `config` was read from
     ValueError names it, or the file and tensor, for what is not supported and for values or scales whose
@@ -69,7 +69,7 @@ def find_packed(
     if method not in DEQUANTISED:
         raise ValueError(
             f"{file}: quant_method={method!r} in quantization_config: only"
-            f" {' and '.join(map(repr, DEQUANTISED))} can be dequantised"
+            f" {' and '.join(map(repr, DEQUANTISED))} can be dequantized"
         )
     assert isinstance(settings, dict)
     find = (
@@ -88,7 +88,7 @@ def find_packed(
             )
     if not packed:
         raise ValueError(
-            f"{file}: quant_method={method!r}, but none of {len(tensors)} tensors is quantised"
+            f"{file}: quant_method={method!r}, but none of {len(tensors)} tensors is quantized"
         )
     return packed
 
@@ -156,7 +156,7 @@ def _mxfp4(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterator[Packed]:
 def _other_half(tensors: Mapping[str, StoredTensor], name: str, half: StoredTensor) -> StoredTensor:
     if name not in tensors:
         raise ValueError(
-            f"{_where(half)} is quantised together with {name!r}, which the model lacks"
+            f"{_where(half)} is quantized together with {name!r}, which the model lacks"
         )
     return tensors[name]
 

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
+from mcore_rl.process.disk import DiskFullError
+
 T = TypeVar("T")
 R = TypeVar("R")
 _POLL_S = 0.5
@@ -113,7 +115,7 @@ def _worker(connection: Connection, make: Callable[[], Callable[[Any], Any]], pa
         answer: tuple[str, Any]
         try:
             answer = "result", function(task)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, DiskFullError) as error:
             answer = "error", error
         except Exception:
             answer = "error", RuntimeError(traceback.format_exc())

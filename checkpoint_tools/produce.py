@@ -23,6 +23,7 @@ from checkpoint_tools.output import (
 )
 from checkpoint_tools.staging import JOURNAL, Staging
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
+from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf.checksums import sum_small_files, write_manifest
 
@@ -84,7 +85,7 @@ def produce(
     total = sum(file.num_bytes for file in files)
     units = make_units(files, min(LARGEST_UNIT, max(SMALLEST_UNIT, total // 64)))
     staging = Staging(out, _digest(sources, files, units))
-    with staging.open(files, units):
+    with reporting_full_disk(staging.folder), staging.open(files, units):
         ledger = Ledger(sources)
         for done in staging.done.values():
             ledger.add(done.record)

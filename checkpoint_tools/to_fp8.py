@@ -15,14 +15,14 @@ from mcore_rl.slices.hf.folder import write_small_files
 from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 
 KEPT = ("eh_proj",)
-"""Modules of multi-token prediction that are not quantised by DeepSeek's convention, whatever their name."""
+"""Modules of multi-token prediction that are not quantized by DeepSeek's convention, whatever their name."""
 SOURCE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> Report:
-    """Quantise the model of `source_hf` as DeepSeek publishes it (see mcore_rl/slices/hf/fp8.py) into `out`.
+    """Quantize the model of `source_hf` as DeepSeek publishes it (see mcore_rl/slices/hf/fp8.py) into `out`.
 
-    ValueError names the file or tensor that is wrong; a model that is quantised already is refused.
+    ValueError names the file or tensor that is wrong; a model that is quantized already is refused.
     """
     refuse_existing(out)
     config = read_config(source_hf)
@@ -37,16 +37,16 @@ def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> R
         for name, tensor in checkpoint.tensors.items()
         if name not in left_out
     }
-    quantised = frozenset(
+    quantized = frozenset(
         name
         for name, made in assemblies.items()
         if is_converted(name) and len(made.shape) == 2 and name.split(".")[-2] not in KEPT
     )
-    for name in quantised:
+    for name in quantized:
         if assemblies[name].dtype not in SOURCE_DTYPES:
             raise ValueError(
                 f"{checkpoint.tensors[name].chunks[0].where} is {assemblies[name].dtype} already"
             )
     settings = {**config, "quantization_config": QUANTIZATION_CONFIG}
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
-    return make_hf(out, [checkpoint], assemblies, quantised, describe, max_file_bytes, effort)
+    return make_hf(out, [checkpoint], assemblies, quantized, describe, max_file_bytes, effort)

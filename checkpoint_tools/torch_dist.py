@@ -11,15 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint_tools.archive import READ_ERRORS
 from checkpoint_tools.files import check_manifest
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, Item, StoredTensor
 from checkpoint_tools.tiling import check_boxes
-from checkpoint_tools.unpickle import Record, read_metadata
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf.checksums import FileSums
+from mcore_rl.slices.megatron_files.metadata import (
+    COMMON,
+    METADATA,
+    READ_ERRORS,
+    Place,
+    Record,
+    read_metadata,
+    read_places,
+    read_shape,
+)
 
-METADATA, COMMON = ".metadata", "common.pt"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 OPTIMIZER = "optimizer."
 """What keys of the optimizer's state begin with."""
@@ -39,8 +46,8 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
         raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
     metadata = read_metadata(path.read_bytes(), path)
     try:
-        stored = _stored(metadata)
-        tensors, items = _read_tensors(folder, metadata.get("state_dict_metadata"), stored)
+        places = read_places(metadata)
+        tensors, items = _read_tensors(folder, metadata.get("state_dict_metadata"), places)
     except READ_ERRORS as error:
         raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
     _check_common(folder)
@@ -72,38 +79,26 @@ def _check_backend(folder: Path) -> None:
         raise ValueError(f"{path}: {found} cannot be read, only {BACKEND}")
 
 
-def _stored(metadata: Record) -> dict[tuple[str, Shape | None], Record]:
-    """(key, offset of the chunk or None) -> where it is stored."""
-    stored: dict[tuple[str, Shape | None], Record] = {}
-    for index, info in metadata.get("storage_data").items():
-        offset = index.__dict__.get("offset")
-        place = index.get("fqn"), None if offset is None else _shape(offset)
-        if place in stored:
-            raise ValueError(f"tensor {place[0]!r} at {place[1]} is stored twice")
-        if info.__dict__.get("transform_descriptors"):
-            raise ValueError(f"tensor {place[0]!r} is stored transformed, which cannot be read")
-        stored[place] = info
-    return stored
-
-
 def _read_tensors(
-    folder: Path, entries: Mapping[str, Record], stored: dict[tuple[str, Shape | None], Record]
+    folder: Path, entries: Mapping[str, Record], places: dict[tuple[str, Shape | None], Place]
 ) -> tuple[dict[str, StoredTensor], list[Item]]:
+    """Describe every tensor and object. Takes each place out of `places`; raises ValueError if one is left."""
     tensors: dict[str, StoredTensor] = {}
     items: list[Item] = []
     for key, entry in entries.items():
         if not isinstance(key, str):
             raise ValueError(f"a key is {key!r}, not a name")
         if "size" not in entry.__dict__:
-            items.append(Item(key, *_place(stored, key, None)))
+            place = _take_place(places, key, None)
+            items.append(Item(key, place.file, place.start, place.num_bytes))
             continue
         dtype = entry.get("properties").args[0]
         if dtype not in DTYPE_BYTES:
             raise ValueError(f"tensor {key!r} has dtype {dtype!r}, which the tools do not carry")
-        chunks = tuple(_chunk(folder, key, dtype, chunk, stored) for chunk in entry.get("chunks"))
-        tensors[key] = StoredTensor(key, dtype, _shape(entry.get("size")), chunks)
-    if stored:
-        key, offset = next(iter(stored))
+        chunks = tuple(_chunk(folder, key, dtype, chunk, places) for chunk in entry.get("chunks"))
+        tensors[key] = StoredTensor(key, dtype, read_shape(entry.get("size")), chunks)
+    if places:
+        key, offset = next(iter(places))
         raise ValueError(f"tensor {key!r} at {offset} is stored, but has no entry of its own")
     return tensors, items
 
@@ -113,36 +108,22 @@ def _chunk(
     key: str,
     dtype: str,
     chunk: Record,
-    stored: dict[tuple[str, Shape | None], Record],
+    places: dict[tuple[str, Shape | None], Place],
 ) -> Chunk:
-    offset, shape = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
-    file, start, num_bytes = _place(stored, key, offset)
-    return Chunk(key, dtype, offset, shape, str(folder / file), start, num_bytes, is_archive=True)
+    offset = read_shape(chunk.get("offsets"))
+    shape = read_shape(chunk.get("sizes"))
+    place = _take_place(places, key, offset)
+    path = str(folder / place.file)
+    return Chunk(key, dtype, offset, shape, path, place.start, place.num_bytes, is_archive=True)
 
 
-def _place(
-    stored: dict[tuple[str, Shape | None], Record], key: str, offset: Shape | None
-) -> tuple[str, int, int]:
-    info = stored.pop((key, offset), None)
-    if info is None:
+def _take_place(
+    places: dict[tuple[str, Shape | None], Place], key: str, offset: Shape | None
+) -> Place:
+    place = places.pop((key, offset), None)
+    if place is None:
         raise ValueError(f"tensor {key!r} at {offset} is not stored in any file")
-    file, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
-    if not isinstance(file, str) or Path(file).name != file:
-        raise ValueError(
-            f"tensor {key!r} is stored in {file!r}, which is no file of the checkpoint"
-        )
-    if not (isinstance(start, int) and isinstance(length, int)) or start < 0 or length <= 0:
-        raise ValueError(
-            f"tensor {key!r}: bytes {start} + {length} of {file} are no stretch of a file"
-        )
-    return file, start, length
-
-
-def _shape(value: Any) -> Shape:
-    shape = tuple(value)
-    if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ValueError(f"{shape} is no shape or offset")
-    return shape
+    return place
 
 
 def _check_files(folder: Path, stretches: Sequence[tuple[str, int, int, str]]) -> set[str]:

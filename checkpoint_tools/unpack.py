@@ -1,4 +1,4 @@
-"""Quantised values and scales in, the elements that they stand for out, band by band in their order.
+"""Quantized values and scales in, the elements that they stand for out, band by band in their order.
 
 Peak memory: `Packed.held_bytes` and three bands.
 """

@@ -22,6 +22,7 @@ from checkpoint_tools.produce import Report
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
+from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.slices.families import FAMILIES, family_of, refuse_unsupported
 from mcore_rl.slices.families.table import Family, HfConfig
 from mcore_rl.slices.hf.folder import TEMPORARY, write_small_files
@@ -134,7 +135,8 @@ def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int)
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + TEMPORARY)
-        save_file(weights, temporary)
+        with reporting_full_disk(temporary):
+            save_file(weights, temporary)
         temporary.rename(path)
     tensors: Mapping[str, Any] = read_header(path)
     return Checkpoint("hf", path.parent, tensors, (), None)

@@ -6,7 +6,16 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from mcore_rl.types import Prompt, Sample, Scores, StepStats, TokenScores, TrainBatch, WeightVersion
+from mcore_rl.types import (
+    LogprobOptions,
+    Prompt,
+    Sample,
+    Scores,
+    StepStats,
+    TokenScores,
+    TrainBatch,
+    WeightVersion,
+)
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -70,16 +79,9 @@ class AdvantageEstimator(Protocol):
 
 class Trainer(Protocol):
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
-        """Token-aligned log-probs, at the rollout's temperature unless another one is given; router flips
-        where the batch has the engine's experts; sums of squared probabilities if asked for.
-        """
+        """Return token-aligned log-probs, with router flips if the batch has the engine's experts."""
         ...
 
     def train_step(self, batch: TrainBatch) -> StepStats: ...

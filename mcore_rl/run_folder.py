@@ -1,47 +1,72 @@
-"""The folder of a run: where its log, configuration, checkpoints and export lie, and which checkpoint is the
-newest.
+"""The folder of a run in; the places of its files, its lock and its newest checkpoint out.
 
-    logs/            controller.log, one file per rank and per engine
-    config.yaml      the recipe with all overrides and defaults
-    checkpoints/     step_000010, critic_000010, ...; a folder that bears its own name is complete
-    hf/, critic_hf/  the exported policy, and critic
-    metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
+run.lock         locked while a command writes here; names the process that did last
+logs/            controller.log, one file per rank and per engine
+config.yaml      the recipe with all overrides and defaults
+checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
+hf/, critic_hf/  the exported policy and critic
+metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
 """
 
 import logging
 import re
 import shutil
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
+from mcore_rl.process.disk import describe_full_disk, is_disk_full, reporting_full_disk
+from mcore_rl.process.file_lock import LockedError, holding_lock
 
 DELETED = ".deleted"
 
 
 class RunFolder:
     def __init__(self, path: str | Path, has_critic: bool = False) -> None:
-        """`has_critic`: a checkpoint counts once that of the critic is there as well."""
-        self.path, self._has_critic = Path(path).absolute(), has_critic
+        """With `has_critic`, a checkpoint is complete once the critic's part is there as well."""
+        self.path = Path(path).absolute()
+        self._has_critic = has_critic
         self.logs = self.path / "logs"
         self.checkpoints = self.path / "checkpoints"
-        self.export, self.critic_export = self.path / "hf", self.path / "critic_hf"
+        self.export = self.path / "hf"
+        self.critic_export = self.path / "critic_hf"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing into the folder, which is created, meanwhile.
+
+        Raises ValueError that names the process that does so already.
+        """
+        with reporting_full_disk(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with holding_lock(self.path / "run.lock"):
+                yield
+        except LockedError as error:
+            raise ValueError(
+                f"the run folder {self.path} is in use by {error.holder}: wait until that run ends,"
+                " stop it, or choose another run.dir"
+            ) from None
 
     def prepare(self, config: Config) -> Path | None:
-        """Make the folder, keep the configuration in it, and send this process's log records to its file.
+        """Create the folder, keep the configuration in it, and log this process to its file.
 
-        Returns the checkpoint to continue from. With run.resume=false there is none, and the checkpoints of
-        an earlier run are moved aside, lest a later resume takes them for this run's.
+        Returns the checkpoint to continue from. With run.resume=false there is none: checkpoints of
+        an earlier run are moved aside, so that a later resume does not mistake them for this run's.
         """
-        if self.checkpoints.exists() and not config.run.resume:
-            self.checkpoints.rename(
-                self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
-            )
-        self.logs.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
-        handler = logging.FileHandler(self.logs / "controller.log")
+        with reporting_full_disk(self.path):
+            if self.checkpoints.exists() and not config.run.resume:
+                self.checkpoints.rename(
+                    self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
+                )
+            self.logs.mkdir(parents=True, exist_ok=True)
+            OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
+            handler = _LogFile(self.logs / "controller.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("mcore_rl")
         package.setLevel(logging.INFO)
@@ -55,27 +80,46 @@ class RunFolder:
         return self.checkpoints / f"critic_{step:06d}"
 
     def newest_checkpoint(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
-        steps = self._complete()
+        """Return the complete checkpoint of the highest step, or None."""
+        steps = self._complete_steps()
         return self.checkpoint(max(steps)) if steps else None
 
     def prune(self, keep: int) -> None:
-        """Delete all complete checkpoints but the newest `keep`; what is half deleted bears no such name."""
-        for step in sorted(self._complete())[:-keep]:
+        """Delete all complete checkpoints except the newest `keep`.
+
+        They are renamed first: a checkpoint that is half deleted must not look complete.
+        """
+        for step in sorted(self._complete_steps())[:-keep]:
             for path in (self.checkpoint(step), self.critic_checkpoint(step)):
                 if path.exists():
                     path.rename(path.with_name(path.name + DELETED))
         for path in self.checkpoints.glob(f"*{DELETED}"):
             shutil.rmtree(path)
 
-    def _complete(self) -> set[int]:
-        """Steps of which everything is there."""
+    def _complete_steps(self) -> set[int]:
+        """Return the steps whose checkpoints have all their parts."""
         parts = ("step", "critic") if self._has_critic else ("step",)
-        return set.intersection(*(self._steps_of(part) for part in parts))
+        return set.intersection(*(self._saved_steps(part) for part in parts))
 
-    def _steps_of(self, part: str) -> set[int]:
+    def _saved_steps(self, part: str) -> set[int]:
         names = (
             re.fullmatch(part + r"_(\d{6})", path.name)
             for path in self.checkpoints.glob(f"{part}_*")
         )
         return {int(name[1]) for name in names if name}
+
+
+class _LogFile(logging.FileHandler):
+    """A log that takes any text and reports a full disk once, as the run can do without it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self._is_full = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is None or not is_disk_full(error):
+            super().handleError(record)
+        elif not self._is_full:
+            self._is_full = True
+            print(describe_full_disk(self.baseFilename, error), file=sys.stderr)

@@ -185,6 +185,20 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
+class LogprobOptions:
+    """How a forward pass scores the tokens of a batch.
+
+    reference     score with the reference policy's weights instead of the trained ones
+    temperature   divides the logits; None means the rollout's, which the trainer's player fills in
+    sum_squares   also return TokenScores.sum_squares_T
+    """
+
+    reference: bool = False
+    temperature: float | None = None
+    sum_squares: bool = False
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """What a forward pass says of each token of a batch; fields as in TrainBatch."""
 

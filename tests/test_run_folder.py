@@ -1,14 +1,22 @@
 """Run folders: what is kept where, and which checkpoint counts."""
 
 import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
+from mcore_rl.process.disk import DiskFullError
 from mcore_rl.run_folder import RunFolder
 
 
-def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path) -> None:
+def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.newest_checkpoint() is None
     for step in (2, 4, 10):
@@ -21,7 +29,7 @@ def test_only_complete_checkpoints_count_and_the_oldest_are_pruned(tmp_path) -> 
     assert left == ["step_000004", "step_000010", "step_000012.incomplete"]
 
 
-def test_starting_over_moves_old_checkpoints_aside(tmp_path) -> None:
+def test_starting_over_moves_old_checkpoints_aside(tmp_path: Path) -> None:
     folder, config = RunFolder(tmp_path), Config()
     folder.checkpoint(5).mkdir(parents=True)
     assert folder.prepare(config) == folder.checkpoint(5)
@@ -31,7 +39,7 @@ def test_starting_over_moves_old_checkpoints_aside(tmp_path) -> None:
     assert len(list(tmp_path.glob("checkpoints.before_*/step_000005"))) == 1
 
 
-def test_configuration_and_log_are_kept(tmp_path) -> None:
+def test_configuration_and_log_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     config = Config()
     config.run.steps = 7
@@ -39,3 +47,76 @@ def test_configuration_and_log_are_kept(tmp_path) -> None:
     logging.getLogger("mcore_rl.unit").info("step 1: rollout")
     assert OmegaConf.load(folder.path / "config.yaml").run.steps == 7
     assert "step 1: rollout" in (folder.logs / "controller.log").read_text()
+
+
+def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+    source = (
+        "import sys, time\n"
+        "from mcore_rl.run_folder import RunFolder\n"
+        "with RunFolder(sys.argv[1]).locked():\n"
+        "    print('locked', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", source, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ValueError) as caught, RunFolder(tmp_path).locked():
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    message = str(caught.value)
+    where = re.escape(f"the run folder {tmp_path} is in use by process {holder.pid} on ")
+    assert re.match(where + r"\S+ since .*: wait until that run ends, stop it, or choose", message)
+    assert "\n" not in message
+    with RunFolder(tmp_path).locked():
+        pass
+
+
+def test_errors_of_the_run_are_not_taken_for_the_lock(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^mine$"), RunFolder(tmp_path).locked():
+        raise ValueError("mine")
+
+
+def test_a_subfolder_is_locked_on_its_own(tmp_path: Path) -> None:
+    """`mcore-rl eval` and `pairs` write to subfolders, and may run beside a training run."""
+    with RunFolder(tmp_path).locked(), RunFolder(tmp_path / "eval").locked():
+        pass
+
+
+def test_a_full_disk_stops_the_preparation_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match=f"cannot write {tmp_path}: no space left on device"):
+        RunFolder(tmp_path).prepare(Config())
+
+
+def test_the_log_takes_any_text_and_reports_a_full_disk_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("mcore_rl.unit")
+    folder = RunFolder(tmp_path)
+    folder.prepare(Config())
+    logger.warning("lone surrogate: %s", "\ud83d")
+    assert "lone surrogate: \\ud83d" in (folder.logs / "controller.log").read_text()
+    full = RunFolder(tmp_path / "full")
+    full.logs.mkdir(parents=True)
+    (full.logs / "controller.log").symlink_to("/dev/full")
+    full.prepare(Config())
+    logger.warning("first")
+    logger.warning("second")
+    printed = capsys.readouterr().err
+    assert printed.count("no space left on device") == 1 and "Traceback" not in printed
+
+
+@pytest.fixture(autouse=True)
+def restore_logging() -> Iterator[None]:
+    """`prepare` adds a handler to the package's logger."""
+    package = logging.getLogger("mcore_rl")
+    before = list(package.handlers)
+    yield
+    for handler in set(package.handlers) - set(before):
+        package.removeHandler(handler)

@@ -15,6 +15,7 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
+from mcore_rl.config.unread import check_unneeded
 
 
 def check_algorithm(config: Config) -> None:
@@ -28,6 +29,7 @@ def check_algorithm(config: Config) -> None:
     if shares_critic:
         check_critic_fits(config.critic.parallel, config.parallel)
     check_offload(config, shares_critic)
+    check_unneeded(config, critic=needs.critic, reference=needs.reference)
 
 
 def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:

@@ -1,7 +1,7 @@
-"""Waiting for a call that was sent to several ranks: object references in, answers or one error out.
+"""Waiting for a call to several ranks: Ray object references in, results or one error out.
 
-The first failure ends the wait. If a rank died, that is what is reported: exceptions on the ranks that were
-talking to it only follow from it.
+The first failure ends the wait. If a rank died, its death is reported and not the exceptions of the
+ranks that were communicating with it, because those follow from the death.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from mcore_rl.cluster.host import Raised
+from mcore_rl.cluster.rank_actor import Raised
 
 GRACE_S = 3.0
 """How long a death may take to show after the exception that it caused on another rank."""
@@ -28,7 +28,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as messages name it; `place` is its coordinate in words, once known."""
+    """A rank as error messages name it; `place` is its coordinate in words, once known."""
 
     role: str
     index: int
@@ -48,12 +48,14 @@ class Rank:
 
 
 class Answers:
-    """Answers to one call, one per rank, as they come in."""
+    """The pending answers to one call, one per rank; `wait` or `wait_async` collects them."""
 
     def __init__(
         self, method: str, refs: Sequence[ray.ObjectRef], ranks: Sequence[Rank], deadline_s: float
     ):
-        self._method, self._refs, self._ranks, self._deadline_s = method, refs, ranks, deadline_s
+        self._method = method
+        self._refs = refs
+        self._deadline_s = deadline_s
         self._pending = dict(zip(refs, ranks, strict=True))
         self._values: dict[ray.ObjectRef, Any] = {}
         self._raised: list[tuple[Rank, Raised]] = []
@@ -61,16 +63,16 @@ class Answers:
         self._until = time.monotonic() + deadline_s
 
     def wait(self) -> list[Any]:
-        """The answers in the order of the ranks. Raises RankError."""
+        """Return the answers in the order of the ranks. Raises RankError."""
         # Not ray.wait: it would turn the SystemExit of a signal handler into exit status 1.
         futures = {ref.future(): ref for ref in self._refs}
         while self._pending and (seconds := self._seconds_left()) > 0:
             done, _ = concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_COMPLETED)
-            self._take([futures.pop(future) for future in done])
+            self._collect([futures.pop(future) for future in done])
         return self._result()
 
     async def wait_async(self) -> list[Any]:
-        """`wait` for a caller with an event loop."""
+        """Do as `wait`, without blocking the event loop."""
         futures = {asyncio.wrap_future(ref.future()): ref for ref in self._refs}
         try:
             while self._pending and (seconds := self._seconds_left()) > 0:
@@ -78,8 +80,8 @@ class Answers:
                     futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
                 )
                 for future in done:
-                    future.exception()  # asyncio wants it read; _take reads it from the reference
-                self._take([futures.pop(future) for future in done])
+                    future.exception()  # asyncio wants it read; _collect reads the reference
+                self._collect([futures.pop(future) for future in done])
         finally:
             for future in futures:
                 future.cancel()
@@ -88,7 +90,7 @@ class Answers:
     def _seconds_left(self) -> float:
         return 0.0 if self._died else self._until - time.monotonic()
 
-    def _take(self, ready: Iterable[ray.ObjectRef]) -> None:
+    def _collect(self, ready: Iterable[ray.ObjectRef]) -> None:
         for ref in ready:
             rank = self._pending.pop(ref)
             try:
@@ -105,30 +107,27 @@ class Answers:
 
     def _result(self) -> list[Any]:
         if self._died:
-            raise RankError("\n".join(f"{_death(*death, self._method)}" for death in self._died))
+            lines = [_death_message(rank, cause, self._method) for rank, cause in self._died]
+            raise RankError("\n".join(lines))
         if self._raised:
-            raise RankError(self._exceptions())
+            raise RankError(_exception_message(self._raised))
         if self._pending:
-            raise RankError(self._overdue())
+            raise RankError(self._overdue_message())
         return [self._values[ref] for ref in self._refs]
 
-    def _exceptions(self) -> str:
-        rank, first = min(self._raised, key=lambda entry: entry[0].index)
-        others = sorted(other.index for other, _ in self._raised if other is not rank)
-        also = f"also raised on: {_ranks(others)}" if others else ""
-        return "\n".join(filter(None, [f"{rank}: {first.summary}", first.frames, also]))
-
-    def _overdue(self) -> str:
+    def _overdue_message(self) -> str:
         late = list(self._pending.values())
+        names = _name_ranks([rank.index for rank in late])
         lines = [
-            f"{late[0].role}: {_ranks([rank.index for rank in late])} of {len(self._refs)} did not answer"
-            f" {self._method} within {self._deadline_s:g} s; where they were is at the end of their logs:"
+            f"{late[0].role}: {names} of {len(self._refs)} did not answer {self._method} within"
+            f" {self._deadline_s:g} s; where they were is at the end of their logs:"
         ]
-        return "\n".join([*lines, *(f"  {rank}" for rank in late)])
+        lines += [f"  {rank}" for rank in late]
+        return "\n".join(lines)
 
 
 def cause_of_death(report: str) -> str:
-    """What Ray's report on a dead actor tells about why, in a few words."""
+    """Return the cause that Ray's report on a dead actor gives, in a few words."""
     if "memory" in report and "node was running low" in report:
         return "killed by Ray: the machine is out of memory"
     if match := re.search(r"exit code (\d+)", report):
@@ -138,10 +137,18 @@ def cause_of_death(report: str) -> str:
     return "killed, crashed or out of memory"
 
 
-def _death(rank: Rank, cause: str, method: str) -> str:
+def _death_message(rank: Rank, cause: str, method: str) -> str:
     place = f" ({rank.place})" if rank.place else ""
     return f"{rank.name}{place} died ({cause}) during {method}; log {rank.log_path}"
 
 
-def _ranks(indices: Sequence[int]) -> str:
+def _exception_message(raised: Sequence[tuple[Rank, Raised]]) -> str:
+    """Return the exception of the lowest rank, and which other ranks raised as well."""
+    rank, first = min(raised, key=lambda entry: entry[0].index)
+    other_indices = sorted(other.index for other, _ in raised if other is not rank)
+    also = f"also raised on: {_name_ranks(other_indices)}" if other_indices else ""
+    return "\n".join(filter(None, [f"{rank}: {first.summary}", first.frames, also]))
+
+
+def _name_ranks(indices: Sequence[int]) -> str:
     return f"rank{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"

@@ -1,4 +1,7 @@
-"""The critic's ranks: a train.Critic in each."""
+"""The critic's ranks, with a train.critic.Critic in each.
+
+Micro-batches in, values and step stats out.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +13,7 @@ from mcore_rl.types import StepStats, TrainBatch
 
 
 class CriticWorker(ModelWorker):
-    """One rank; `spec.loss` is a ValueLoss."""
+    """One rank of the critic; `spec.loss` is a ValueLoss. Ranks that own no output return None."""
 
     def _model_cls(self) -> Any:
         from mcore_rl.train.critic import Critic
@@ -27,7 +30,7 @@ class CriticWorker(ModelWorker):
 
 
 class CriticGroup(ModelGroup):
-    """All ranks of the critic."""
+    """All ranks of the critic; plays players.trainer.CriticCalls."""
 
     role = "critic"
     worker_cls = CriticWorker
@@ -36,7 +39,7 @@ class CriticGroup(ModelGroup):
         return self._group.dispatch("compute_values", per_dp, deadline_s=self._call_timeout_s)
 
     def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
-        deadline_s = self._call_timeout_s
-        return self._group.dispatch(
-            "train_step", per_dp, deadline_s=deadline_s, num_tokens=num_tokens
-        )[0]
+        stats = self._group.dispatch(
+            "train_step", per_dp, deadline_s=self._call_timeout_s, num_tokens=num_tokens
+        )
+        return stats[0]

@@ -1,13 +1,14 @@
-"""One SGLang server on its machine, started, looked after and, within limits, started again.
+"""One SGLang server on its machine: started, checked and, within limits, restarted.
 
-Its process does nothing else, so this module does without torch: a server starts sooner for it.
+This module imports no torch: its process does nothing else, and without torch a server starts
+sooner.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mcore_rl.cluster.host import ProcessLost, node_address
+from mcore_rl.cluster.rank_actor import ProcessLost, node_address
 from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec
 from mcore_rl.rollout.engine_health import EngineState
 
@@ -15,20 +16,20 @@ TAIL_LINES = 5
 
 
 class EngineWorker:
-    """Starts one server process and keeps it; the server dies with this process."""
+    """Starts one server process and looks after it; the server dies with this process."""
 
     def __init__(
         self, spec: EngineSpec, engine: int, startup_timeout_s: float, max_restarts: int
     ) -> None:
-        """`engine`: the index of the engine that this server is all or, on one of its machines, a part of."""
-        self._index, self._startup_timeout_s, self._max_restarts = (
-            engine,
-            startup_timeout_s,
-            max_restarts,
-        )
+        """`engine` is the index of the engine; one that spans machines has a worker on each of
+        them.
+        """
+        self._index = engine
+        self._startup_timeout_s = startup_timeout_s
+        self._max_restarts = max_restarts
         self._num_restarts = 0
         self._healthy_until: float | None = None
-        """While a server that was started again is not up: when it has to be."""
+        """The deadline of a restarted server that is not healthy yet."""
         self._engine = EngineProcess(replace(spec, host=node_address()))
         self._engine.start()
         if spec.node_rank == 0:
@@ -41,22 +42,24 @@ class EngineWorker:
         return EngineAddress(self._engine.url, self._engine.spec.log_path)
 
     def pid(self) -> int:
-        """Of the server, on its machine."""
+        """Return the server's process id on its machine."""
         return self._engine.pid
 
     def check(self, restarts_of_engines: Sequence[int]) -> EngineState:
-        """How the server fares. A dead one is started again at the same address, without waiting for it.
+        """Return the server's state; restart it at its address if it is dead, without waiting for
+        it.
 
-        So is one that lives, but belongs to an engine whose other servers were started again more often.
-        Raises ProcessLost, with the log's last lines, if it was started again often enough already or does
-        not get healthy.
+        A live server is restarted, too, when another server of the same engine was restarted more
+        often: `restarts_of_engines` holds, by engine, the most restarts of any of its servers.
+        Raises ProcessLost with the log's last lines if the server used up its restarts or does not
+        get healthy in time.
         """
         if not self._engine.is_alive():
             self._restart(f"died (status {self._engine.exit_status})")
         elif self._num_restarts < restarts_of_engines[self._index]:
             self._restart("is of no use without the engine's other server, which died")
         elif self._healthy_until is not None:
-            self._see_whether_it_is_up(self._healthy_until)
+            self._check_restarted(self._healthy_until)
         return EngineState(self._engine.url, self._num_restarts, self._healthy_until is None)
 
     def _restart(self, why: str) -> None:
@@ -70,12 +73,11 @@ class EngineWorker:
         self._engine.start()
         self._healthy_until = time.monotonic() + self._startup_timeout_s
 
-    def _see_whether_it_is_up(self, deadline: float) -> None:
+    def _check_restarted(self, deadline: float) -> None:
         if self._engine.is_healthy():
             self._healthy_until = None
         elif time.monotonic() > deadline:
-            tail = self._engine.tail(TAIL_LINES)
             raise ProcessLost(
-                f"{self._engine.name} was started again but not healthy after {self._startup_timeout_s:g} s;"
-                f" its last lines:\n{tail}"
+                f"{self._engine.name} was started again but not healthy after"
+                f" {self._startup_timeout_s:g} s; its last lines:\n{self._engine.tail(TAIL_LINES)}"
             )

@@ -1,6 +1,6 @@
 """SGLang engines as Ray workers: specs in, addresses of healthy engines out.
 
-The servers are watched and, within limits, started again.
+The servers are watched and, within limits, restarted.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,14 @@ T = TypeVar("T")
 
 
 class EngineGroup:
-    """All engines of a run, each with one worker per machine that it spans.
+    """Several engines of one model, each with one worker per machine that it spans.
 
-    `rotation`, there once they are built, is kept up to date by `watch` and `look`. Calls raise RankError
-    when a worker raises, dies, or does not answer in time, or its server died for good.
+    `health` exists once the engines are built; `watch` and `look` keep it up to date. Calls raise
+    RankError when a worker raises, dies or does not answer in time, or when its server died and may
+    not be restarted.
     """
 
-    rotation: EngineHealth
+    health: EngineHealth
 
     def __init__(
         self,
@@ -37,14 +38,18 @@ class EngineGroup:
         role: str = "engine",
         weights_stay: bool = False,
     ) -> None:
-        """Start the workers' processes, without waiting for them. `slots`: per engine, one per machine.
+        """Start the workers' processes, without waiting for them.
 
-        `role` names them and their logs. `weights_stay`: an engine started again serves as soon as it is up.
+        `slots` holds, for each engine, one slot per machine. `role` names workers and logs.
+        `weights_stay`: a restarted engine loads the weights to serve from disk and needs no weight
+        sync.
         """
         self._weights_stay = weights_stay
-        self._num_nodes = [len(of_engine) for of_engine in slots]
+        self._nodes_per_engine = [len(engine_slots) for engine_slots in slots]
         self._restarts = [0] * len(slots)
-        self._group = RankGroup(role, [slot for of_engine in slots for slot in of_engine], log_dir)
+        self._group = RankGroup(
+            role, [slot for engine_slots in slots for slot in engine_slots], log_dir
+        )
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
         self._addresses: list[EngineAddress] | None = None
@@ -56,79 +61,118 @@ class EngineGroup:
         max_restarts: int = 0,
         gpu_ids: Sequence[str] = (),
     ) -> None:
-        """Begin to start the servers, one spec per engine; `wait_built` ends it.
+        """Begin to start the servers, one spec per engine; `wait_built` waits for them.
 
-        `gpu_ids`: on which GPUs, one for each rank of each engine; none given: those that Ray assigned.
-        An engine of which a server dies later is started again, `max_restarts` times each.
+        `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use those that Ray
+        assigned. Each server that dies later is restarted up to `max_restarts` times.
         """
-        spread = self._num_nodes
-        points = self._group.meeting_points(timeout_s) if max(spread) > 1 else []
-        args, gpus = [], iter(gpu_ids)
-        for engine, (spec, num_nodes) in enumerate(zip(specs, spread, strict=True)):
-            first = len(args)
-            meet = "{}:{}".format(*points[first]) if num_nodes > 1 else None
-            on_each = spec.tp * spec.pp // num_nodes
-            for node_rank in range(num_nodes):
-                of_node = replace(
-                    spec,
-                    num_nodes=num_nodes,
-                    node_rank=node_rank,
-                    dist_init_addr=meet,
-                    environment=environment_of(tuple(islice(gpus, on_each))),
-                )
-                args.append((_own_log(of_node), engine, timeout_s, max_restarts))
+        if max(self._nodes_per_engine) > 1:
+            meeting_points = self._group.meeting_points(timeout_s)
+        else:
+            meeting_points = []
+        server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
+        args = [(spec, engine, timeout_s, max_restarts) for engine, spec in server_specs]
         self._building = self._group.start_build(EngineWorker, args, timeout_s)
 
     def wait_built(self) -> list[EngineAddress]:
-        """Where the healthy engines answer, in the order of the specs."""
+        """Wait until the engines are healthy; return their addresses in the order of the specs."""
         assert self._building is not None, "start_build comes first"
         if self._addresses is not None:
             return self._addresses
         self._group.finish(self._building)
-        self._addresses = addresses = self._firsts(
-            self._group.call_all("address", deadline_s=self._call_timeout_s)
-        )
-        self.rotation = EngineHealth([address.url for address in addresses], self._weights_stay)
-        return addresses
+        of_servers = self._group.call_all("address", deadline_s=self._call_timeout_s)
+        self._addresses = first_of_each_engine(of_servers, self._nodes_per_engine)
+        self.health = EngineHealth([address.url for address in self._addresses], self._weights_stay)
+        return self._addresses
 
     @property
     def is_built(self) -> bool:
         return self._addresses is not None
 
     def server_pids(self) -> list[int]:
+        """Return the process id of each server, each on its own machine."""
         return self._group.call_all("pid", deadline_s=self._call_timeout_s)
 
     async def look(self) -> None:
-        """Bring `rotation` up to date now; raise RankError if a server died for good, or its worker."""
-        self._note(
-            await self._group.call_all_async(
-                "check", self._restarts, deadline_s=self._call_timeout_s
-            )
+        """Bring `health` up to date now. Raises RankError if a server or its worker is lost."""
+        states = await self._group.call_all_async(
+            "check", self._restarts, deadline_s=self._call_timeout_s
         )
+        self._note(states)
 
     async def watch(self) -> None:
-        """Return never; raise RankError once a server died for good, or its worker."""
+        """Never return; raise RankError once a server or its worker is lost."""
         await self._group.watch("check", self._restarts, note=self._note)
 
-    def _note(self, lives: Sequence[EngineState]) -> None:
-        """An engine is as healthy as the server on its first machine, which waits for the others."""
-        per_server = iter(lives)
-        whole = []
-        for engine, num_nodes in enumerate(self._num_nodes):
-            first, *others = islice(per_server, num_nodes)
-            restarts = max(life.restarts for life in (first, *others))
-            self._restarts[engine] = restarts
-            healthy = first.healthy and first.restarts == restarts
-            whole.append(replace(first, restarts=restarts, healthy=healthy))
-        self.rotation.note(whole)
-
-    def _firsts(self, answers: Sequence[T]) -> list[T]:
-        """Per engine, the answer of the worker on its first machine."""
-        return [answers[sum(self._num_nodes[:i])] for i in range(len(self._num_nodes))]
+    def _note(self, server_states: Sequence[EngineState]) -> None:
+        states = combine_states(server_states, self._nodes_per_engine)
+        # In place: `watch` sends this list with each of its calls.
+        self._restarts[:] = [state.restarts for state in states]
+        self.health.note(states)
 
 
-def _own_log(spec: EngineSpec) -> EngineSpec:
-    """With a log of its own for each machine but the first."""
+def plan_servers(
+    specs: Sequence[EngineSpec],
+    nodes_per_engine: Sequence[int],
+    meeting_points: Sequence[tuple[str, int]],
+    gpu_ids: Sequence[str],
+) -> list[tuple[int, EngineSpec]]:
+    """Return (engine index, spec) of every server: one per node of each engine, in order.
+
+    `meeting_points` has an (address, port) by server; it may be empty if no engine spans nodes.
+    `gpu_ids` are handed out in order, tp * pp for each engine; if empty, no server is told which
+    GPUs to use.
+    """
+    servers: list[tuple[int, EngineSpec]] = []
+    remaining_gpus = iter(gpu_ids)
+    for engine, (spec, num_nodes) in enumerate(zip(specs, nodes_per_engine, strict=True)):
+        meeting_point = None
+        if num_nodes > 1:
+            address, port = meeting_points[len(servers)]
+            meeting_point = f"{address}:{port}"
+        ranks_per_node = spec.tp * spec.pp // num_nodes
+        for node_rank in range(num_nodes):
+            server_spec = replace(
+                spec,
+                num_nodes=num_nodes,
+                node_rank=node_rank,
+                dist_init_addr=meeting_point,
+                environment=environment_of(tuple(islice(remaining_gpus, ranks_per_node))),
+            )
+            servers.append((engine, _with_own_log(server_spec)))
+    return servers
+
+
+def combine_states(
+    server_states: Sequence[EngineState], nodes_per_engine: Sequence[int]
+) -> list[EngineState]:
+    """Return each engine's state, from the states of its servers.
+
+    An engine was restarted as often as any of its servers. It is as healthy as the server on its
+    first node, which waits for the others, once that was restarted as often as they were.
+    """
+    remaining = iter(server_states)
+    states = []
+    for num_nodes in nodes_per_engine:
+        of_engine = list(islice(remaining, num_nodes))
+        first = of_engine[0]
+        restarts = max(state.restarts for state in of_engine)
+        healthy = first.healthy and first.restarts == restarts
+        states.append(replace(first, restarts=restarts, healthy=healthy))
+    return states
+
+
+def first_of_each_engine(of_servers: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
+    """Return, for each engine, the entry of the server on its first node."""
+    remaining = iter(of_servers)
+    per_engine = (list(islice(remaining, num_nodes)) for num_nodes in nodes_per_engine)
+    return [of_engine[0] for of_engine in per_engine]
+
+
+def _with_own_log(spec: EngineSpec) -> EngineSpec:
+    """Return the spec with a log of its own, on every node but the first."""
+    if spec.node_rank == 0:
+        return spec
     log = Path(spec.log_path)
-    name = log.name if spec.node_rank == 0 else f"{log.stem}_node{spec.node_rank}{log.suffix}"
+    name = f"{log.stem}_node{spec.node_rank}{log.suffix}"
     return replace(spec, log_path=str(log.with_name(name)))

@@ -1,4 +1,4 @@
-"""The ranks of one role as one object: a method call in, the ranks' answers or one short error out."""
+"""The ranks of one role as one object: a method call in, all answers or one error out."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,8 +9,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
-from mcore_rl.cluster.host import Host
 from mcore_rl.cluster.placement import Slot
+from mcore_rl.cluster.rank_actor import RankActor
 
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
@@ -18,7 +18,10 @@ WATCH_DEADLINE_S = 24 * 3600.0
 
 
 class Coordinate(Protocol):
-    """The part of a rank's coordinate that dispatch needs; workers return it from `coordinate()`."""
+    """What `dispatch` reads of a rank's coordinate; workers return one from `coordinate()`.
+
+    `owns_output` is true on exactly one rank of each data-parallel coordinate `dp`.
+    """
 
     @property
     def dp(self) -> int: ...
@@ -28,17 +31,19 @@ class Coordinate(Protocol):
 
 
 class RankGroup:
-    """One process per slot, each around one worker object.
+    """One actor process per slot, each around one worker object.
 
-    After any failure the whole group is killed: its other ranks would wait in a collective in vain.
+    After any failure the whole group is killed, because the other ranks would hang in a collective.
     """
 
     def __init__(self, role: str, slots: Sequence[Slot], log_dir: Path) -> None:
-        """Start the processes, without waiting for them. `log_dir` gets one <role>_rank<k>.log each."""
+        """Start the processes, without waiting for them; rank k logs to
+        <log_dir>/<role>_rank<k>.log.
+        """
         self.role = role
         self.ranks = [Rank(role, k, log_dir / f"{role}_rank{k}.log") for k in range(len(slots))]
-        self._hosts = [
-            _start_host(rank, slot) for rank, slot in zip(self.ranks, slots, strict=True)
+        self._actors = [
+            _start_actor(rank, slot) for rank, slot in zip(self.ranks, slots, strict=True)
         ]
         self._failed: BaseException | None = None
         self._dp_ranks: list[int] = []
@@ -47,9 +52,9 @@ class RankGroup:
     def start_build(
         self, worker_cls: type, args_per_rank: Sequence[tuple[Any, ...]], deadline_s: float
     ) -> Answers:
-        """Begin making worker_cls(*args) on every rank; `finish` the returned answers."""
-        pairs = zip(self._hosts, args_per_rank, strict=True)
-        refs = [host.build.remote(deadline_s, worker_cls, *args) for host, args in pairs]
+        """Begin to make worker_cls(*args) on every rank; pass the returned answers to `finish`."""
+        pairs = zip(self._actors, args_per_rank, strict=True)
+        refs = [actor.build.remote(deadline_s, worker_cls, *args) for actor, args in pairs]
         return self._expect("start-up", refs, deadline_s)
 
     def build(
@@ -58,7 +63,7 @@ class RankGroup:
         self.finish(self.start_build(worker_cls, args_per_rank, deadline_s))
 
     def finish(self, answers: Answers) -> list[Any]:
-        """Wait for `answers`; if they are an error, kill the group before raising it."""
+        """Wait for `answers` and return them; on an error, kill the group before raising it."""
         try:
             return answers.wait()
         except BaseException as error:
@@ -68,13 +73,13 @@ class RankGroup:
     def call_all(
         self, method: str, *args: object, deadline_s: float, **kwargs: object
     ) -> list[Any]:
-        """The answers of every rank to the same call, in rank order. Raises RankError."""
+        """Make the same call on every rank; return the answers in rank order. Raises RankError."""
         return self.finish(self._send_all(method, args, kwargs, deadline_s))
 
     async def call_all_async(
         self, method: str, *args: object, deadline_s: float, **kwargs: object
     ) -> list[Any]:
-        """`call_all` for a caller with an event loop."""
+        """Do as `call_all`, without blocking the event loop."""
         try:
             return await self._send_all(method, args, kwargs, deadline_s).wait_async()
         except BaseException as error:
@@ -82,7 +87,7 @@ class RankGroup:
             raise
 
     def find_coordinates(self, deadline_s: float) -> None:
-        """Ask each rank for its coordinate, once; needed before `dispatch`."""
+        """Ask each rank for its coordinate; must be called once before `dispatch`."""
         coordinates = self.call_all("coordinate", deadline_s=deadline_s)
         owners = {c.dp: k for k, c in enumerate(coordinates) if c.owns_output}
         self._dp_ranks = [c.dp for c in coordinates]
@@ -104,18 +109,21 @@ class RankGroup:
         deadline_s: float,
         **kwargs: object,
     ) -> list[Any]:
-        """Call method(per_dp_args[dp], *args, **kwargs) on every rank; the owners' answers in order of dp.
+        """Call method(per_dp_args[dp], *args, **kwargs) on every rank.
 
-        Each slice is stored once, however many ranks of its data-parallel coordinate read it.
+        Returns the answers of the ranks that own an output, in order of dp. Each slice is put into
+        Ray's object store once, however many ranks of its data-parallel coordinate read it. Raises
+        ValueError if there are not as many slices as coordinates, and RankError as `call_all`.
         """
         if len(per_dp_args) != self.dp_size:
             raise ValueError(
-                f"{self.role}.{method}: {len(per_dp_args)} slices for data-parallel size {self.dp_size}"
+                f"{self.role}.{method}: {len(per_dp_args)} slices for data-parallel size"
+                f" {self.dp_size}"
             )
         slices = [ray.put(value) for value in per_dp_args]
         refs = [
-            host.call.remote(deadline_s, method, slices[dp], *args, **kwargs)
-            for host, dp in zip(self._hosts, self._dp_ranks, strict=True)
+            actor.call.remote(deadline_s, method, slices[dp], *args, **kwargs)
+            for actor, dp in zip(self._actors, self._dp_ranks, strict=True)
         ]
         answers = self.finish(self._expect(method, refs, deadline_s))
         return [answers[rank] for rank in self._owners]
@@ -126,21 +134,23 @@ class RankGroup:
         *args: object,
         note: Callable[[list[Any]], None] | None = None,
     ) -> None:
-        """Return never; raise RankError once a rank's process is gone or, if given, its `method` raises.
+        """Never return; raise RankError once a rank's process is gone or its `method` raises.
 
-        `note` gets the answers of each round. A rank that is busy answers late, which is no error here.
+        Without `method` only the processes are watched. `note` gets the answers of each round. A
+        rank that is busy answers late, which is no error here.
         """
         while True:
-            refs = [
-                h.call.remote(WATCH_DEADLINE_S, method, *args) if method else h.pid.remote()
-                for h in self._hosts
-            ]
+            if method is None:
+                refs = [actor.pid.remote() for actor in self._actors]
+            else:
+                refs = [
+                    actor.call.remote(WATCH_DEADLINE_S, method, *args) for actor in self._actors
+                ]
             try:
                 answers = await self._expect("a health check", refs, WATCH_DEADLINE_S).wait_async()
             except RankError as error:
-                if isinstance(
-                    self._failed, RankError
-                ):  # which killed the ranks that are missed here
+                # An earlier failure killed the ranks that are missing here: report that one.
+                if isinstance(self._failed, RankError):
                     raise self._failed from None
                 self._fail(error)
                 raise
@@ -149,29 +159,29 @@ class RankGroup:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     def pids(self, deadline_s: float = 60.0) -> list[int]:
-        """Process ids by rank, each on its own machine."""
-        refs = [host.pid.remote() for host in self._hosts]
+        """Return process ids by rank, each on its own machine."""
+        refs = [actor.pid.remote() for actor in self._actors]
         return self.finish(self._expect("pid", refs, deadline_s))
 
     def meeting_points(self, deadline_s: float) -> list[tuple[str, int]]:
-        """By rank: (address, free port) of its machine, for ranks to meet at."""
-        refs = [host.meeting_point.remote() for host in self._hosts]
+        """Return, by rank, (address, free port) of its machine for ranks to meet at."""
+        refs = [actor.meeting_point.remote() for actor in self._actors]
         return self.finish(self._expect("start-up", refs, deadline_s))
 
     def gpu_ids(self, deadline_s: float) -> list[tuple[str, ...]]:
-        """By rank: the GPUs of its machine that it has."""
-        refs = [host.gpu_ids.remote() for host in self._hosts]
+        """Return, by rank, the GPUs of its machine that Ray assigned to it."""
+        refs = [actor.gpu_ids.remote() for actor in self._actors]
         return self.finish(self._expect("start-up", refs, deadline_s))
 
     def kill(self) -> None:
-        """End the processes at once; what they started dies with them. Safe to repeat."""
-        for host in self._hosts:
-            ray.kill(host)
+        """Kill the processes; what they started dies with them. Safe to repeat."""
+        for actor in self._actors:
+            ray.kill(actor)
 
     def _send_all(
         self, method: str, args: tuple[object, ...], kwargs: dict[str, object], deadline_s: float
     ) -> Answers:
-        refs = [host.call.remote(deadline_s, method, *args, **kwargs) for host in self._hosts]
+        refs = [actor.call.remote(deadline_s, method, *args, **kwargs) for actor in self._actors]
         return self._expect(method, refs, deadline_s)
 
     def _expect(self, method: str, refs: list[ray.ObjectRef], deadline_s: float) -> Answers:
@@ -180,38 +190,42 @@ class RankGroup:
         return Answers(method, refs, self.ranks, deadline_s)
 
     def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, SystemExit):  # then all of Ray ends, or is dead already
+        if not isinstance(
+            error, SystemExit
+        ):  # on SystemExit, Ray ends as a whole or is dead already
             self.kill()
         self._failed = error
 
 
 async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
-    """The result of `work`. If one of `watches` raises, `work` is cancelled and that is raised.
+    """Return the result of `work`; if one of `watches` raises, cancel `work` and raise that error.
 
-    So it is if `work` raises first and a watch within seconds: a dead process explains a lost connection.
+    A watch is awaited for GRACE_S seconds more when `work` raises first: a dead process explains a
+    lost connection.
     """
-    task, *others = tasks = [asyncio.ensure_future(work), *map(asyncio.ensure_future, watches)]
+    task = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(watch) for watch in watches]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if task in done and task.exception() is not None:
+        done, _ = await asyncio.wait([task, *watching], return_when=asyncio.FIRST_COMPLETED)
+        if watching and task in done and task.exception() is not None:
             done, _ = await asyncio.wait(
-                others, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED
+                watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED
             )
         for watch in done - {task}:
             watch.result()
         return await task
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in (task, *watching):
+            each.cancel()
+        await asyncio.gather(task, *watching, return_exceptions=True)
 
 
-def _start_host(rank: Rank, slot: Slot) -> Any:
+def _start_actor(rank: Rank, slot: Slot) -> Any:
     # Ray titles the process after the class: `ps` shows ray::trainer_rank0
-    host_cls = type(f"{rank.role}_rank{rank.index}", (Host,), {})
+    actor_cls = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
     strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index)
     options = {"num_cpus": slot.bundle["CPU"], "num_gpus": slot.bundle.get("GPU", 0)}
-    actor = ray.remote(host_cls).options(scheduling_strategy=strategy, max_restarts=0, **options)
+    actor = ray.remote(actor_cls).options(scheduling_strategy=strategy, max_restarts=0, **options)
     return actor.remote(str(rank.log_path))
 
 

@@ -1,4 +1,7 @@
-"""Megatron ranks of one model as Ray workers, and all of them as one object that the players call."""
+"""Megatron ranks of one model as Ray workers, and one object that stands for all of them.
+
+Calls by data-parallel coordinate in, the answers of the ranks that own an output out.
+"""
 
 import os
 from collections.abc import Collection, Sequence
@@ -16,7 +19,7 @@ from mcore_rl.process.lazy_imports import without_collector
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What every rank builds; `loss` is picklable."""
+    """The model that every rank builds its share of; `loss` must be picklable."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -29,7 +32,7 @@ class ModelSpec:
 
 
 class ModelWorker:
-    """One rank of a model in training. Megatron is imported inside the process only."""
+    """One rank of a model in training. Only this process imports Megatron, not the controller."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class ModelWorker:
         master_port: int,
         gpu_ids: Sequence[str] = (),
     ) -> None:
-        """`gpu_ids`: GPUs to use, where Ray assigned none."""
+        """`gpu_ids` are the GPUs to use where Ray assigned none."""
         os.environ.update(environment_of(gpu_ids))
         leave_compiler_out()
         with without_collector():
@@ -59,13 +62,14 @@ class ModelWorker:
             spec.seed,
             spec.collective_timeout_s,
         )
-        self._rank, self._loss = rank, spec.loss
+        self._rank = rank
+        self._loss = spec.loss
         self._model = model_cls(
             spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
         )
 
     def _model_cls(self) -> Any:
-        """The train.TrainedModel that each rank has a share of."""
+        """Return the subclass of TrainedModel that each rank has a share of."""
         raise NotImplementedError
 
     def coordinate(self) -> Any:
@@ -80,17 +84,17 @@ class ModelWorker:
     def finish_save(self, timeout_s: float) -> None:
         self._model.finish_save(timeout_s)
 
-    def load(self, folder: str) -> dict[str, Any]:
-        return self._model.load(Path(folder))
+    def load(self, folder: str, verify: bool) -> dict[str, Any]:
+        return self._model.load(Path(folder), verify=verify)
 
     def export_hf(self, folder: str) -> None:
         self._model.export_hf(Path(folder))
 
 
 class ModelGroup:
-    """All ranks; micro-batches go out by data-parallel coordinate, answers come from the ranks that own them.
+    """All ranks of one model.
 
-    Every call raises RankError when a rank raises, dies, or does not answer within `call_timeout_s`.
+    Every call raises RankError if a rank raises, dies or does not answer within `call_timeout_s`.
     """
 
     role: str
@@ -105,8 +109,9 @@ class ModelGroup:
     def start_build(
         self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
     ) -> None:
-        """Begin to build the model on every rank; `wait_built` ends it. `gpu_ids`: those of each rank, where
-        Ray assigned none.
+        """Begin to build the model on every rank; `wait_built` waits for it.
+
+        `gpu_ids` has the GPUs of each rank where Ray assigned none.
         """
         address, port = self._group.meeting_points(timeout_s)[0]
         num_ranks = spec.parallel.world_size
@@ -115,7 +120,7 @@ class ModelGroup:
         self._building = self._group.start_build(self.worker_cls, args, timeout_s)
 
     def wait_built(self) -> None:
-        """Return once every rank holds its share of the model."""
+        """Return once every rank has built its share of the model."""
         assert self._building is not None, "start_build comes first"
         self._group.finish(self._building)
         self._group.find_coordinates(self._call_timeout_s)
@@ -125,34 +130,37 @@ class ModelGroup:
         return len(self._group.ranks)
 
     async def hold(self, parts: Collection[str]) -> None:
-        """Have these parts of every rank's model, and no others, in device memory."""
+        """Keep these parts of every rank's model in device memory and offload the others."""
         await self._group.call_all_async("hold", tuple(parts), deadline_s=self._call_timeout_s)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
-        """Begin to save; the state is copied when this returns, and written while training goes on."""
+        """Begin to save: the state is copied on return and written while training goes on."""
         self._call("save", folder, extra)
 
     def finish_save(self) -> None:
-        """Wait until the save under way, if there is one, is complete."""
+        """Wait until the save under way is complete, if there is one."""
         self._call("finish_save", self._call_timeout_s)
 
-    def load(self, folder: str) -> dict[str, Any]:
-        """Restore the checkpoint; what was saved beside the model comes back."""
-        return self._call("load", folder)[0]
+    def load(self, folder: str, *, verify: bool = True) -> dict[str, Any]:
+        """Restore the checkpoint and return the `extra` that was saved with it.
+
+        `verify`: compare its files with the checksums beside them first.
+        """
+        return self._call("load", folder, verify)[0]
 
     def export_hf(self, folder: str) -> None:
         self._call("export_hf", folder)
 
     async def watch(self) -> None:
-        """Return never; raise RankError once a rank's process is gone."""
+        """Never return; raise RankError once a rank's process is gone."""
         await self._group.watch()
 
     def gpu_ids(self) -> list[tuple[str, ...]]:
-        """GPUs of its machine by rank; none where there are none. Before the model is built, too."""
+        """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""
         return self._group.gpu_ids(self._call_timeout_s)
 
     def pids(self) -> list[int]:
-        """Process ids by rank, each on its own machine."""
+        """Return process ids by rank, each on its own machine."""
         return self._group.pids(self._call_timeout_s)
 
     def _call(self, method: str, *args: object) -> list[Any]:

@@ -1,5 +1,6 @@
-"""Where ranks run: Ray bundles in, reserved slots out."""
+"""Where ranks run: resource bundles in, slots reserved in the Ray cluster out."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,22 +13,36 @@ from mcore_rl.planning.bundles import Bundle, make_bundle
 
 @dataclass(frozen=True)
 class Slot:
-    """Resources reserved for one process."""
+    """Resources reserved for one process.
+
+    bundle_index   of the reserved bundle in the placement group
+    bundle         the resources that this process takes of that bundle
+    node           Ray's id of the node
+    """
 
     group: PlacementGroup
     bundle_index: int
     bundle: Bundle
-    """What the process takes of it."""
     node: str
 
 
 def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:
-    """The slots of one of so many processes that each bundle hosts: that which has the bundle's GPU."""
-    return [replace(s, bundle={**s.bundle, "CPU": s.bundle["CPU"] / num_tenants}) for s in slots]
+    """Return the slots of the process that takes each bundle's GPU, with its share of the CPUs.
+
+    `num_tenants` processes share each bundle; the others get theirs from `colocate_ranks`.
+    """
+    divided = []
+    for slot in slots:
+        num_cpus = slot.bundle["CPU"] / num_tenants
+        divided.append(replace(slot, bundle={**slot.bundle, "CPU": num_cpus}))
+    return divided
 
 
 def colocate_ranks(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
-    """Slots for ranks beside the first of `slots`, on their GPUs, which Ray does not assign twice."""
+    """Return slots beside the first `num_ranks` of `slots`, on the same GPUs.
+
+    They ask Ray for no GPU, because Ray does not assign one twice.
+    """
     return [replace(slot, bundle=make_bundle(slot.bundle["CPU"], 0)) for slot in slots[:num_ranks]]
 
 
@@ -38,59 +53,73 @@ def colocate_engines(
     num_nodes: int = 0,
     role: str = "rollout",
 ) -> list[list[Slot]]:
-    """Slots of engines on the GPUs of training ranks: per engine, one for each node it spans.
+    """Return slots of engines on the training ranks' GPUs: for each engine, one per node it spans.
 
-    Engine e lies beside the ranks from e * `ranks_per_engine` on; a slot of an engine stands for all its
-    ranks on that node and takes no GPU, as those belong to the training ranks. `num_nodes` 0: as few as
-    can be. ValueError if the ranks do not lie evenly on so many; it names the options of `role`.
+    Engine e is placed beside the ranks from e * `ranks_per_engine` on. A slot stands for all the
+    engine's ranks on its node and takes no GPU, as those belong to the training ranks. `num_nodes`
+    0 means as few as possible. Raises ValueError if the training ranks are not spread evenly over
+    that many nodes; the message names the options of `role`.
     """
     most_on_a_node = max(Counter(slot.node for slot in slots).values())
-    on_each = ranks_per_engine // (num_nodes or -(-ranks_per_engine // most_on_a_node))
-    of_engines = []
+    num_nodes = num_nodes or math.ceil(ranks_per_engine / most_on_a_node)
+    ranks_per_node = ranks_per_engine // num_nodes
+    slots_of_engines = []
     for engine in range(num_engines):
         first = engine * ranks_per_engine
-        neighbours = slots[first : first + ranks_per_engine]
-        parts = [neighbours[i : i + on_each] for i in range(0, ranks_per_engine, on_each)]
-        if any(len({slot.node for slot in part}) > 1 or len(part) < on_each for part in parts):
+        neighbors = slots[first : first + ranks_per_engine]
+        parts = [
+            neighbors[i : i + ranks_per_node] for i in range(0, ranks_per_engine, ranks_per_node)
+        ]
+        if not all(_is_one_node(part, ranks_per_node) for part in parts):
             raise ValueError(
-                f"GPUs are shared, but training ranks {first} to {first + ranks_per_engine - 1} lie on"
-                f" {len({slot.node for slot in neighbours})} nodes, on which engine {engine} of {role}.tp *"
-                f" {role}.pp = {ranks_per_engine} ranks does not lie evenly; take a divisor of the GPUs of a"
-                " node, or a multiple"
+                f"GPUs are shared, but training ranks {first} to {first + ranks_per_engine - 1} lie"
+                f" on {len({slot.node for slot in neighbors})} nodes, on which engine {engine} of"
+                f" {role}.tp * {role}.pp = {ranks_per_engine} ranks does not lie evenly; take a"
+                " divisor of the GPUs of a node, or a multiple"
             )
-        of_engines.append(colocate_ranks([part[0] for part in parts], len(parts)))
-    return of_engines
+        slots_of_engines.append(colocate_ranks([part[0] for part in parts], len(parts)))
+    return slots_of_engines
+
+
+def _is_one_node(slots: Sequence[Slot], num_ranks: int) -> bool:
+    """Return whether these are `num_ranks` slots of a single node."""
+    return len(slots) == num_ranks and len({slot.node for slot in slots}) == 1
 
 
 def gpus_per_node() -> int:
-    """GPUs of the largest node of the cluster; 0 where no node has one."""
-    return max(
-        (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), default=0
-    )
+    """Return the GPUs of the cluster's largest node; 0 if no node has one."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return max((int(node["Resources"].get("GPU", 0)) for node in alive), default=0)
 
 
 def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Slot]]:
-    """Reserve all bundles or none, packed on few nodes; neighbours in a plan share a node where possible.
+    """Reserve all bundles or none, packed on few nodes; return the slots of each plan.
 
-    Raises ValueError naming what is asked for and what is free, if that is not enough after `timeout_s`.
+    Neighbors in a plan share a node where possible. Raises ValueError naming what is needed and
+    what is free if that does not suffice within `timeout_s`.
     """
     bundles = [bundle for plan in plans for bundle in plan]
     group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     if not group.wait(timeout_s):
-        asked = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
-        total, free = ray.cluster_resources(), ray.available_resources()
-        have = ", ".join(
-            f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}" for kind in asked
-        )
-        raise ValueError(
-            f"the run needs {asked['CPU']:g} CPU and {asked['GPU']:g} GPU in {len(bundles)} bundles; after"
-            f" {timeout_s:g} s the Ray cluster has free: {have}."
-            " Lower cluster.cpus_per_rank, parallel.*, rollout.* or what judge, reward_model and teacher take"
-        )
+        raise ValueError(_shortage(bundles, timeout_s))
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    slots, first = [], 0
+    slots = []
+    first = 0
     for plan in plans:
         indices = sorted(range(first, first + len(plan)), key=lambda i: (nodes[i], i))
         slots.append([Slot(group, i, bundles[i], nodes[i]) for i in indices])
         first += len(plan)
     return slots
+
+
+def _shortage(bundles: Sequence[Bundle], timeout_s: float) -> str:
+    needed = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
+    total = ray.cluster_resources()
+    free = ray.available_resources()
+    have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}" for kind in needed)
+    return (
+        f"the run needs {needed['CPU']:g} CPU and {needed['GPU']:g} GPU in {len(bundles)} bundles;"
+        f" after {timeout_s:g} s the Ray cluster has free: {have}."
+        " Lower cluster.cpus_per_rank, parallel.*, rollout.* or what judge, reward_model and"
+        " teacher take"
+    )

@@ -1,4 +1,7 @@
-"""The processes of a run: a checked Config in; training ranks and engines out, watched, gone at the end."""
+"""The processes of a run: a checked Config in, watched training ranks and engines out.
+
+All of them are gone when the block of `run_processes` ends.
+"""
 
 import json
 from collections.abc import Awaitable, Iterator, Sequence
@@ -21,31 +24,37 @@ from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.rollout.served_endpoint import check_served_path, find_served
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.stream.controller.engine_control import LOADER
 
 
 class RunProcesses:
-    """The ranks and engines of a run, as far as it has them."""
+    """The ranks and engines of a run; those that the command does not need are None."""
 
     def __init__(
         self,
         config: Config,
+        policy: ModelFacts,
         log_dir: Path,
         event_loop: EventLoop,
         trainer: TrainerGroup | None,
         critic: CriticGroup | None,
         engines: EngineGroup | None,
-        served: ServedEngines,
+        served_engines: ServedEngines,
     ) -> None:
-        self._config, self._log_dir, self._event_loop = config, log_dir, event_loop
-        self._trainer, self._critic, self._engines, self.served = trainer, critic, engines, served
+        self._config = config
+        self._policy = policy
+        self._log_dir = log_dir
+        self._event_loop = event_loop
+        self._trainer = trainer
+        self._critic = critic
+        self._engines = engines
+        self.served_engines = served_engines
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
-        """Begin to build the model; the group's `wait_built` ends it."""
+        """Begin to build the policy on its ranks; the group's `wait_built` waits for it."""
         assert self._trainer is not None
         config = self._config
         spec = self._spec(config.model, config.parallel, optimizer, num_steps, loss)
@@ -53,10 +62,11 @@ class RunProcesses:
         return self._trainer
 
     def start_critic(self, num_steps: int, loss: Any) -> CriticGroup | None:
-        """Likewise of the critic, if the recipe has one."""
+        """Begin to build the critic on its ranks; return None if the recipe has none."""
         if self._critic is None:
             return None
-        config, critic = self._config, self._config.critic
+        config = self._config
+        critic = config.critic
         model = replace(config.model, path=critic.path or config.model.path)
         spec = self._spec(model, critic.parallel, critic.optimizer, num_steps, loss)
         assert self._trainer is not None
@@ -84,48 +94,57 @@ class RunProcesses:
         )
 
     def start_engines(self) -> EngineGroup:
-        """Begin to start the servers; the group's `wait_built` ends it.
+        """Begin to start the policy's engines; the group's `wait_built` waits for them.
 
-        They are started again if they die and there are ranks that can bring them the current weights.
+        A server that dies is restarted only if there are trainer ranks to bring it the current
+        weights.
         """
         config = self._config
         assert self._engines is not None
         specs = [
-            engine_spec(config, self._log_dir / f"sglang_{i}.log")
+            engine_spec(config, self._policy, self._log_dir / f"sglang_{i}.log")
             for i in range(config.rollout.engines)
         ]
-        max_restarts, gpu_ids = 0, []
+        max_restarts = 0
+        gpu_ids: list[str] = []
         if self._trainer is not None:
             max_restarts = config.rollout.restarts
             if config.cluster.colocated:
-                gpu_ids = [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
+                gpu_ids = self._trainer_gpus()
         self._engines.start_build(specs, config.run.startup_timeout_s, max_restarts, gpu_ids)
         return self._engines
 
     def start_colocated_served(self, role: str) -> list[str]:
-        """Urls of the engines of a served model on the trainer ranks' GPUs, once they are healthy."""
+        """Start a served model on the trainer ranks' GPUs; return its urls once it is healthy."""
+        return self.served_engines.start_colocated(role, self._trainer_gpus())
+
+    def _trainer_gpus(self) -> list[str]:
+        """Return the GPUs of the trainer's ranks, in rank order."""
         assert self._trainer is not None
-        return self.served.start_colocated(
-            role, [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
-        )
+        return [gpu for of_rank in self._trainer.gpu_ids() for gpu in of_rank]
 
     def watched(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`; RankError as soon as a rank or an engine is lost meanwhile."""
-        groups = [
-            group for group in (self._trainer, self._critic, self._engines) if group is not None
-        ]
-        watches = [*(group.watch() for group in groups), *self.served.watches()]
+        """Run `work` to its end and return its result.
+
+        Raises RankError as soon as a rank or an engine is lost meanwhile.
+        """
+        watches = self.served_engines.watches()
+        for group in (self._trainer, self._critic, self._engines):
+            if group is not None:
+                watches.append(group.watch())
         return self._event_loop.run(guard(work, *watches))
 
     def start_watched(self, work: Awaitable[Any]) -> "Future[Any]":
-        """Begin `work`, which goes on beside all else; it ends with RankError once an engine is lost."""
+        """Begin `work` and return at once; it ends with RankError if an engine is lost."""
         assert self._engines is not None
-        return self._event_loop.start(guard(work, self._engines.watch(), *self.served.watches()))
+        watches = [self._engines.watch(), *self.served_engines.watches()]
+        return self._event_loop.start(guard(work, *watches))
 
 
 @contextmanager
 def run_processes(
     config: Config,
+    policy: ModelFacts,
     log_dir: Path,
     *,
     with_engines: bool,
@@ -133,15 +152,17 @@ def run_processes(
     with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[RunProcesses]:
-    """Ray, and the processes of the ranks and engines, gone at the end whatever happened.
+    """Start Ray and the processes of ranks and engines; end them with the block, whatever happened.
 
-    `served`: roles of the models that the command asks, where the recipe has them; their engines start here.
+    `served` names the roles of the served models that the command needs. Those that the recipe has
+    begin to start here. Raises ValueError if such a model cannot be started or found, or if the
+    cluster is too small.
     """
     models = {role: model for role, model in config.served_models.items() if role in served}
     for role, model in models.items():
         if model.path:
             check_served_path(role, model)
-    running = {role: find_served(role, model) for role, model in models.items() if model.url}
+    remote = {role: find_endpoint(role, model) for role, model in models.items() if model.url}
     size = RunSize.of(
         config,
         models,
@@ -151,27 +172,38 @@ def run_processes(
     )
     timeout_s = config.run.call_timeout_s
     with ray_session(config.cluster, size.num_cpus(config)):
-        slots = reserve_slots(config, size)
+        slots = reserve_slots(
+            size, config.rollout, config.cluster.cpus_per_rank, config.run.startup_timeout_s
+        )
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
-        others = ServedEngines(
-            models, slots.served, log_dir, timeout_s, running, size.colocated_served
+        served_engines = ServedEngines(
+            models, slots.served, log_dir, timeout_s, remote, size.colocated_served
         )
         event_loop = EventLoop()
         try:
-            yield RunProcesses(config, log_dir, event_loop, trainer, critic, engines, others)
+            yield RunProcesses(
+                config, policy, log_dir, event_loop, trainer, critic, engines, served_engines
+            )
         finally:
             event_loop.close()
 
 
-def engine_spec(config: Config, log_path: Path) -> EngineSpec:
-    """Of each of the recipe's engines, all of it in one process; they hold the weights of version 0."""
+def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpec:
+    """Return how each of the policy's engines is started, with weights of version 0.
+
+    Engines of random or quantized models start with dummy weights: the first weight sync brings the
+    real ones.
+    """
     rollout = config.rollout
-    fp8 = rollout.quantization == "fp8"
-    dummy = ("--load-format", "dummy") if fp8 or config.model.init == "random" else ()
-    quantised = json.dumps({"quantization_config": QUANTIZATION_CONFIG})
-    override = ("--json-model-override-args", quantised) if fp8 else ()
+    is_fp8 = rollout.quantization == "fp8"
+    extra_args = ["--weight-version", "0"]
+    if is_fp8 or config.model.init == "random":
+        extra_args += ["--load-format", "dummy"]
+    if is_fp8:
+        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG})
+        extra_args += ["--json-model-override-args", quantized]
     return EngineSpec(
         model_path=config.model.path,
         log_path=str(log_path),
@@ -183,19 +215,16 @@ def engine_spec(config: Config, log_path: Path) -> EngineSpec:
         kv_cache_len=rollout.kv_cache_len,
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
-        routed_experts=experts_shape(config) is not None,
+        routed_experts=experts_shape(config, policy) is not None,
         custom_weight_loaders=(LOADER,),
-        gives_up_memory=config.cluster.colocated,
+        can_release_memory=config.cluster.colocated,
         seed=config.run.seed,
-        extra_args=("--weight-version", "0", *dummy, *override),
+        extra_args=tuple(extra_args),
     )
 
 
-def experts_shape(config: Config) -> RoutedExpertsShape | None:
-    """What engines tell of experts, if the model has any and the recipe wants to hear of them."""
-    hf_config = read_hf_config(Path(config.model.path))
-    moe = tuple(map(bool, moe_layers(hf_config)))
-    if not config.drift.routed_experts or not any(moe):
+def experts_shape(config: Config, policy: ModelFacts) -> RoutedExpertsShape | None:
+    """Return the shape of the experts that engines report, or None if they report none."""
+    if not config.drift.routed_experts or not policy.has_experts:
         return None
-    num_experts = family_of(hf_config).sizes(hf_config)["experts"]
-    return RoutedExpertsShape(moe, hf_config["num_experts_per_tok"], num_experts)
+    return RoutedExpertsShape(policy.moe_layers, policy.experts_per_token, policy.num_experts)

@@ -1,4 +1,4 @@
-"""Ray for the length of a run: started here or joined, and gone afterwards with every process under it."""
+"""Ray for the length of a run: a ClusterConfig in, a running Ray out, no process left behind."""
 
 import logging
 import math
@@ -21,26 +21,28 @@ import ray._private.worker
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.config import ClusterConfig
+from mcore_rl.device import has_cuda
 
 TEMP_PREFIX = "mcore_rl_ray_"
 JOIN_TIMEOUT_S = 10.0
 LONGEST_TEMP_ROOT = 20
-"""Characters: Ray appends 67 for its sockets, a socket's path may have 107."""
+"""In characters: Ray appends 67 for its sockets, and a socket's path may have 107."""
 ENVIRONMENT = {
     "RAY_DEBUG": "legacy",  # breakpoint() answers to `ray debug`; "1" is the VS Code extension's
     "RAY_worker_niceness": "0",  # else ranks and engines run at nice 15
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Defaults: what the caller's environment sets is left alone."""
+"""Defaults; variables that the caller's environment sets are kept."""
 
 
 @contextmanager
 def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
-    """Ray, joined at `config.address` or started on this machine with room for `num_cpus`.
+    """Join Ray at `config.address`, or start it on this machine with room for `num_cpus`.
 
-    Leaving the block by any way (end, exception, Ctrl-C, SIGTERM) ends the ranks and what they started;
-    so does killing this process. Main thread only. Raises ValueError if nothing answers at the address.
+    However the block is left (end, exception, Ctrl-C, SIGTERM), the ranks and what they started are
+    ended; killing this process has the same effect. Only the main thread may call this. Raises
+    ValueError if no Ray answers at the address.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -50,7 +52,12 @@ def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
             _join(config.address)
             yield
         return
-    with _told_if_lost(), _temp_dir() as temp_dir, _marked_processes(str(temp_dir)), _shut_down():
+    with (
+        _exit_if_ray_is_lost(),
+        _temp_dir() as temp_dir,
+        _marked_processes(str(temp_dir)),
+        _shut_down(),
+    ):
         _start(config, num_cpus, temp_dir)
         yield
 
@@ -58,7 +65,7 @@ def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
 class RayLost(SystemExit):
     """A process of the Ray that was started here died, and the ranks with it.
 
-    An exit, because nothing may catch it on the way out: any further call to Ray would wait in vain.
+    It derives from SystemExit so that nothing catches it: any further call to Ray would hang.
     """
 
 
@@ -67,7 +74,7 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
-        object_store_memory=config.object_store_mib * 2**20,
+        object_store_memory=_object_store_mib(config) * 2**20,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
@@ -77,8 +84,19 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
     _raise_if_ray_is_lost()
 
 
+def _object_store_mib(config: ClusterConfig) -> int:
+    """The size in the recipe; by default one for the rollouts of a machine with GPUs, or of a laptop."""
+    if config.object_store_mib is not None:
+        return config.object_store_mib
+    return 8192 if has_cuda() else 512
+
+
 def _raise_if_ray_is_lost(*_: object) -> None:
-    """Without this Ray itself would exit in silence when its raylet is gone, a minute after its GCS is."""
+    """Raise RayLost if a Ray process has ended.
+
+    Ray itself would exit silently when its raylet is gone, and a minute after its GCS (global
+    control service) is.
+    """
     for child in psutil.Process().children():
         if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -86,8 +104,8 @@ def _raise_if_ray_is_lost(*_: object) -> None:
 
 
 @contextmanager
-def _told_if_lost() -> Iterator[None]:
-    """The end of this process after RayLost: Ray's own exit handlers would wait a minute for a dead GCS."""
+def _exit_if_ray_is_lost() -> Iterator[None]:
+    """Print RayLost and exit at once: Ray's exit handlers would wait a minute for a dead GCS."""
     try:
         yield
     except RayLost as lost:
@@ -100,7 +118,8 @@ def _told_if_lost() -> Iterator[None]:
 def _join(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
-        if port.isdigit():  # Ray itself would try for minutes
+        if port.isdigit():
+            # Ray itself would try for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
@@ -113,12 +132,12 @@ def _join(address: str) -> None:
 
 
 def _exit_on_sigterm() -> None:
-    """Ray's own handler would exit with status 15."""
+    """Have SIGTERM exit with status 143; with Ray's own handler it would be 15."""
 
-    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+    def exit_with_signal(signum: int, frame: FrameType | None) -> NoReturn:
         sys.exit(128 + signum)
 
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, exit_with_signal)
 
 
 @contextmanager
@@ -141,12 +160,13 @@ def _disconnect() -> None:
 
 @contextmanager
 def _marked_processes(session: str) -> Iterator[None]:
-    """Mark what is started in the block and end it on the way out; a watchdog does if this process dies.
+    """Mark the processes that the block starts and end them afterwards.
 
-    Temporary files of what is started go to the session's folder and with it; compile caches stay.
+    If this process dies first, a watchdog ends them. Their temporary files go to the session's
+    folder and are removed with it; compile caches are kept.
     """
     command = [sys.executable, "-I", watchdog.__file__, session, str(os.getpid())]
-    guard = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     before = dict(os.environ)
     os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
@@ -155,15 +175,15 @@ def _marked_processes(session: str) -> Iterator[None]:
     finally:
         with _uninterrupted():
             watchdog.end_session(session)
-            guard.kill()
-            guard.wait()
+            watchdog_process.kill()
+            watchdog_process.wait()
         os.environ.clear()
         os.environ.update(before)
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C for the few seconds of an orderly end: a second, impatient one would leave orphans."""
+    """Ignore Ctrl-C during an orderly end of a few seconds: a second one would leave orphans."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -173,7 +193,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def _temp_dir() -> Iterator[Path]:
-    """A folder for Ray's logs and sockets, whose paths must be short."""
+    """Make a folder for Ray's logs and sockets, whose paths must be short."""
     root = Path(tempfile.gettempdir())
     root = root if len(str(root)) <= LONGEST_TEMP_ROOT else Path("/tmp")
     path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))

@@ -1,5 +1,6 @@
-"""Where each process of a run goes: a recipe in, reserved slots by role out."""
+"""Where each process of a run goes: sizes of ranks and engines in, reserved slots by role out."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -11,14 +12,18 @@ from mcore_rl.cluster.placement import (
     gpus_per_node,
     reserve,
 )
-from mcore_rl.config import Config
-from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
+from mcore_rl.config import RolloutConfig
+from mcore_rl.planning.bundles import Bundle, plan_engine, plan_ranks, plan_served
 from mcore_rl.planning.run_size import RunSize
 
 
 @dataclass(frozen=True)
 class RunSlots:
-    """engines, served: per engine, a slot for each machine that it spans."""
+    """The slots of each role.
+
+    engines   for each engine of the policy, one slot per machine that it spans
+    served    the same for each judge, reward model and teacher, by role
+    """
 
     trainer: list[Slot]
     critic: list[Slot]
@@ -26,28 +31,47 @@ class RunSlots:
     served: dict[str, list[list[Slot]]]
 
 
-def reserve_slots(config: Config, size: RunSize) -> RunSlots:
-    """Room for all of it, or the error of `reserve`."""
-    cpus, rollout, gpus = config.cluster.cpus_per_rank, config.rollout, gpus_per_node()
-    plans = [plan_ranks(size.trainer, cpus * size.tenants, gpus)]
-    plans += [plan_ranks(0 if size.critic_colocated else size.critic, cpus, gpus)]
-    of_engine = plan_engine(rollout.engine_ranks, cpus, gpus, rollout.nodes_per_engine)
-    plans += [of_engine] * (0 if size.engines_colocated else size.engines)
-    colocated = size.colocated_served
-    served = plan_served(
-        {r: model for r, model in size.served.items() if r not in colocated}, cpus, gpus
+def reserve_slots(
+    size: RunSize, rollout: RolloutConfig, cpus_per_rank: float, timeout_s: float
+) -> RunSlots:
+    """Reserve room for the processes; colocated ones share that of the trainer's ranks.
+
+    Raises ValueError if there is not enough room after `timeout_s`, or colocated engines do not
+    fit.
+    """
+    gpus = gpus_per_node()
+    engine_bundles = plan_engine(
+        rollout.engine_ranks, cpus_per_rank, gpus, rollout.nodes_per_engine
     )
-    own = len(plans)
-    slots = reserve([*plans, *chain(*served.values())], config.run.startup_timeout_s)
-    rest = iter(slots[own:])
-    of_served = {role: list(islice(rest, len(of_role))) for role, of_role in served.items()}
-    trainer, critic, engines = divide(slots[0], size.tenants), slots[1], slots[2:own]
+    served_bundles = plan_served(
+        {role: m for role, m in size.served.items() if role not in size.colocated_served},
+        cpus_per_rank,
+        gpus,
+    )
+    plans: list[Sequence[Bundle]] = [
+        plan_ranks(size.trainer, cpus_per_rank * size.tenants, gpus),
+        plan_ranks(0 if size.critic_colocated else size.critic, cpus_per_rank, gpus),
+        *[engine_bundles] * (0 if size.engines_colocated else size.engines),
+    ]
+    num_own = len(plans)
+    reserved = reserve([*plans, *chain(*served_bundles.values())], timeout_s)
+    trainer = divide(reserved[0], size.tenants)
+    critic = reserved[1]
+    engines = reserved[2:num_own]
+    served = _by_role(served_bundles, iter(reserved[num_own:]))
     if size.critic_colocated:
         critic = colocate_ranks(trainer, size.critic)
     if size.engines_colocated:
         engines = colocate_engines(
             trainer, size.engines, rollout.engine_ranks, rollout.nodes_per_engine
         )
-    for role, model in colocated.items():
-        of_served[role] = colocate_engines(trainer, model.engines, model.engine_ranks, role=role)
-    return RunSlots(trainer, critic, engines, of_served)
+    for role, model in size.colocated_served.items():
+        served[role] = colocate_engines(trainer, model.engines, model.engine_ranks, role=role)
+    return RunSlots(trainer, critic, engines, served)
+
+
+def _by_role(
+    bundles: dict[str, list[list[Bundle]]], slots: Iterator[list[Slot]]
+) -> dict[str, list[list[Slot]]]:
+    """Hand out the slots in order, as many to each role as it has engines."""
+    return {role: list(islice(slots, len(of_role))) for role, of_role in bundles.items()}

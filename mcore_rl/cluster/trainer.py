@@ -1,15 +1,18 @@
-"""The policy's ranks: train.Actor and the sender of its weights in each."""
+"""The policy's ranks, with a train.actor.Actor and a weight sender in each.
+
+Micro-batches in, log-probs and step stats out; links in, weights to the engines out.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
 from mcore_rl.stream.wire import Link, Report
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 
 class TrainerWorker(ModelWorker):
-    """One rank; `spec.loss` is a TokenLoss."""
+    """One rank of the policy; `spec.loss` is a TokenLoss. Ranks that own no output return None."""
 
     _sender: Any = None
 
@@ -19,16 +22,9 @@ class TrainerWorker(ModelWorker):
         return Actor
 
     def compute_logprobs(
-        self,
-        microbatches: Sequence[TrainBatch],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool,
+        self, microbatches: Sequence[TrainBatch], options: LogprobOptions
     ) -> list[TokenScores] | None:
-        return self._model.compute_logprobs(
-            microbatches, reference=reference, temperature=temperature, sum_squares=sum_squares
-        )
+        return self._model.compute_logprobs(microbatches, options)
 
     def train_step(
         self, microbatches: Sequence[TrainBatch], *, temperature: float, num_tokens: int
@@ -41,6 +37,7 @@ class TrainerWorker(ModelWorker):
         self._model.snapshot_reference()
 
     def connect(self, link: Link) -> Report:
+        """Join the link to an engine; the sender is made with the first one."""
         if self._sender is None:
             from mcore_rl.stream.sender import WeightSender
 
@@ -53,26 +50,16 @@ class TrainerWorker(ModelWorker):
 
 
 class TrainerGroup(ModelGroup):
-    """All ranks of the policy."""
+    """All ranks of the policy; plays players.trainer.RankCalls and stream's TrainerRanks."""
 
     role = "trainer"
     worker_cls = TrainerWorker
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool = False,
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[list[TokenScores]]:
         return self._group.dispatch(
-            "compute_logprobs",
-            per_dp,
-            deadline_s=self._call_timeout_s,
-            reference=reference,
-            temperature=temperature,
-            sum_squares=sum_squares,
+            "compute_logprobs", per_dp, deadline_s=self._call_timeout_s, options=options
         )
 
     def train_step(

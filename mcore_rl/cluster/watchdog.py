@@ -1,8 +1,10 @@
 """Ends every process of a session, whoever its parent is by now.
 
-They are told by the session's mark in their environment or, as a process that sets its title overwrites that,
-by an open file in the session's folder. Run as a script (folder, parent's pid), it waits for its parent to be
-gone, then ends the session, removes the folder and says what happened.
+A process belongs to the session if its environment has the session's mark or if it has a file open
+in the session's folder; the latter because a process that sets its title overwrites its
+environment. Run as a script with the folder and the parent's pid, this module waits until the
+parent is gone, ends the session, removes the folder and prints what happened. It imports the
+standard library alone.
 """
 
 import contextlib
@@ -16,32 +18,35 @@ from pathlib import Path
 
 MARK = "MCORE_RL_SESSION"
 RAY_PROCESSES = ("raylet", "gcs_server")
-AGAIN = "The same command continues from the newest checkpoint"
+RESUME_HINT = "The same command continues from the newest checkpoint"
 GRACE_S = 2.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 PARENT_POLL_S = 0.5
 _PF_EXITING = 0x4
-"""Of the flags in /proc/<pid>/stat (linux/sched.h)."""
+"""A bit of the flags in /proc/<pid>/stat (linux/sched.h)."""
 
 
-def session_pids(session: str, but: int) -> list[int]:
-    """Live processes of the session on this machine, except `but`."""
-    mark = f"{MARK}={session}".encode()
-    found = []
+def session_pids(session: str, excluded_pid: int) -> list[int]:
+    """Return the live processes of the session on this machine, except `excluded_pid`."""
+    pids = []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != but:
+        if folder.name.isdigit() and int(folder.name) != excluded_pid:
             with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-                marked = mark in (folder / "environ").read_bytes().split(b"\0")
-                if marked or any(
-                    os.readlink(fd).startswith(session) for fd in (folder / "fd").iterdir()
-                ):
-                    found.append(int(folder.name))
-    return found
+                if _belongs_to(session, folder):
+                    pids.append(int(folder.name))
+    return pids
+
+
+def _belongs_to(session: str, proc_folder: Path) -> bool:
+    mark = f"{MARK}={session}".encode()
+    if mark in (proc_folder / "environ").read_bytes().split(b"\0"):
+        return True
+    return any(os.readlink(fd).startswith(session) for fd in (proc_folder / "fd").iterdir())
 
 
 def end_session(session: str) -> None:
-    """Wait GRACE_S for the processes to end by themselves, then kill those that are left."""
+    """Wait GRACE_S for the processes to end by themselves, then kill the rest."""
     if left := _wait_until_gone(session, GRACE_S):
         for pid in left:
             _kill(pid)
@@ -49,8 +54,9 @@ def end_session(session: str) -> None:
 
 
 def _wait_until_gone(session: str, timeout_s: float) -> list[int]:
+    """Return the processes that are left after at most `timeout_s`."""
     until = time.monotonic() + timeout_s
-    while (pids := session_pids(session, but=os.getpid())) and time.monotonic() < until:
+    while (pids := session_pids(session, os.getpid())) and time.monotonic() < until:
         time.sleep(POLL_S)
     return pids
 
@@ -61,47 +67,58 @@ def _kill(pid: int) -> None:
 
 
 def ray_lost(name: str) -> str:
-    """What to tell when one of RAY_PROCESSES is gone."""
-    return f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it. {AGAIN}"
+    """Return the message for when one of RAY_PROCESSES is gone."""
+    return (
+        f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it."
+        f" {RESUME_HINT}"
+    )
 
 
 def wait_for_parent(parent: int) -> str:
-    """Return when `parent` is gone, with what to tell about it.
+    """Return when `parent` is gone, with a message that says who died first.
 
-    Where its raylet is gone, Ray ends a process that calls it, without a word: so who went first is noted.
-    A killed process with many threads takes a while to end, and its children may be gone before it.
+    Ray silently ends a process that calls it after its raylet died, so the order of deaths is
+    watched. A killed process with many threads takes a while to end, and its children may be gone
+    before it.
     """
     killed = (
-        f"the controller (process {parent}) was killed, and all that it started is ended. {AGAIN}"
+        f"the controller (process {parent}) was killed, and all that it started is ended."
+        f" {RESUME_HINT}"
     )
-    lost = ""
-    watched: dict[str, int] = {}
     poller = select.poll()
     try:
-        watched[""] = os.pidfd_open(parent)
+        parent_fd = os.pidfd_open(parent)
     except ProcessLookupError:
         return killed
-    poller.register(watched[""], select.POLLIN)
+    poller.register(parent_fd, select.POLLIN)
+    ray_fds: dict[str, int] = {}
+    lost = ""
     while os.getppid() == parent:
-        for name, pid in ray_children(parent).items() if len(watched) <= len(RAY_PROCESSES) else ():
-            if name not in watched:
-                with contextlib.suppress(ProcessLookupError):
-                    watched[name] = os.pidfd_open(pid)
-                    poller.register(watched[name], select.POLLIN)
+        if len(ray_fds) < len(RAY_PROCESSES):
+            _watch_ray(parent, ray_fds, poller)
         ended = [descriptor for descriptor, _ in poller.poll(PARENT_POLL_S * 1000)]
-        gone = [name for name in RAY_PROCESSES if watched.get(name) in ended]
+        gone = [name for name in RAY_PROCESSES if ray_fds.get(name) in ended]
         if gone and not lost:
-            ending = watched[""] in ended or is_ending(parent)
-            lost = died_together(parent, gone) if ending else ray_lost(gone[0])
-        if watched[""] in ended:
+            parent_ends_too = parent_fd in ended or is_ending(parent)
+            lost = died_together(parent, gone) if parent_ends_too else ray_lost(gone[0])
+        if parent_fd in ended:
             break
         for name in gone:
-            poller.unregister(watched[name])
+            poller.unregister(ray_fds[name])
     return lost or killed
 
 
+def _watch_ray(parent: int, ray_fds: dict[str, int], poller: "select.poll") -> None:
+    """Register the Ray processes that `parent` has started since the last call."""
+    for name, pid in ray_children(parent).items():
+        if name not in ray_fds:
+            with contextlib.suppress(ProcessLookupError):
+                ray_fds[name] = os.pidfd_open(pid)
+                poller.register(ray_fds[name], select.POLLIN)
+
+
 def is_ending(pid: int) -> bool:
-    """Whether a process is on its way out, or gone."""
+    """Return whether a process is gone, a zombie or about to end."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
@@ -111,23 +128,24 @@ def is_ending(pid: int) -> bool:
 
 
 def died_together(parent: int, names: list[str]) -> str:
-    """What to tell when it cannot be told who went first."""
-    others = " and ".join(f"Ray's {name} process" for name in names)
+    """Return the message for when nobody can tell which process died first."""
+    ray_processes = " and ".join(f"Ray's {name} process" for name in names)
     return (
-        f"the controller (process {parent}) and {others} died together (killed or crashed). {AGAIN}"
+        f"the controller (process {parent}) and {ray_processes} died together (killed or crashed)."
+        f" {RESUME_HINT}"
     )
 
 
 def ray_children(parent: int) -> dict[str, int]:
-    """Name -> pid of the Ray processes that `parent` started."""
-    found = {}
+    """Return name -> pid of the Ray processes that `parent` started."""
+    pids = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
                 name, fields = (folder / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
                 if name in RAY_PROCESSES and int(fields.split()[1]) == parent:
-                    found[name] = int(folder.name)
-    return found
+                    pids[name] = int(folder.name)
+    return pids
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The typed tree behind every recipe; a YAML key or value that does not fit it is refused by name.
 
-Every leaf has a reader in the package. Units are in the names: _s seconds, _len tokens, _mib 2**20 bytes.
+Every option has a reader in the package. Units are in the names: _s seconds, _len tokens, _mib
+2**20 bytes.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from mcore_rl.config.algorithm import (
     KLConfig,
     PreferenceConfig,
 )
+from mcore_rl.config.bounds import Options
 from mcore_rl.config.consistency import (
     check_colocated,
     check_colocated_models,
@@ -46,6 +48,7 @@ from mcore_rl.config.training import (
     SftConfig,
     TrainConfig,
 )
+from mcore_rl.config.unread import check_unread
 
 __all__ = [
     "AlgorithmConfig",
@@ -79,9 +82,10 @@ __all__ = [
 
 
 @dataclass
-class Config:
+class Config(Options, group=""):
     rehearse: bool = False
-    """Run the recipe's rehearsal instead: everything in its smallest size, on a laptop (docs/recipes.md)."""
+    """Run the recipe's rehearsal instead: everything in its smallest size, on a laptop
+    (docs/recipes.md)."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -106,18 +110,35 @@ class Config:
     teacher: ServedModelConfig = field(default_factory=ServedModelConfig)
 
     @property
+    def served_groups(self) -> dict[str, ServedModelConfig]:
+        """The groups of models that may be served beside the policy, by role."""
+        return {"judge": self.judge, "reward_model": self.reward_model, "teacher": self.teacher}
+
+    @property
     def served_models(self) -> dict[str, ServedModelConfig]:
         """The models that are served beside the policy, by role."""
-        models = {"judge": self.judge, "reward_model": self.reward_model, "teacher": self.teacher}
-        return {role: model for role, model in models.items() if model.is_used}
+        return {role: model for role, model in self.served_groups.items() if model.is_used}
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """All optimizers, by the dotted names of their groups."""
+        return {
+            "train.optimizer": self.train.optimizer,
+            "critic.optimizer": self.critic.optimizer,
+            "sft.optimizer": self.sft.optimizer,
+            "dpo.optimizer": self.dpo.optimizer,
+        }
 
     def __post_init__(self) -> None:
-        for role, model in self.served_models.items():
+        super().__post_init__()
+        self.parallel.check("parallel")
+        self.critic.parallel.check("critic.parallel")
+        for role, model in self.served_groups.items():
             model.check(role)
-        rollout, train = self.rollout, self.train
-        check_quantization(rollout, self.model)
-        check_replay(train, self.drift)
-        check_colocated_models(self.served_models, self.parallel, rollout)
-        check_steps(self.algorithm, rollout, train, self.critic)
+        check_quantization(self.rollout, self.model)
+        check_replay(self.train, self.drift)
+        check_colocated_models(self.served_models, self.parallel, self.rollout)
+        check_steps(self.algorithm, self.rollout, self.train, self.critic)
         if self.cluster.colocated:
-            check_colocated(self.parallel, rollout)
+            check_colocated(self.parallel, self.rollout)
+        check_unread(self)

@@ -1,4 +1,6 @@
-"""What groups of options must agree on; errors name both, their values and a remedy."""
+"""Checks of options in different groups against one another; errors name both, their values and a
+remedy.
+"""
 
 from collections.abc import Mapping
 
@@ -18,44 +20,45 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
 def check_steps(
     algorithm: AlgorithmConfig, rollout: RolloutConfig, train: TrainConfig, critic: CriticConfig
 ) -> None:
-    """What a step samples can be trained on as the recipe says."""
+    """Raise ValueError if the samples of a step cannot be trained on as the recipe says."""
     if rollout.stale == "correct" and not algorithm.correction.is_on:
         raise ValueError(
-            "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none corrects;"
-            " set algorithm.correction.weight=token, or rollout.stale=wait"
+            "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none"
+            " corrects; set algorithm.correction.weight=token, or rollout.stale=wait"
         )
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     for name, mini_batches in (("train", train.mini_batches), ("critic", critic.mini_batches)):
         if num_samples % mini_batches:
             raise ValueError(
-                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not divisible"
-                f" by {name}.mini_batches={mini_batches}"
+                f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
+                f" divisible by {name}.mini_batches={mini_batches}"
             )
 
 
 def check_colocated_models(
     served: Mapping[str, ServedModelConfig], parallel: ParallelConfig, rollout: RolloutConfig
 ) -> None:
-    """Of models that are served on the trainer ranks' GPUs."""
+    """Raise ValueError if a model cannot be served on the trainer ranks' GPUs."""
     for role, model in served.items():
         needed = model.engines * model.engine_ranks
         if model.is_colocated and needed > parallel.world_size:
             raise ValueError(
-                f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}: there are"
-                f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
+                f"{role}.colocated=true with {role}.engines * {role}.tp * {role}.pp = {needed}:"
+                f" there are parallel.world_size={parallel.world_size} trainer ranks to share a GPU"
+                " with"
             )
         if model.is_colocated and rollout.mode != "sync":
             raise ValueError(
-                f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while the"
-                f" trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
+                f"{role}.colocated=true with rollout.mode={rollout.mode}: samples are scored while"
+                f" the trainer uses the GPUs; set rollout.mode=sync, or {role}.colocated=false"
             )
 
 
 def check_replay(train: TrainConfig, drift: DriftConfig) -> None:
     if train.router_replay == "engine" and not drift.routed_experts:
         raise ValueError(
-            "train.router_replay=engine with drift.routed_experts=False: engines are not asked for their"
-            " experts; set drift.routed_experts=true"
+            "train.router_replay=engine with drift.routed_experts=False: engines are not asked for"
+            " their experts; set drift.routed_experts=true"
         )
 
 
@@ -63,8 +66,9 @@ def check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
     needed = rollout.engines * rollout.engine_ranks
     if needed > parallel.world_size:
         raise ValueError(
-            f"cluster.colocated=true with rollout.engines * rollout.tp * rollout.pp = {needed}: there are"
-            f" parallel.world_size={parallel.world_size} trainer ranks to share a GPU with"
+            f"cluster.colocated=true with rollout.engines * rollout.tp * rollout.pp = {needed}:"
+            f" there are parallel.world_size={parallel.world_size} trainer ranks to share a GPU"
+            " with"
         )
     for name, needs, why in (
         ("mode", "sync", "an engine cannot generate while its GPUs train"),

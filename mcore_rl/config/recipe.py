@@ -2,19 +2,18 @@
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from functools import reduce
 from pathlib import Path
-from typing import Any, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config import Config
+from mcore_rl.config.bounds import check_bounds
 from mcore_rl.config.shipped import RECIPES_DIR
+from mcore_rl.config.tree import leaves_under, value_of
 
 
 def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:
@@ -23,7 +22,8 @@ def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:
 
 
 def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_DIR) -> Config:
-    """The typed configuration of `recipe` (a name in `recipes_dir`, or a YAML file) with `overrides` applied.
+    """The typed configuration of `recipe` (a name in `recipes_dir`, or a YAML file) with
+    `overrides` applied.
 
     Raises ValueError naming the recipe, the key or value at fault, and the nearest right key.
     """
@@ -33,43 +33,47 @@ def load_recipe(recipe: str, overrides: list[str], recipes_dir: Path = RECIPES_D
         raise ValueError(
             f"recipe={recipe}: no file {path}.{_nearest(recipe, known)} Recipes: {', '.join(known)}"
         )
-    ConfigStore.instance().store(name="schema", node=Config)
     try:
-        with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
-            shipped = f"hydra.searchpath=[file://{recipes_dir.resolve()}]"
-            tree = compose(path.stem, overrides=[shipped, *overrides])
-        for key in tree:
-            if key not in Config.__dataclass_fields__:
-                raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")
-        config = OmegaConf.to_object(tree)
+        return make_config(_compose(path, overrides, recipes_dir))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ValueError(f"recipe {recipe}: {_explain(error)}") from None
+
+
+def _compose(path: Path, overrides: list[str], recipes_dir: Path) -> DictConfig:
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
+        shipped = f"hydra.searchpath=[file://{recipes_dir.resolve()}]"
+        return compose(path.stem, overrides=[shipped, *overrides])
+
+
+def make_config(tree: DictConfig) -> Config:
+    """The checked configuration of a composed tree. Raises ValueError naming the key or value
+    at fault.
+    """
+    for key in tree:
+        if key not in Config.__dataclass_fields__:
+            raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")
+    values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    assert isinstance(values, dict)
+    # Before the classes check themselves: they don't know where in the tree they stand.
+    check_bounds(Config, {str(key): value for key, value in values.items()})
+    config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
     return config
 
 
 def require(config: Config, *keys: str) -> None:
-    """ValueError naming the first of `keys` ("model.path") that the recipe leaves unset or empty."""
+    """ValueError naming the first of `keys` ("model.path") that the recipe leaves unset or
+    empty.
+    """
     for key in keys:
         if value_of(config, key) in ("", [], None):
             raise ValueError(f"{key} is not set: give it in the recipe or as {key}=<value>")
 
 
-def value_of(config: Config, key: str) -> Any:
-    """The value of the option `key` ("model.path")."""
-    return reduce(getattr, key.split("."), config)
-
-
-def leaves(cls: type = Config, prefix: str = "") -> list[str]:
-    """Dotted names of all options under a configuration class."""
-    hints = get_type_hints(cls)
-    names: list[str] = []
-    for field in fields(cls):
-        name, kind = f"{prefix}{field.name}", hints[field.name]
-        names += (
-            leaves(kind, f"{name}.") if isinstance(kind, type) and is_dataclass(kind) else [name]
-        )
-    return names
+def leaves() -> list[str]:
+    """Dotted names of all options."""
+    return leaves_under(Config)
 
 
 def leaves_of(overrides: Sequence[str]) -> list[str]:

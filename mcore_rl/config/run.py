@@ -4,60 +4,60 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.config.checks import one_of, positive
+from mcore_rl.config.bounds import Options, bounded, one_of
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Options, group="run"):
     dir: str = ""
     """Folder of everything the run writes: logs, metrics, checkpoints, export, summary."""
-    seed: int = 0
-    steps: int = 100
+    seed: int = bounded(0, least=0)
+    steps: int = bounded(100, least=1)
     resume: bool = True
     """Continue from the newest complete checkpoint in `dir`, if there is one."""
-    call_timeout_s: float = 600.0
+    call_timeout_s: float = bounded(600.0, above=0)
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
-    startup_timeout_s: float = 240.0
-
-    def __post_init__(self) -> None:
-        positive("run.steps", self.steps)
-        positive("run.call_timeout_s", self.call_timeout_s)
-        positive("run.startup_timeout_s", self.startup_timeout_s)
+    startup_timeout_s: float = bounded(240.0, above=0)
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Options, group="data"):
     train: list[str] = field(default_factory=list)
-    """Prompt files, parquet (verl columns) or jsonl with the same keys."""
-    max_prompt_len: int = 512
-    overlong: str = "filter"
+    """Prompt files: parquet with verl's columns, or jsonl with the same keys; local or on the
+    Hugging Face hub (docs/recipes.md)."""
+    max_prompt_len: int = bounded(512, least=1)
+    overlong: str = one_of("filter", ("filter", "error"))
+    """Longer prompts are dropped and counted, or refused."""
     shuffle: bool = True
     cache_dir: str = ""
     """Folder that keeps tokenized files; empty: mcore_rl/tokens in $XDG_CACHE_HOME or ~/.cache."""
 
-    def __post_init__(self) -> None:
-        one_of("data.overlong", self.overlong, ("filter", "error"))
-
 
 @dataclass
-class JudgeConfig:
-    """What the model in the group `judge` is asked of each sample, and how its answer is read."""
+class JudgeConfig(Options, group="reward.judge"):
+    """The question to the model in the group `judge` about each sample, and how its answer is
+    read.
+    """
 
     template: str = "recipes/rewards/judge.jinja"
-    """Jinja file of the question, with prompt, response, ground_truth, messages, data_source, extra_info."""
+    """Jinja file of the question, with prompt, response, ground_truth, messages, data_source,
+    extra_info."""
     verdict: str = r"(?i)verdict:[\s*_]*([-+]?(?:\d+(?:\.\d+)?|[a-zA-Z]+))"
-    """Regular expression whose one group is the verdict; of several in an answer the last counts."""
+    """Regular expression whose one group is the verdict; if an answer has several, the last one
+    counts."""
     words: dict[str, float] = field(default_factory=dict)
-    """What verdicts in words are worth, {correct: 1, incorrect: 0}; empty: verdicts are numbers."""
+    """Values of verdicts in words, such as {correct: 1, incorrect: 0}; empty: verdicts are
+    numbers."""
     low: float = 0.0
-    """A verdict below this or above `high` is none."""
+    """A verdict below this or above `high` is invalid."""
     high: float = 1.0
-    temperature: float = 0.0
-    max_tokens: int = 1024
+    temperature: float = bounded(0.0, least=0)
+    max_tokens: int = bounded(1024, least=1)
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of each request, such as {chat_template_kwargs: {enable_thinking: false}}."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         try:
             num_groups = re.compile(self.verdict).groups
         except re.error as error:
@@ -70,48 +70,52 @@ class JudgeConfig:
             raise ValueError(
                 f"reward.judge.low={self.low} is not below reward.judge.high={self.high}"
             )
-        outside = [word for word, value in self.words.items() if not self.low <= value <= self.high]
-        if outside:
-            raise ValueError(
-                f"reward.judge.words: {outside[0]}={self.words[outside[0]]} lies outside"
-                f" reward.judge.low={self.low} to reward.judge.high={self.high}"
-            )
-        positive("reward.judge.max_tokens", self.max_tokens)
+        for word, value in self.words.items():
+            if not self.low <= value <= self.high:
+                raise ValueError(
+                    f"reward.judge.words: {word}={value} lies outside reward.judge.low={self.low}"
+                    f" to reward.judge.high={self.high}"
+                )
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Options, group="reward"):
     path: str = ""
-    """Python file; a relative path is looked up from the working directory, then beside recipes/."""
+    """Python file; a relative path is looked up from the working directory, then beside
+    recipes/."""
     name: str = "reward"
+    """Function in that file."""
     parts: list[str] = field(default_factory=list)
-    """Names of the numbers that rewards are the weighted sum of: those that the function returns, "judge" and
-    "reward_model"; empty: the function's "score", or what there is if there is no function."""
+    """Numbers that the reward is the weighted sum of: names that the function returns, "judge" and
+    "reward_model". Empty: the function's "score", or the only model's number if there is no
+    function."""
     weights: list[float] = field(default_factory=list)
     """One per part."""
     error_value: float = 0.0
     """Reward of a sample whose function or model failed or did not answer in time."""
-    workers: int = 0
-    """Processes that call the function, sample by sample; 0 calls it in the controller."""
-    timeout_s: float = 30.0
-    """Per sample; functions that are not async have it only in `workers`, which are killed for it."""
+    workers: int = bounded(0, least=0)
+    """Processes that call the function, sample by sample; 0: the controller calls it."""
+    timeout_s: float = bounded(30.0, above=0)
+    """Per sample. Sync functions are timed only in worker processes, which are killed on
+    timeout."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     model_tokenizer: str = ""
-    """Directory of the reward model's tokenizer and chat template, where it is not reward_model.path."""
-    overlong_buffer_len: int = 0
+    """Directory of the reward model's tokenizer and chat template, if not reward_model.path."""
+    overlong_buffer_len: int = bounded(0, least=0)
     """Tokens before rollout.max_response_len over which a penalty grows; 0: none (DAPO)."""
-    overlong_penalty: float = 1.0
-    """What a response of the full length loses."""
+    overlong_penalty: float = bounded(1.0, least=0)
+    """Subtracted from the reward of a response of the full length."""
+    noise: float = bounded(0.0, least=0)
+    """Add to each part of a reward a pseudo-random number in [0, noise) made of prompt and response;
+    rehearse=true sets it, as a random model earns nothing that could move its weights."""
 
     def __post_init__(self) -> None:
-        positive("reward.timeout_s", self.timeout_s)
+        super().__post_init__()
         if len(self.parts) != len(self.weights):
             raise ValueError(
-                f"reward.parts={self.parts} and reward.weights={self.weights}: there must be one per part"
+                f"reward.parts={self.parts} and reward.weights={self.weights}: there must be one"
+                " per part"
             )
-        for name in ("workers", "overlong_buffer_len"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"reward.{name}={getattr(self, name)}: must not be negative")
 
     @property
     def part_weights(self) -> dict[str, float]:
@@ -119,31 +123,37 @@ class RewardConfig:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Options, group="eval"):
     data: list[str] = field(default_factory=list)
-    every_steps: int = 0
-    """0 evaluates only before the first and after the last step."""
-    max_prompts: int = 256
-    pass_k: int = 1
-    """Besides greedy accuracy, report pass@k from k samples at the rollout temperature; 1 leaves it out."""
+    """Prompt files, as in data.train; empty: no evaluation."""
+    every_steps: int = bounded(0, least=0)
+    """0: only before the first and after the last step."""
+    max_prompts: int = bounded(256, least=1)
+    pass_k: int = bounded(1, least=1)
+    """Report pass@k of k samples at the rollout temperature besides greedy accuracy; 1: greedy
+    alone."""
     correct_part: str = ""
-    """Part of the reward that says whether an answer is right; empty: the reward before penalties."""
+    """Part of the reward that says whether an answer is right; empty: the reward before
+    penalties."""
     correct_at: float | None = None
-    """Least value of a right answer; None: full marks, 1 for a number that rates an answer from 0 to 1."""
+    """Least value of a right answer; None: full marks, which are 1 for a single number."""
 
 
 @dataclass
-class CheckpointConfig:
-    every_steps: int = 0
-    """0 saves only after the last step."""
-    keep: int = 2
+class CheckpointConfig(Options, group="checkpoint"):
+    every_steps: int = bounded(0, least=0)
+    """0: only after the last step."""
+    keep: int = bounded(2, least=1)
+    """Newest checkpoints that are kept; older ones are deleted."""
     asynchronous: bool = True
+    verify: bool = True
+    """Compare a checkpoint with its checksums.json before resuming from it; all ranks read it once together."""
     export_hf: bool = True
     """Write the final policy to <run.dir>/hf."""
 
 
 @dataclass
-class LogConfig:
+class LogConfig(Options, group="log"):
     console: bool = True
     tensorboard: bool = True
     wandb_project: str | None = None
@@ -151,12 +161,16 @@ class LogConfig:
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Options, group="cluster"):
     address: str | None = None
-    """Ray address to join; None starts Ray on this machine for the length of the run."""
+    """Ray address to join; None: start Ray on this machine for the length of the run."""
     colocated: bool = False
-    """Engines run on the trainer ranks' GPUs, rank by rank, and give up their memory while those train."""
+    """Engines run on the trainer ranks' GPUs, rank by rank, and release their memory during
+    training."""
     offload: bool = False
-    """Trainer, and critic, have weights, gradients and optimizer in host memory while others use the GPU."""
-    cpus_per_rank: float = 1.0
-    object_store_mib: int = 512
+    """Trainer and critic keep weights, gradients and optimizer in host memory while others use
+    the GPU."""
+    cpus_per_rank: float = bounded(1.0, above=0)
+    object_store_mib: int | None = bounded(None, least=75)
+    """Ray's shared memory on this machine, at least Ray's minimum; None: 8192 with GPUs, 512
+    without. A cluster that is joined has its own."""

@@ -1,4 +1,6 @@
-"""Where the recipes that come with the package lie: beside it in a checkout, inside it once installed."""
+"""Where the recipes that come with the package lie: beside it in a checkout, inside it once
+installed.
+"""
 
 from pathlib import Path
 

@@ -2,52 +2,56 @@
 
 from dataclasses import dataclass, field
 
-from mcore_rl.config.checks import one_of, positive
+from mcore_rl.config.bounds import Options, bounded, one_of
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Options, group="model"):
     path: str = ""
-    """HuggingFace directory: config.json, tokenizer, and safetensors unless init=random."""
-    init: str = "hf"
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        one_of("model.init", self.init, ("hf", "random"))
-        one_of("model.dtype", self.dtype, ("float32", "bfloat16"))
+    """HuggingFace directory: config.json, tokenizer, and safetensors unless init=random. Or an
+    id on the Hugging Face hub ("Qwen/Qwen3-30B-A3B"), if there is no such directory."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id in `path`; None: its main branch."""
+    init: str = one_of("hf", ("hf", "random"))
+    dtype: str = one_of("float32", ("float32", "bfloat16"))
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a tokenizer (auto_map in tokenizer_config.json), in
+    this process and in the engines."""
 
 
 @dataclass
-class ParallelConfig:
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    cp: int = 1
-    ep: int = 1
-    etp: int = 1
-    first_stage_layers: int | None = None
-    """Layers of the first pipeline stage, where they are not as many as in those between."""
-    last_stage_layers: int | None = None
-    """Likewise of the last."""
-    dp: int | None = None
-    """Data-parallel size; None takes the smallest that fits the experts: ep * etp divides tp * cp * dp."""
+class ParallelConfig(Options):
+    tp: int = bounded(1, least=1)
+    pp: int = bounded(1, least=1)
+    vpp: int | None = bounded(None, least=2)
+    cp: int = bounded(1, least=1)
+    ep: int = bounded(1, least=1)
+    etp: int = bounded(1, least=1)
+    first_stage_layers: int | None = bounded(None, least=1)
+    """Layers of the first pipeline stage, if it has another number of them than the stages
+    between."""
+    last_stage_layers: int | None = bounded(None, least=1)
+    """Layers of the last pipeline stage, if it has another number of them than the stages
+    between."""
+    dp: int | None = bounded(None, least=1)
+    """Data-parallel size; None: the smallest one for which ep * etp divides tp * cp * dp."""
 
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "cp", "ep", "etp"):
-            positive(f"parallel.{name}", getattr(self, name))
-        for name in ("first_stage_layers", "last_stage_layers"):
-            if (layers := getattr(self, name)) is not None and (self.pp == 1 or layers < 1):
+    def check(self, group: str) -> None:
+        """Raise ValueError if sizes contradict one another; `group` names them
+        ("critic.parallel").
+        """
+        for name in ("vpp", "first_stage_layers", "last_stage_layers"):
+            value = getattr(self, name)
+            if value is not None and self.pp == 1:
                 raise ValueError(
-                    f"parallel.{name}={layers} with parallel.pp={self.pp}: needs pp > 1 and layers"
+                    f"{group}.{name}={value} with {group}.pp=1: there is only one pipeline stage;"
+                    f" leave {group}.{name} out, or raise {group}.pp"
                 )
-        if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
+        num_ranks = self.tp * self.cp * self.dp_size
+        if num_ranks % (self.ep * self.etp):
             raise ValueError(
-                f"parallel.vpp={self.vpp} with parallel.pp={self.pp}: both must be at least 2"
-            )
-        if self.tp * self.cp * self.dp_size % (self.ep * self.etp):
-            raise ValueError(
-                f"parallel.ep * parallel.etp = {self.ep * self.etp} does not divide"
-                f" tp * cp * dp = {self.tp * self.cp * self.dp_size}; change parallel.ep or parallel.dp"
+                f"{group}.ep * {group}.etp = {self.ep * self.etp} does not divide"
+                f" tp * cp * dp = {num_ranks}; change {group}.ep or {group}.dp"
             )
 
     @property
@@ -55,8 +59,9 @@ class ParallelConfig:
         """Data-parallel size of the dense layers."""
         if self.dp is not None:
             return self.dp
-        dense, expert = self.tp * self.cp, self.ep * self.etp
-        return next(n for n in range(1, expert + 1) if dense * n % expert == 0)
+        dense_ranks = self.tp * self.cp
+        expert_ranks = self.ep * self.etp
+        return next(n for n in range(1, expert_ranks + 1) if dense_ranks * n % expert_ranks == 0)
 
     @property
     def world_size(self) -> int:
@@ -64,116 +69,101 @@ class ParallelConfig:
 
 
 @dataclass
-class OptimizerConfig:
-    lr: float = 1e-6
-    min_lr: float = 0.0
-    warmup_steps: int = 0
-    schedule: str = "constant"
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-8
-    clip_grad: float = 1.0
-
-    def __post_init__(self) -> None:
-        one_of("optimizer.schedule", self.schedule, ("constant", "linear", "cosine"))
-        positive("optimizer.lr", self.lr)
+class OptimizerConfig(Options):
+    lr: float = bounded(1e-6, above=0)
+    min_lr: float = bounded(0.0, least=0)
+    """Learning rate at the end of schedule=linear or cosine."""
+    warmup_steps: int = bounded(0, least=0)
+    schedule: str = one_of("constant", ("constant", "linear", "cosine"))
+    weight_decay: float = bounded(0.0, least=0)
+    beta1: float = bounded(0.9, least=0, below=1)
+    beta2: float = bounded(0.98, least=0, below=1)
+    eps: float = bounded(1e-8, above=0)
+    clip_grad: float = bounded(1.0, least=0)
+    """Largest norm of the gradient; 0: not clipped."""
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(Options, group="train"):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    max_tokens_per_microbatch: int = 4096
-    mini_batches: int = 1
+    max_tokens_per_microbatch: int = bounded(4096, least=1)
+    mini_batches: int = bounded(1, least=1)
     """Optimizer steps per pass over a rollout."""
-    epochs: int = 1
+    epochs: int = bounded(1, least=1)
     """Passes over a rollout."""
-    recompute: str = "none"
-    router_replay: str = "none"
-    """Experts that train steps send tokens to: those of the pass for the old log-probs (old_pass), or those
-    of the engine that sampled (engine, then also in that pass); none: the router's own choice."""
-    router_aux_loss_coef: float = 0.0
-    """Of a loss that evens the load of the experts in each micro-batch."""
-    router_sequence_aux_loss_coef: float = 0.0
-    """Of a loss that evens it in each sequence."""
-    router_bias_rate: float = 0.0
-    """By how much each optimizer step moves the experts' bias towards an even load, in models with one."""
+    recompute: str = one_of("none", ("none", "selective", "full"))
+    router_replay: str = one_of("none", ("none", "old_pass", "engine"))
+    """Experts that tokens are sent to in train steps. none: the router's own choice; old_pass:
+    those of the pass for the old log-probs; engine: those of the engine that sampled, in that
+    pass as well."""
+    router_aux_loss_coef: float = bounded(0.0, least=0)
+    """Weight of a loss that balances the experts' load in each micro-batch."""
+    router_sequence_aux_loss_coef: float = bounded(0.0, least=0)
+    """Weight of a loss that balances the experts' load in each sequence."""
+    router_bias_rate: float = bounded(0.0, least=0)
+    """How far each optimizer step moves the experts' bias towards an even load, in models with
+    such a bias."""
     freeze_router: bool = False
-    """Train all weights but those of the routers, which stay bit for bit as they were loaded."""
+    """Train all weights except the routers', which stay bit for bit as they were loaded."""
 
     def __post_init__(self) -> None:
-        one_of("train.recompute", self.recompute, ("none", "selective", "full"))
-        one_of("train.router_replay", self.router_replay, ("none", "old_pass", "engine"))
-        for name in ("max_tokens_per_microbatch", "mini_batches", "epochs"):
-            positive(f"train.{name}", getattr(self, name))
+        super().__post_init__()
         for name in ("router_aux_loss_coef", "router_sequence_aux_loss_coef", "router_bias_rate"):
             value = getattr(self, name)
-            if value < 0 or (value and self.freeze_router):
-                why = (
-                    "a frozen router learns no balance"
-                    if self.freeze_router
-                    else "must not be negative"
+            if value and self.freeze_router:
+                raise ValueError(
+                    f"train.{name}={value}: a frozen router learns no balance; set train.{name}=0"
                 )
-                raise ValueError(f"train.{name}={value}: {why}; set train.{name}=0")
 
 
 @dataclass
-class CriticConfig:
+class CriticConfig(Options, group="critic"):
     """The critic that algorithm.advantage=gae needs."""
 
     path: str = ""
-    """HuggingFace directory to start from: a policy, or a reward model of one label; empty: model.path."""
+    """HuggingFace directory or hub id to start from: a policy, or a reward model with one
+    label; empty: model.path."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    mini_batches: int = 1
+    mini_batches: int = bounded(1, least=1)
     """Optimizer steps per pass over a rollout."""
-    epochs: int = 1
+    epochs: int = bounded(1, least=1)
     """Passes over a rollout."""
-    warmup_steps: int = 0
-    """Loop steps at first in which only the critic learns."""
-    gae_lambda: float = 1.0
-    """Of the returns that the critic learns; 1 are the discounted rewards themselves."""
-    value_clip: float = 0.2
-    """How far a value may move from the one before the step and still earn less loss; 0: any distance."""
+    warmup_steps: int = bounded(0, least=0)
+    """First loop steps in which only the critic learns."""
+    gae_lambda: float = bounded(1.0, least=0, most=1)
+    """Lambda of the returns that the critic learns; 1: the discounted rewards themselves."""
+    value_clip: float = bounded(0.2, least=0)
+    """Distance from the value before the step beyond which a value gets no more gradient; 0:
+    unlimited."""
     colocated: bool = False
-    """Run on the trainer ranks' GPUs, rank by rank, in turn with them; else on GPUs of its own."""
-
-    def __post_init__(self) -> None:
-        for name in ("mini_batches", "epochs"):
-            positive(f"critic.{name}", getattr(self, name))
-        for name in ("warmup_steps", "value_clip"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"critic.{name}={getattr(self, name)}: must be at least 0")
-        if not 0 <= self.gae_lambda <= 1:
-            raise ValueError(f"critic.gae_lambda={self.gae_lambda}: must lie in [0, 1]")
+    """Run in turns with the trainer ranks on their GPUs, rank by rank; otherwise on GPUs of its
+    own."""
 
 
 @dataclass
-class SftConfig:
+class SftConfig(Options, group="sft"):
     data: list[str] = field(default_factory=list)
-    """Parquet or jsonl with a `messages` list that ends in the assistant's answer."""
-    steps: int = 100
-    batch_size: int = 64
-    max_len: int = 1024
+    """Parquet or jsonl with a `messages` list that ends with the assistant's answer."""
+    steps: int = bounded(100, least=1)
+    batch_size: int = bounded(64, least=1)
+    max_len: int = bounded(1024, least=1)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 @dataclass
-class DpoConfig:
+class DpoConfig(Options, group="dpo"):
     data: list[str] = field(default_factory=list)
     """Parquet or jsonl with `prompt`, `chosen` and `rejected`, as text or as messages."""
     held_out: list[str] = field(default_factory=list)
-    """Likewise; every eval.every_steps the share of these pairs is logged that the policy gets right."""
-    steps: int = 100
-    batch_size: int = 64
-    """Pairs of an optimizer step."""
-    max_len: int = 1024
+    """Files of the same kind; every eval.every_steps the share of these pairs that the policy
+    ranks right is logged."""
+    steps: int = bounded(100, least=1)
+    batch_size: int = bounded(64, least=1)
+    """Pairs per optimizer step."""
+    max_len: int = bounded(1024, least=1)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    prompts: int = 0
-    """`mcore-rl pairs`: how many of data.train are sampled; 0: all."""
-    pairs_per_prompt: int = 1
-    """`mcore-rl pairs`: at most."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "max_len", "pairs_per_prompt"):
-            positive(f"dpo.{name}", getattr(self, name))
+    prompts: int = bounded(0, least=0)
+    """`mcore-rl pairs`: number of prompts of data.train to sample; 0: all."""
+    pairs_per_prompt: int = bounded(1, least=1)
+    """`mcore-rl pairs`: largest number of pairs per prompt."""

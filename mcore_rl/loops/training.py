@@ -9,7 +9,7 @@ from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.data.batch import plan_mini_batches, select, with_loss_weights
 from mcore_rl.data.summary import summarize_critic, summarize_steps
 from mcore_rl.roles import Critic, Roles, Trainer
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import LogprobOptions, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def add_logprobs(options: StepOptions, trainer: Trainer, batch: TrainBatch) -> T
     num_steps = options.train.epochs * options.train.mini_batches
     reads_old = num_steps > 1 or needs.old_logprobs
     if reads_old and not options.algorithm.correction.bypass:
-        old = trainer.compute_logprobs(batch, sum_squares=needs.sum_squares)
+        old = trainer.compute_logprobs(batch, LogprobOptions(sum_squares=needs.sum_squares))
         batch = replace(
             batch,
             old_logprobs_T=old.logprobs_T,
@@ -106,7 +106,7 @@ def add_logprobs(options: StepOptions, trainer: Trainer, batch: TrainBatch) -> T
         if old.routed_experts_TLK is not None:
             batch = replace(batch, routed_experts_TLK=old.routed_experts_TLK)
     if needs.reference:
-        reference = trainer.compute_logprobs(batch, reference=True)
+        reference = trainer.compute_logprobs(batch, LogprobOptions(reference=True))
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
     return batch
 

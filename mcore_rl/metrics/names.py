@@ -1,51 +1,155 @@
-"""Names of the metrics. A row of metrics.jsonl holds step, timestamp (unix seconds) and any of:
-
-  reward/mean std groups_without_signal     rewards of the rollout; share of groups with equal rewards
-  reward/part/<name> errors                 means of what rewards are made of; samples whose reward failed
-  sampling/rounds samples kept_share reward_mean   dynamic sampling, before groups were left out
-  rollout/samples response_len response_len_max truncated_share tokens_per_second
-  loss/total                                the weighted sum that was differentiated, router aux loss left out
-  loss/policy entropy                       token means: clipped surrogate, entropy in nats; loss/nll in SFT
-  loss/grad_norm train/learning_rate train/tokens train/optimizer_steps train/tokens_per_second
-  clip/low_share high_share                 tokens whose gradient the clip took away
-  ratio/mean token_max kl/old_new           policy against the old policy that sampled
-  kl/ref                                    policy against the reference, by algorithm.kl.estimator
-  kl/teacher                                reverse KL of the policy to the teacher, per sampled token
-  preference/loss accuracy margin chosen_reward rejected_reward chosen_logprob rejected_logprob   of pairs
-  kl/reward coef                            a KL in the reward: of the old policy, and its weight
-  logprob_diff/mean token_max clipped_share |trainer - engine| in nats, same weights; share outside the clip
-  time/<phase> time/step                    wall seconds; time/sync is the weight sync and its canary
-  idle/trainer engines                      share of the time without work (docs/async.md)
-  staleness/mean max                        versions from the oldest token to the weights that train on it
-  staleness/partial dropped                 samples drawn by several versions; samples that grew too stale
-  staleness/restarted                       responses that were cut off when weights changed, so far
-  buffer/finished unfinished                groups begun beside training that the step did not take
-  logprob_diff/stale router arithmetic      parts that add up to the mean; stale_share, router_flip_share
-  router/replaced_share                     tokens whose experts train.router_replay changed in some layer
-  sync/seconds transfer_seconds mib trainer_mib engines_failed   the weight sync as it measured itself
-  sync/pause_s                             the part in which an engine does not generate, worst engine
-  sync/canary_diff                         |trainer - engine| in nats right after the sync, worst engine
-  router/aux_loss seq_aux_loss              load balance of the experts, 1 is perfect (coefficient not 0)
-  router/max_violation idle_share load_entropy   load of the experts; router/layer_<i>/... of each layer
-  eval/greedy_accuracy greedy_reward prompts pass_at_<k>   held-out evaluation, step 0 before training
-
-Token metrics are means over the trained tokens, those named *_max maxima.
-Rows of samples.jsonl: step, split (train or eval), prompt_index, prompt, response, reward, ground_truth,
-finish_reason, weights (the versions that drew it).
-"""
+"""Every metric with its meaning and unit. docs/metrics.md is this list; a test compares the two."""
 
 from collections.abc import Mapping
+
+METRICS: Mapping[str, Mapping[str, str]] = {
+    "Rewards": {
+        "reward/mean": "mean reward of the samples the step trains on",
+        "reward/std": "their standard deviation, over all samples",
+        "reward/groups_without_signal": "share of groups whose rewards are all equal",
+        "reward/part/<name>": "mean of one number that rewards are made of",
+        "reward/errors": "samples whose reward failed and counts as reward.error_value",
+    },
+    "Sampling": {
+        "rollout/samples": "samples the step trains on",
+        "rollout/response_len": "mean response length, tokens",
+        "rollout/response_len_max": "longest response, tokens",
+        "rollout/truncated_share": "share of responses cut off at rollout.max_response_len",
+        "rollout/tokens_per_second": "response tokens generated per second of wall time",
+        "sampling/rounds": "rounds of dynamic sampling",
+        "sampling/samples": "samples drawn, before groups without signal were left out",
+        "sampling/kept_share": "share of them that was kept",
+        "sampling/reward_mean": "their mean reward",
+        "buffer/finished": "groups sampled beside training that the step did not take",
+        "buffer/unfinished": "groups begun beside training that are not finished",
+        "staleness/mean": "weight versions from a sample's oldest token to the weights that train",
+        "staleness/max": "the largest such number of versions",
+        "staleness/partial": "samples drawn by several versions",
+        "staleness/dropped": "samples dropped because they grew too stale",
+        "staleness/restarted": "responses cut off by a weight sync, since the start of the run",
+    },
+    "Training": {
+        "loss/total": "the loss that was differentiated, without the router's auxiliary losses",
+        "loss/policy": "clipped surrogate, token mean",
+        "loss/entropy": "entropy of the policy, nats, token mean",
+        "loss/nll": "negative log-likelihood, nats, token mean (sft)",
+        "loss/grad_norm": "norm of the gradient before clipping",
+        "train/learning_rate": "learning rate of the last optimizer step",
+        "train/tokens": "tokens trained on",
+        "train/optimizer_steps": "optimizer steps",
+        "train/tokens_per_second": "tokens trained on per second of wall time (sft, dpo)",
+        "clip/low_share": "share of tokens clipped from below",
+        "clip/high_share": "share of tokens clipped from above",
+        "clip/dual_share": "share of tokens that the dual clip bounds",
+        "clip/held_back_share": "share of tokens that the covariance rule holds back",
+        "ratio/mean": "importance ratio of the policy to the old policy that sampled",
+        "ratio/token_max": "the largest importance ratio",
+        "kl/old_new": "KL of old policy and policy, k3 estimate, nats",
+        "kl/ref": "KL of policy and reference by algorithm.kl.estimator, nats",
+        "kl/reward": "KL of old policy and reference in the reward, nats",
+        "kl/coef": "its weight",
+        "kl/teacher": "reverse KL of policy and teacher, nats per sampled token",
+        "correction/weight": "importance weight that corrects for the engine's log-probs",
+        "correction/bounded_share": "share of tokens whose weight is outside its bounds",
+        "correction/rejected_share": "share of tokens that are rejected",
+    },
+    "Preferences": {
+        "preference/loss": "loss of the pairs",
+        "preference/accuracy": "share of pairs whose chosen response has the larger reward",
+        "preference/margin": "reward of the chosen response minus that of the rejected one",
+        "preference/chosen_reward": "implicit reward of chosen responses",
+        "preference/rejected_reward": "implicit reward of rejected responses",
+        "preference/chosen_logprob": "log-prob of chosen responses, nats",
+        "preference/rejected_logprob": "log-prob of rejected responses, nats",
+        "eval/preference/<name>": "the same on dpo.held_out",
+    },
+    "Critic": {
+        "critic/explained_variance": "1 - var(return - value) / var(return)",
+        "critic/loss": "loss of the critic",
+        "critic/value": "value before the step, token mean",
+        "critic/return": "return that it learns, token mean",
+        "critic/error": "|value - return|, token mean",
+        "critic/clipped_share": "share of tokens whose value is clipped",
+        "critic/<name>": "grad_norm, learning_rate, tokens and optimizer_steps, as for the policy",
+        "critic/router/<name>": "load of the critic's experts, as for the policy",
+    },
+    "Agreement of trainer and engines": {
+        "logprob_diff/mean": "|trainer - engine| of sampled tokens, nats",
+        "logprob_diff/token_max": "the largest such difference",
+        "logprob_diff/clipped_share": "share of tokens where it exceeds the clip range",
+        "logprob_diff/stale": "the part of the mean that stale weights explain",
+        "logprob_diff/router": "the part that different experts explain",
+        "logprob_diff/arithmetic": "the rest of the mean",
+        "logprob_diff/stale_share": "share of tokens sampled from other weights",
+        "logprob_diff/router_flip_share": "share of tokens with different experts in some layer",
+        "sync/canary_diff": "|trainer - engine| right after a weight sync, nats, worst engine",
+    },
+    "Experts": {
+        "router/aux_loss": "load-balance loss; 1 is perfect balance",
+        "router/seq_aux_loss": "load-balance loss per sequence; 1 is perfect balance",
+        "router/max_violation": "load of the busiest expert / mean load - 1, mean over layers",
+        "router/max_violation_max": "the same in the worst layer",
+        "router/idle_share": "share of experts without a token",
+        "router/load_entropy": "entropy of the load / log(experts); 1 is perfect balance",
+        "router/layer_<i>/<name>": "max_violation, idle_share and load_entropy of one layer",
+        "router/replaced_share": "share of tokens whose experts train.router_replay changed",
+    },
+    "Weight sync": {
+        "sync/seconds": "wall time of the weight sync",
+        "sync/transfer_seconds": "wall time of its transfer, slowest engine",
+        "sync/pause_s": "seconds in which an engine does not generate, worst engine",
+        "sync/mib": "MiB received by all engines",
+        "sync/trainer_mib": "MiB of it sent by the trainer, the rest by engines to each other",
+        "sync/engines_failed": "engines without the weights",
+    },
+    "Time": {
+        "time/<phase>": "wall seconds of rollout, reward, teacher, logprobs, train, pause, sync"
+        " (with its canary) or checkpoint",
+        "time/step": "wall seconds of the step",
+        "idle/trainer": "share of the step in which the trainer has no work",
+        "idle/engines": "share of the step in which an engine has no request, mean over engines",
+    },
+    "Evaluation": {
+        "eval/greedy_accuracy": "share of greedy responses with a positive reward",
+        "eval/greedy_reward": "mean reward of greedy responses",
+        "eval/prompts": "held-out prompts",
+        "eval/reward_errors": "greedy responses whose reward failed",
+        "eval/pass_at_<k>": "unbiased estimate of pass@k from eval.pass_k samples",
+    },
+}
+"""Section -> name -> meaning; <...> in a name stands for any text."""
 
 FORMER_NAMES = {
     "sync/": "refit/",
     "time/sync": "time/refit",
     "time/pause": "time/settle",
 }
-"""Beginnings of names -> those of version 0.1, under which the same values are kept for one version more."""
+"""Beginnings of names -> those of version 0.1, under which values are kept for one more version."""
+
+_HEAD = """# Metrics
+
+A row of `metrics.jsonl` has `step`, `timestamp` (Unix seconds) and any of the numbers below. TensorBoard,
+W&B and MLflow get the same numbers. Token means are over the trained tokens. A number that is not finite
+is `null`. Step 0 is the evaluation before training.
+
+A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`, `response`,
+`reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and, where the reward
+failed, `reward_error`. Both files are UTF-8, one JSON object a line, and only `\\n` ends a line. A lone
+surrogate, which UTF-8 lacks, is written as a JSON escape.
+
+This page is made from the list in `mcore_rl/metrics/names.py`:
+
+```python
+from pathlib import Path
+from mcore_rl.metrics.names import make_document
+
+Path("docs/metrics.md").write_text(make_document())
+```
+"""
 
 
 def with_former_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """`metrics`, and again under the names of version 0.1 where those differ."""
+    """Return `metrics` plus the same values under the names of version 0.1 where those differ."""
     former = {
         old + name.removeprefix(new): value
         for name, value in metrics.items()
@@ -53,3 +157,16 @@ def with_former_names(metrics: Mapping[str, float]) -> dict[str, float]:
         if name.startswith(new)
     }
     return {**metrics, **former}
+
+
+def make_document() -> str:
+    """Return docs/metrics.md."""
+    parts = [_HEAD]
+    for section, meanings in METRICS.items():
+        rows = [f"| `{name}` | {_escape(meaning)} |" for name, meaning in meanings.items()]
+        parts.append("\n".join([f"## {section}\n", "| metric | meaning |", "|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|")

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from mcore_rl.process.disk import reporting_full_disk
+
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -20,15 +22,19 @@ class TensorBoard:
     def __init__(self, run_dir: Path, last_step: int | None) -> None:
         purge_step = 0 if last_step is None else last_step + 1
         module = _import("torch.utils.tensorboard", "log.tensorboard=true", "tensorboard")
-        self._writer = module.SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        self._folder = run_dir / "tensorboard"
+        with reporting_full_disk(self._folder):
+            self._writer = module.SummaryWriter(str(self._folder), purge_step=purge_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with reporting_full_disk(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self, failed: bool) -> None:
-        self._writer.close()
+        with reporting_full_disk(self._folder):
+            self._writer.close()
 
 
 class WandB:

@@ -12,6 +12,7 @@ from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.models import read_models
 from mcore_rl.planning.rank_memory import as_json as memory_as_json
 from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
 from mcore_rl.planning.tables import explain, memory_table, verdict
@@ -21,12 +22,13 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     """Whether the recipe fits its GPUs. ValueError names what it lacks, or two sizes that do not divide."""
     require(config, "model.path")
     check_algorithm(config)
-    check_sizes(config)
-    check_engines(config)
-    deployment = make_deployment(config)
+    models = read_models(config)
+    check_sizes(config, models.policy)
+    check_engines(config, models.policy)
+    deployment = make_deployment(config, models.policy)
     summary, traffic = predict_sync(config, deployment)
-    ranks = predict_memory(config)
-    fits, sentence = verdict(config, ranks)
+    ranks = predict_memory(config, models)
+    fits, sentence = verdict(config, models, ranks)
     if as_json:
         memory = {
             "memory": memory_as_json(ranks),

@@ -3,44 +3,40 @@
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import engine_sizes
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
-def check_sizes(config: Config) -> None:
+def check_sizes(config: Config, policy: ModelFacts) -> None:
     """ValueError where a layout does not divide the model, or a sequence does not fit where it has to be."""
-    hf_config = read_hf_config(config.model.path)
-    check_layout(hf_config, config.parallel)
+    check_layout(policy.config, config.parallel)
     if needs_of(config.algorithm).critic:
-        check_layout(hf_config, config.critic.parallel, "critic.parallel")
-    check_lens(config, hf_config)
+        check_layout(policy.config, config.critic.parallel, "critic.parallel")
+    check_lens(config, policy)
 
 
-def check_engines(config: Config) -> None:
+def check_engines(config: Config, policy: ModelFacts) -> None:
     """ValueError names what engines of the recipe's sizes cannot do with the model, or would do wrongly."""
-    hf_config = read_hf_config(config.model.path)
-    if config.rollout.quantization != "none" and family_of(hf_config).stacks_experts:
+    if config.rollout.quantization != "none" and policy.stacks_experts:
         raise ValueError(
             f"rollout.quantization={config.rollout.quantization} with model.path={config.model.path}, whose"
             " experts are stacked in one tensor: only none is supported"
         )
-    if config.rollout.pp > 1 and config.drift.routed_experts and any(moe_layers(hf_config)):
+    if config.rollout.pp > 1 and config.drift.routed_experts and policy.has_experts:
         raise ValueError(
             f"rollout.pp={config.rollout.pp} with drift.routed_experts=true: an engine of several pipeline"
             " stages tells which experts the first stage chose, and no others; set drift.routed_experts=false"
         )
     try:
-        refuse_unserved(hf_config, engine_sizes(config), config.model.dtype)
+        refuse_unserved(policy.config, engine_sizes(config), config.model.dtype)
     except ValueError as error:
         raise ValueError(
             f"model.path={config.model.path} in the recipe's engines: {error}"
         ) from None
 
 
-def check_lens(config: Config, hf_config: HfConfig) -> None:
+def check_lens(config: Config, policy: ModelFacts) -> None:
     longest = config.data.max_prompt_len + config.rollout.max_response_len
     for name, limit, remedy in (
         (
@@ -51,7 +47,7 @@ def check_lens(config: Config, hf_config: HfConfig) -> None:
         ("rollout.kv_cache_len", config.rollout.kv_cache_len, "raise the latter"),
         (
             "max_position_embeddings",
-            hf_config["max_position_embeddings"],
+            policy.max_position_embeddings,
             "lower one of the former",
         ),
     ):

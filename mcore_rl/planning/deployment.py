@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mcore_rl.config import Config
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
@@ -34,18 +34,17 @@ def engine_sizes(config: Config) -> SGLangSizes:
     return SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
 
 
-def record_layouts(config: Config, engines: SGLangSizes) -> RecordedLayouts:
+def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> RecordedLayouts:
     """The layouts that Megatron and the given engines have in this recipe."""
-    hf_config = read_hf_config(config.model.path)
-    trainer = MegatronSizes.of(config.parallel, hf_config)
+    trainer = MegatronSizes.of(config.parallel, policy.config)
     fp8 = config.rollout.quantization == "fp8"
-    return RecordedLayouts(hf_config, config.model.dtype, trainer, engines, fp8)
+    return RecordedLayouts(policy.config, config.model.dtype, trainer, engines, fp8)
 
 
-def make_deployment(config: Config) -> Deployment:
+def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
     """ValueError names the two sizes that do not divide."""
     rollout, per_host = config.rollout, config.plan.ranks_per_host
-    recorded = record_layouts(config, engine_sizes(config))
+    recorded = record_layouts(config, policy, engine_sizes(config))
     source, target = recorded.source(), recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)

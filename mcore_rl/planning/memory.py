@@ -13,13 +13,14 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
 from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts
+from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head, with_value_head
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
@@ -53,24 +54,27 @@ def stage_parameters(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -
     return Parameters(dense=counts[False], expert=counts[True])
 
 
-def predict_memory(config: Config, side: Side | None = None) -> list[RankMemory]:
+def predict_memory(
+    config: Config, models: RecipeModels, side: Side | None = None
+) -> list[RankMemory]:
     """One entry per kind of rank, of one side or of all. ValueError as of MegatronLayout, SGLangLayout."""
-    hf_config = read_hf_config(config.model.path)
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
-        ranks += _trainer_gpus(config, hf_config)
-    if side in (None, "critic") and needs_of(config.algorithm).critic and not config.critic.colocated:
-        ranks += _own_gpus("critic", _critic(config, hf_config), config.critic.parallel)
+        ranks += _trainer_gpus(config, models)
+    has_critic = needs_of(config.algorithm).critic
+    if side in (None, "critic") and has_critic and not config.critic.colocated:
+        ranks += _own_gpus("critic", _critic(config, models), config.critic.parallel)
     if side in (None, "engine") and not config.cluster.colocated:
-        ranks += _engine_ranks(_engines(config, hf_config))
+        ranks += _engine_ranks(_engines(config, models.policy))
     return ranks
 
 
-def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
+def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     parallel = config.parallel
-    trainer = _trained(config, hf_config, parallel, sends=True)
-    critic = _critic(config, hf_config) if needs_of(config.algorithm).critic and config.critic.colocated else []
-    engines = _engines(config, hf_config) if config.cluster.colocated else []
+    trainer = _trained(config, models.policy.config, parallel, sends=True)
+    has_colocated_critic = needs_of(config.algorithm).critic and config.critic.colocated
+    critic = _critic(config, models) if has_colocated_critic else []
+    engines = _engines(config, models.policy) if config.cluster.colocated else []
     served = {
         role: _served_bytes(model)
         for role, model in config.served_models.items()
@@ -81,10 +85,9 @@ def _trainer_gpus(config: Config, hf_config: HfConfig) -> Iterable[RankMemory]:
     return _own_gpus("trainer", trainer, parallel)
 
 
-def _critic(config: Config, hf_config: HfConfig) -> list[Uses]:
-    critic = with_value_head(
-        read_hf_config(config.critic.path) if config.critic.path else hf_config
-    )
+def _critic(config: Config, models: RecipeModels) -> list[Uses]:
+    assert models.critic is not None, "a recipe with a critic was read without one"
+    critic = with_value_head(models.critic.config)
     return _trained(config, critic, config.critic.parallel, sends=False)
 
 
@@ -152,17 +155,18 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
     return 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
 
 
-def _engines(config: Config, hf_config: HfConfig) -> list[Uses]:
+def _engines(config: Config, policy: ModelFacts) -> list[Uses]:
     """What a rank of each of an engine's pipeline stages needs."""
     rollout = config.rollout
-    target = record_layouts(config, replace(engine_sizes(config), engines=1)).target()
+    one_engine = replace(engine_sizes(config), engines=1)
+    target = record_layouts(config, policy, one_engine).target()
     links = engine_links(config)
     stages = []
     for stage in range(rollout.pp):
         weights = _bytes(target, stage * rollout.tp)
         uses = {
-            "weights": weights + _derived(hf_config, target, stage, config),
-            "KV cache": rollout.kv_cache_len * _kv_bytes(hf_config, target, stage, config),
+            "weights": weights + _derived(policy, target, stage, config),
+            "KV cache": rollout.kv_cache_len * _kv_bytes(policy, target, stage, config),
             "sync buffers": links * _slots(config),
         }
         if rollout.stage_weights:
@@ -187,9 +191,9 @@ def _layers_of(layout: Layout, rank: int) -> int:
     return len({name.partition(".")[0] for name in names})
 
 
-def _derived(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
+def _derived(policy: ModelFacts, layout: Layout, stage: int, config: Config) -> int:
     """Latent attention: SGLang multiplies kv_b_proj into two matrices that it keeps besides."""
-    sizes = family_of(hf_config).sizes(hf_config)
+    sizes = policy.sizes
     if "kv_rank" not in sizes:
         return 0
     attention_tp = config.rollout.tp // config.rollout.attention_dp
@@ -197,9 +201,9 @@ def _derived(hf_config: HfConfig, layout: Layout, stage: int, config: Config) ->
     return layers * sizes["kv_up"] * sizes["kv_rank"] // attention_tp * itemsize(config.model.dtype)
 
 
-def _kv_bytes(hf_config: HfConfig, layout: Layout, stage: int, config: Config) -> int:
+def _kv_bytes(policy: ModelFacts, layout: Layout, stage: int, config: Config) -> int:
     """Per token on one rank."""
-    sizes = family_of(hf_config).sizes(hf_config)
+    sizes = policy.sizes
     attention_tp = config.rollout.tp // config.rollout.attention_dp
     if "kv_rank" in sizes:
         numbers = sizes["kv_down"]

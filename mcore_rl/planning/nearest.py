@@ -10,9 +10,8 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.rank_memory import RankMemory, Side
-from mcore_rl.slices.families import family_of
-from mcore_rl.slices.hf.config import read_hf_config
 
 Settings = Mapping[str, Any]
 """Options by dotted name."""
@@ -34,29 +33,30 @@ def too_large(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
     return [rank for rank in ranks if rank.num_bytes > available_bytes(config, rank)]
 
 
-def nearest_that_fits(config: Config) -> Settings | None:
+def nearest_that_fits(config: Config, models: RecipeModels) -> Settings | None:
     """Options that differ from the recipe's; None if nothing that was looked at fits.
 
     Each side keeps its number of GPUs if any of its layouts fits on them, else takes the smallest multiple
     that does. The nearest layout is the one with the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
-    sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config))]
+    sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config, models))]
     for side in dict.fromkeys(sides):
-        candidates = (
-            _engine_candidates(config) if side == "engine" else _trained_candidates(config, side)
-        )
-        found = next((c for c in candidates if _fits(config, c, side)), None)
+        if side == "engine":
+            candidates = _engine_candidates(config)
+        else:
+            candidates = _trained_candidates(config, models.policy.sizes, side)
+        found = next((c for c in candidates if _fits(config, models, c, side)), None)
         if found is None:
             return None
         settings |= found
     return settings
 
 
-def _fits(config: Config, settings: Settings, side: Side) -> bool:
+def _fits(config: Config, models: RecipeModels, settings: Settings, side: Side) -> bool:
     try:
         changed = with_settings(config, settings)
-        ranks = predict_memory(changed, side)
+        ranks = predict_memory(changed, models, side)
     except ValueError:  # sizes that do not divide
         return False
     return not too_large(changed, ranks)
@@ -104,7 +104,7 @@ def _engine_candidates(config: Config) -> Iterator[Settings]:
         yield from _by_distance(candidates)
 
 
-def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
+def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) -> Iterator[Settings]:
     """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
 
     A critic on the trainer's GPUs is given the trainer's layout.
@@ -113,8 +113,6 @@ def _trained_candidates(config: Config, side: Side) -> Iterator[Settings]:
     groups = ["parallel"] if side == "trainer" else ["critic.parallel"]
     if side == "trainer" and needs_of(config.algorithm).critic and config.critic.colocated:
         groups.append("critic.parallel")
-    hf_config = read_hf_config(config.model.path)
-    sizes = family_of(hf_config).sizes(hf_config)
     shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
     for growth in GROWTH:
         candidates = []

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.nearest import GIB, Settings, available_bytes, nearest_that_fits, too_large
 from mcore_rl.planning.rank_memory import RankMemory
 
@@ -30,7 +31,7 @@ def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
     return table
 
 
-def verdict(config: Config, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
+def verdict(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
     """Whether all ranks fit, and the sentence that says so, with what to change if they do not."""
     large = too_large(config, ranks)
     if not large:
@@ -45,7 +46,7 @@ def verdict(config: Config, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
     return False, (
         f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {config.plan.gpu_memory_gib:g} GiB at their"
         f" {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f} GiB. "
-        + _advice(nearest_that_fits(config))
+        + _advice(nearest_that_fits(config, models))
     )
 
 

@@ -1,8 +1,13 @@
-"""After a weight sync a few sequences are scored by trainer and engine; who disagrees is named."""
+"""A check after each weight sync: trainer and engines score the same sequences and must agree.
+
+The sequences are the first of the step's own samples. At the first sync of a run there are none
+yet, so they come from the run's prompts (`make_probe`).
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,15 +18,18 @@ from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import score_sequences
-from mcore_rl.types import TrainBatch, WeightVersion
+from mcore_rl.types import LogprobOptions, Prompt, TrainBatch, WeightVersion
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Mean |difference| in nats, by model dtype, that different kernels on the same weights stay below."""
+"""Mean |difference| in nats, by model dtype, that different kernels on the same weights stay below.
+"""
+MAX_PROMPT_TOKENS = 256
+"""Longer prompts are truncated: more tokens cost time and make the comparison no sharper."""
 
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """Mean |trainer - engine| in nats by engine url; why an engine failed, by url."""
+    """Mean |trainer - engine| in nats by engine url; the reason an engine failed, by url."""
 
     differences: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -30,8 +38,33 @@ class CanaryReport:
         return {"sync/canary_diff": max(self.differences.values())} if self.differences else {}
 
 
+@dataclass(frozen=True)
+class ScoredProbe:
+    """Token ids of each sequence and the trainer's log-probs of all its tokens but the first."""
+
+    version: WeightVersion
+    sequences: Sequence[Sequence[int]]
+    trainer_logprobs: Sequence[Tensor]
+
+
+def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
+    """Return the first prompts as sequences to score, each cut to MAX_PROMPT_TOKENS tokens.
+
+    Prompts of a single token are skipped, because the first token of a sequence has no log-prob.
+    The batch has fewer than `num_sequences` sequences, or none, if there are not enough prompts.
+    """
+    usable = (prompt.token_ids for prompt in prompts if len(prompt.token_ids) > 1)
+    sequences = [token_ids[:MAX_PROMPT_TOKENS] for token_ids in islice(usable, num_sequences)]
+    lens_N = tuple(len(token_ids) for token_ids in sequences)
+    return TrainBatch(
+        token_ids_T=torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64),
+        loss_mask_T=torch.zeros(sum(lens_N), dtype=torch.bool),
+        lens_N=lens_N,
+    )
+
+
 class Canary:
-    """Compares what engines make of a few sequences with what the trainer's current weights make of them."""
+    """Compares the engines' log-probs of a few sequences with the trainer's."""
 
     def __init__(
         self,
@@ -42,44 +75,79 @@ class Canary:
         watched: Callable[[Coroutine[Any, Any, Any]], Any],
         ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """`ready`: awaited once the trainer has scored, before the engines do."""
-        self._ready = ready
-        self._trainer, self._config, self._watched = trainer, config, watched
+        """`ready` is awaited after the trainer has scored and before the engines do."""
+        self._trainer = trainer
+        self._config = config
         self._tolerance = TOLERANCE[dtype] if config.tolerance is None else config.tolerance
         self._timeout_s = timeout_s
+        self._watched = watched
+        self._ready = ready
+        self._probe: ScoredProbe | None = None
 
     def check(self, version: WeightVersion, batch: TrainBatch, urls: Sequence[str]) -> CanaryReport:
-        """Score the first sequences of `batch` on the engines at `urls`, which should serve `version`."""
+        """Score the first sequences of `batch` on the trainer and on the engines at `urls`.
+
+        The engines should serve `version`. The report is empty if there is nothing to score.
+        """
+        self._probe = self._score_on_trainer(version, batch)
+        return self._watched(self.recheck(urls))
+
+    async def recheck(self, urls: Sequence[str]) -> CanaryReport:
+        """Score the sequences of the last `check` on the engines at `urls`.
+
+        The trainer's log-probs of that check are used again. That is right between a sync and the
+        next optimizer step, which is when an engine that died returns. The report is empty if there
+        is nothing to score.
+        """
+        if self._probe is None:
+            return CanaryReport()
+        await self._ready()
+        answers = await self._score_on_engines(urls, self._probe.sequences)
+        return self._judge(self._probe, dict(zip(urls, answers, strict=True)))
+
+    def _score_on_trainer(self, version: WeightVersion, batch: TrainBatch) -> ScoredProbe | None:
         num_sequences = min(self._config.sequences, len(batch.lens_N))
         if not num_sequences:
-            return CanaryReport()
+            return None
+        # Without the engine's experts: the trainer routes by itself, as the engines do.
         probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
-        trainer_T = self._trainer.compute_logprobs(probe, temperature=1.0).logprobs_T
-        expected = [part[1:] for part in split_by_lens(trainer_T, probe.lens_N)]
+        options = LogprobOptions(temperature=1.0)
+        logprobs_T = self._trainer.compute_logprobs(probe, options).logprobs_T
         sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]
-        answers = self._watched(self._score(urls, sequences))
-        report = CanaryReport()
-        for url, answer in zip(urls, answers, strict=True):
-            if isinstance(answer, RolloutError):
-                report.failed[url] = str(answer)
-                continue
-            report.differences[url] = difference = _mean_difference(expected, answer)
-            if not difference <= self._tolerance:
-                report.failed[url] = (
-                    f"engine {url} claims weights {version}, but its log-probs of {num_sequences} sequences"
-                    f" differ from the trainer's by {difference:.2e} nats on average, more than"
-                    f" {self._tolerance} (canary.tolerance)"
-                )
-        return report
+        trainer_logprobs = [part[1:] for part in split_by_lens(logprobs_T, probe.lens_N)]
+        return ScoredProbe(version, sequences, trainer_logprobs)
 
-    async def _score(self, urls: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[Any]:
-        await self._ready()
+    async def _score_on_engines(
+        self, urls: Sequence[str], sequences: Sequence[Sequence[int]]
+    ) -> list[list[list[float]] | RolloutError]:
+        """Return, for each engine, the log-probs of each sequence or the error it failed with."""
         calls = (score_sequences(url, sequences, self._timeout_s) for url in urls)
         results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = []
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, RolloutError):
                 raise result
-        return results
+            answers.append(result)
+        return answers
+
+    def _judge(
+        self, probe: ScoredProbe, answers: dict[str, list[list[float]] | RolloutError]
+    ) -> CanaryReport:
+        report = CanaryReport()
+        for url, answer in answers.items():
+            if isinstance(answer, RolloutError):
+                report.failed[url] = str(answer)
+                continue
+            difference = _mean_difference(probe.trainer_logprobs, answer)
+            report.differences[url] = difference
+            if not difference <= self._tolerance:  # a NaN fails, too
+                report.failed[url] = (
+                    f"engine {url} claims weights {probe.version}, but its log-probs of"
+                    f" {len(probe.sequences)} sequences differ from the trainer's by"
+                    f" {difference:.2e} nats on average, more than {self._tolerance}"
+                    " (canary.tolerance)"
+                )
+        return report
 
 
 def _mean_difference(expected: Sequence[Tensor], answer: Sequence[Sequence[float]]) -> float:

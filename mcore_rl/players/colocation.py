@@ -1,12 +1,16 @@
-"""GPUs that trainer ranks, critic ranks and engines share: whose memory is on them when.
+"""GPUs shared by trainer ranks, critic ranks and engines: who has what in GPU memory in each phase.
 
-rollout      an engine's weights and KV cache
-scoring      all of the judge, reward model or teacher that scores; the engines' weights
-training     nothing of an engine; of the model that works, what it needs: weights, or all
-weight sync  the trainer's weights and an engine's
+phase        engines of the policy      trainer, critic               judge, reward model, teacher
+rollout      weights and KV cache       -                             -
+scoring      weights                    -                             all, while they score
+training     -                          the working one: weights,     -
+                                        or weights and optimizer
+weight sync  weights                    the trainer's weights         -
+saving       weights                    all of the one that saves     -
 
-What an engine gave up is lost: its weights come back by a weight sync only. Models give up theirs to host
-memory, with cluster.offload; judges, reward models and teachers always do.
+An engine of the policy that releases its weights loses them; only a weight sync brings them back.
+All others offload to host memory: trainer and critic with cluster.offload, judges, reward models
+and teachers always. Where the engines have GPUs of their own, rollout offloads no model.
 """
 
 import asyncio
@@ -19,63 +23,66 @@ from torch import Tensor
 from mcore_rl.process.http import open_session
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
-from mcore_rl.stream.controller.update import GRACE_S
-from mcore_rl.types import Sample, StepStats, TokenScores, TrainBatch
+from mcore_rl.stream.controller.strategy import GRACE_S
+from mcore_rl.types import LogprobOptions, Sample, StepStats, TokenScores, TrainBatch
 
 S = TypeVar("S")
-TRAINER, CRITIC = "trainer", "critic"
-WEIGHTS_ONLY, ALL = ("weights",), ("weights", "training")
+TRAINER = "trainer"
+CRITIC = "critic"
+WEIGHTS_ONLY = ("weights",)
+ALL = ("weights", "training")
 """Parts of a model, see train/offload.py."""
 
 
 class EngineMemory:
-    """The GPU memory of the engines at `urls`, which fill it at first. Without urls nothing happens."""
+    """The GPU memory of the engines at `urls`, all of it occupied at first; without urls, a no-op."""
 
     def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
-        """`timeout_s` bounds each wait for the engines, the one for their last request included."""
-        self._urls, self._timeout_s = urls, timeout_s
+        """`timeout_s` bounds each wait for the engines, including the wait for their last request."""
+        self._urls = urls
+        self._timeout_s = timeout_s
         self._released: set[str] = set()
-
-    async def for_training(self) -> None:
-        """All of it is free once this returns. EngineUpdateError names the engine that does not give it up."""
-        await self._give_up({WEIGHTS, KV_CACHE} - self._released)
 
     @property
     def are_colocated(self) -> bool:
         return bool(self._urls)
 
+    async def for_training(self) -> None:
+        """Release weights and KV cache. Raises EngineUpdateError naming an engine that does not."""
+        await self._release({WEIGHTS, KV_CACHE} - self._released)
+
     async def for_saving(self) -> None:
-        """The KV cache is free, the weights stay."""
-        await self._give_up({KV_CACHE} - self._released)
+        """Release the KV cache and keep the weights."""
+        await self._release({KV_CACHE} - self._released)
 
     async def for_sync(self) -> None:
-        """There is room for the weights."""
+        """Occupy the memory that a weight sync writes to."""
         await self._occupy({WEIGHTS} & self._released)
 
     async def for_rollout(self) -> None:
-        """The engines, which have their weights, can generate."""
+        """Occupy the KV cache, so that engines that have their weights can generate."""
         assert WEIGHTS not in self._released, (
             "engines that gave up their weights generate after a sync only"
         )
         await self._occupy({KV_CACHE} & self._released)
 
-    async def take_back(self) -> None:
-        """All that was given up, for engines that keep their weights in host memory."""
-        await self._occupy(self._released)
+    async def restore(self) -> None:
+        """Occupy all that was released, for engines that keep their weights in host memory."""
+        await self._occupy(set(self._released))
 
-    async def _give_up(self, wanted: Collection[str]) -> None:
+    async def _release(self, kinds: Collection[str]) -> None:
         async def release(engine: EngineControl) -> None:
             await engine.wait_idle(self._timeout_s)
-            await engine.release(wanted)
+            await engine.release(kinds)
 
-        if wanted:
+        if kinds:
             await self._on_all(release)
-            self._released.update(wanted)
+            self._released.update(kinds)
 
-    async def _occupy(self, wanted: Collection[str]) -> None:
-        if wanted:
-            await self._on_all(lambda engine: engine.occupy(wanted))
-            self._released -= set(wanted)
+    async def _occupy(self, kinds: Collection[str]) -> None:
+        if kinds:
+            await self._on_all(lambda engine: engine.occupy(kinds))
+            self._released -= set(kinds)
 
     async def _on_all(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
         async with open_session(self._timeout_s + GRACE_S) as http:
@@ -83,61 +90,71 @@ class EngineMemory:
 
 
 class Model(Protocol):
-    """Trainer or critic, as processes."""
+    """The ranks of a trainer or critic."""
 
     async def hold(self, parts: Collection[str]) -> None:
-        """Have these parts of "weights" and "training" (gradients, optimizer) on the GPUs, and no others."""
+        """Keep these of "weights" and "training" (gradients, optimizer) on the GPUs; offload the
+        rest.
+        """
         ...
 
 
 class SharedGpus:
-    """The turns of all that share GPUs."""
+    """Moves each phase's models onto the shared GPUs and offloads the others first."""
 
     def __init__(self, engines: EngineMemory, watched: Callable[[Awaitable[None]], None]) -> None:
-        self._engines, self._watched = engines, watched
+        self._engines = engines
+        self._watched = watched
         self._models: dict[str, Model] = {}
         self._colocated: dict[str, EngineMemory] = {}
-        self._held: dict[str, Collection[str]] = {}
+        self._loaded_parts: dict[str, Collection[str]] = {}
 
     def add(self, role: str, model: Model) -> None:
-        """A model, just built, that gives up its memory while others have the GPUs: from now on."""
-        self._models[role], self._held[role] = model, ALL
-        self._watched(self._hold_only("", ()))
+        """Register a model that was just built, and offload it until its first phase."""
+        self._models[role] = model
+        self._loaded_parts[role] = ALL
+        self._watched(self._load_only("", ()))
 
     def add_colocated(self, role: str, memory: EngineMemory) -> None:
-        """A judge, reward model or teacher, just started: from now on it has no memory but in its turns."""
+        """Register a judge, reward model or teacher that was just started, and offload it."""
         self._colocated[role] = memory
         self._watched(memory.for_training())
 
     @contextmanager
-    def lent_to(self, roles: Collection[str]) -> Iterator[None]:
-        """Room for those of `roles` that are colocated here; afterwards the engines can generate."""
+    def loaded(self, roles: Collection[str]) -> Iterator[None]:
+        """Have the colocated judge, reward model and teacher among `roles` loaded inside the block.
+
+        Afterwards the engines can generate. Does nothing if none of them is colocated.
+        """
         colocated = [self._colocated[role] for role in roles if role in self._colocated]
         if not colocated:
             yield
             return
-        self._watched(self._lend(colocated))
+        self._watched(self._load_colocated(colocated))
         try:
             yield
         finally:
-            self._watched(self._take_from(colocated))
-        self.hand_to_engines()
+            self._watched(self._offload_colocated(colocated))
+        self.prepare_rollout()
 
-    def take(self, role: str, parts: Collection[str]) -> None:
-        """Room for these parts of one model, and nothing else there."""
+    def load(self, role: str, parts: Collection[str]) -> None:
+        """Load these parts of one model and offload everything else."""
         if self._are_shared:
-            self._watched(self._take(role, parts))
+            self._watched(self._load(role, parts))
 
     @contextmanager
     def beside_engines(self, role: str) -> Iterator[None]:
-        """All of one model, beside the engines' weights, which a checkpoint must not cost them."""
-        if self._are_shared:
-            self._watched(self._take_beside_engines(role))
-        yield
-        self.hand_to_engines()
+        """Have all of one model loaded inside the block, while the engines keep their weights.
 
-    def hand_to_engines(self) -> None:
-        """`for_rollout`, for a caller without an event loop."""
+        A checkpoint is written this way, because engines that lost their weights would need a sync.
+        """
+        if self._are_shared:
+            self._watched(self._load_beside_engines(role))
+        yield
+        self.prepare_rollout()
+
+    def prepare_rollout(self) -> None:
+        """`for_rollout` for a caller without an event loop."""
         if self._are_shared:
             self._watched(self.for_rollout())
 
@@ -146,76 +163,74 @@ class SharedGpus:
         return self._engines.are_colocated or bool(self._models)
 
     async def for_sync(self) -> None:
-        """The trainer's weights and room for the engines'."""
-        await self._hold_only(TRAINER, WEIGHTS_ONLY)
+        """Load the trainer's weights, and occupy the engines' memory that they are sent to."""
+        await self._load_only(TRAINER, WEIGHTS_ONLY)
         await self._engines.for_sync()
 
     async def for_rollout(self) -> None:
-        """The engines, which have their weights, can generate."""
+        """Let the engines, which have their weights, generate."""
         if self._engines.are_colocated:
-            await self._hold_only("", ())
+            await self._load_only("", ())
         await self._engines.for_rollout()
 
-    async def _lend(self, colocated: Sequence[EngineMemory]) -> None:
+    async def _load_colocated(self, colocated: Sequence[EngineMemory]) -> None:
         await self._engines.for_saving()
-        await self._hold_only("", ())
+        await self._load_only("", ())
         for engine_memory in colocated:
-            await engine_memory.take_back()
+            await engine_memory.restore()
 
-    async def _take_from(self, colocated: Sequence[EngineMemory]) -> None:
+    async def _offload_colocated(self, colocated: Sequence[EngineMemory]) -> None:
         for engine_memory in colocated:
             await engine_memory.for_training()
 
-    async def _take(self, role: str, parts: Collection[str]) -> None:
+    async def _load(self, role: str, parts: Collection[str]) -> None:
         await self._engines.for_training()
-        await self._hold_only(role, parts)
+        await self._load_only(role, parts)
 
-    async def _take_beside_engines(self, role: str) -> None:
+    async def _load_beside_engines(self, role: str) -> None:
         await self._engines.for_saving()
-        await self._hold_only(role, ALL)
+        await self._load_only(role, ALL)
 
-    async def _hold_only(self, role: str, parts: Collection[str]) -> None:
+    async def _load_only(self, role: str, parts: Collection[str]) -> None:
+        """Load `parts` of the model `role` and nothing of the other models; "" offloads all models."""
         wanted = {name: parts if name == role else () for name in self._models}
-        for name in sorted(wanted, key=lambda name: name == role):  # first those that give up
-            if set(wanted[name]) != set(self._held[name]):
+        # The others offload first, so that there is room for this one.
+        for name in sorted(wanted, key=lambda name: name == role):
+            if set(wanted[name]) != set(self._loaded_parts[name]):
                 await self._models[name].hold(wanted[name])
-                self._held[name] = wanted[name]
+                self._loaded_parts[name] = wanted[name]
 
 
 class SharingScorer(Generic[S]):
-    """What asks served models about samples, once there is room for those that share GPUs."""
+    """Calls served models about samples while those of them that share GPUs are loaded."""
 
     def __init__(
-        self, ask: Callable[[Sequence[Sample]], S], roles: Collection[str], gpus: SharedGpus
+        self, score: Callable[[Sequence[Sample]], S], roles: Collection[str], gpus: SharedGpus
     ) -> None:
-        self._ask, self._roles, self._gpus = ask, roles, gpus
+        self._score = score
+        self._roles = roles
+        self._gpus = gpus
 
     def __call__(self, samples: Sequence[Sample]) -> S:
-        with self._gpus.lent_to(self._roles):
-            return self._ask(samples)
+        with self._gpus.loaded(self._roles):
+            return self._score(samples)
 
 
 class SharingTrainer:
-    """A trainer that works once there is room for it."""
+    """A trainer on shared GPUs: each call first loads what it needs."""
 
     def __init__(self, trainer: Trainer, gpus: SharedGpus) -> None:
-        self._trainer, self._gpus = trainer, gpus
+        self._trainer = trainer
+        self._gpus = gpus
 
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
-        self._gpus.take(TRAINER, WEIGHTS_ONLY)
-        return self._trainer.compute_logprobs(
-            batch, reference=reference, temperature=temperature, sum_squares=sum_squares
-        )
+        self._gpus.load(TRAINER, WEIGHTS_ONLY)
+        return self._trainer.compute_logprobs(batch, options)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        self._gpus.take(TRAINER, ALL)
+        self._gpus.load(TRAINER, ALL)
         return self._trainer.train_step(batch)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -224,17 +239,18 @@ class SharingTrainer:
 
 
 class SharingCritic:
-    """A critic that works once there is room for it."""
+    """A critic on shared GPUs: each call first loads what it needs."""
 
     def __init__(self, critic: Critic, gpus: SharedGpus) -> None:
-        self._critic, self._gpus = critic, gpus
+        self._critic = critic
+        self._gpus = gpus
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
-        self._gpus.take(CRITIC, WEIGHTS_ONLY)
+        self._gpus.load(CRITIC, WEIGHTS_ONLY)
         return self._critic.compute_values(batch)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        self._gpus.take(CRITIC, ALL)
+        self._gpus.load(CRITIC, ALL)
         return self._critic.train_step(batch)
 
     def save(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""The engines as the loop sees them: prompts in, samples out."""
+"""The engines as the training loop sees them: prompts in, samples out."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class EngineGenerator:
-    """Generates on the engines, at the recipe's sampling or greedily."""
+    """Generates on the engines, sampling as the recipe says or greedily; plays roles.Generator."""
 
     def __init__(
         self,
@@ -23,10 +23,13 @@ class EngineGenerator:
         watched: Watched[list[Sample]],
         revive: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
-        """`revive`: waits for an engine when none serves; False if none will."""
-        self._client, self._config, self._watched, self._revive = client, config, watched, revive
-        self._idle = time.monotonic(), client.idle_s
-        """When the engines' idle time was last looked at, and what it was."""
+        """`revive` waits for an engine when none serves, and returns False if none will."""
+        self._client = client
+        self._config = config
+        self._watched = watched
+        self._revive = revive
+        self._idle_before = time.monotonic(), client.idle_s
+        """The time of the last `idle_share` and the engines' idle seconds then."""
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
@@ -35,8 +38,11 @@ class EngineGenerator:
         return self._watched(self._generate(prompts, num_samples, sampling))
 
     def idle_share(self) -> float:
-        now_s, idle_s = time.monotonic(), self._client.idle_s
-        (before_s, idle_before_s), self._idle = self._idle, (now_s, idle_s)
+        """Return the share of the time since the last call in which an engine had no request."""
+        now_s = time.monotonic()
+        idle_s = self._client.idle_s
+        before_s, idle_before_s = self._idle_before
+        self._idle_before = now_s, idle_s
         return (idle_s - idle_before_s) / (now_s - before_s)
 
     async def _generate(
@@ -52,7 +58,7 @@ class EngineGenerator:
 
 
 def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling:
-    """As the recipe samples, or greedily."""
+    """Return how to sample: as the recipe says, or greedily and then without routed experts."""
     return Sampling(
         max_response_len=config.max_response_len,
         temperature=0.0 if greedy else config.temperature,

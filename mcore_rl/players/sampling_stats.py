@@ -1,4 +1,4 @@
-"""What was sampled beside training, counted from one step to the next."""
+"""Finished groups in, metrics of background sampling from one step to the next out."""
 
 import time
 from collections.abc import Sequence
@@ -8,20 +8,30 @@ from mcore_rl.types import Sample, Scores
 
 
 class SamplingStats:
-    """What was sampled since the last step took its groups."""
+    """Counts what was sampled since the last step took its groups; made anew for each step.
+
+    num_silent    groups whose rewards were all equal, which dynamic sampling replaces
+    num_dropped   samples that were dropped because they were too stale
+    """
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
-        self._num_groups, self._num_samples, self._num_tokens, self._rewards = 0, 0, 0, 0.0
-        self.num_silent, self.num_dropped = 0, 0
+        self._num_groups = 0
+        self._num_samples = 0
+        self._num_tokens = 0
+        self._reward_sum = 0.0
+        self.num_silent = 0
+        self.num_dropped = 0
 
     def note(self, samples: Sequence[Sample], scores: Scores) -> None:
+        """Count a finished group."""
         self._num_groups += 1
         self._num_samples += len(samples)
         self._num_tokens += sum(len(sample.response_ids) for sample in samples)
-        self._rewards += sum(scores.rewards_N)
+        self._reward_sum += sum(scores.rewards_N)
 
     def metrics(self, rollout: RolloutConfig) -> dict[str, float]:
+        """Return the metrics so far; those of dynamic sampling only where the recipe has it."""
         seconds = time.monotonic() - self._began_s
         metrics = {
             "rollout/tokens_per_second": self._num_tokens / seconds,
@@ -31,6 +41,6 @@ class SamplingStats:
             metrics |= {
                 "sampling/samples": float(self._num_samples),
                 "sampling/kept_share": 1 - self.num_silent / max(self._num_groups, 1),
-                "sampling/reward_mean": self._rewards / max(self._num_samples, 1),
+                "sampling/reward_mean": self._reward_sum / max(self._num_samples, 1),
             }
         return metrics

@@ -1,10 +1,10 @@
 """The training ranks as the loop sees them: whole batches in, micro-batches per rank out.
 
-Batches are cut here, so the loop sees no parallel layout and the ranks see no whole batch.
+Batches are cut here, so that the loop sees no parallel layout and the ranks see no whole batch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,23 +14,20 @@ from mcore_rl.config import CheckpointConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler, select, split_by_lens
 from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class RankCalls(Protocol):
-    """The training ranks, called by data-parallel coordinate: one list of micro-batches per coordinate."""
+    """The policy's ranks; `per_dp` holds one list of micro-batches per data-parallel coordinate."""
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool = False,
-    ) -> list[list[TokenScores]]: ...
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
+    ) -> list[list[TokenScores]]:
+        """`options.temperature` is never None here."""
+        ...
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -42,7 +39,7 @@ class RankCalls(Protocol):
 
 
 class CriticCalls(Protocol):
-    """The critic's ranks, likewise."""
+    """The critic's ranks; `per_dp` is as in RankCalls."""
 
     def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[Tensor]]: ...
 
@@ -57,7 +54,12 @@ class CriticCalls(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a batch is cut for ranks: see plan_microbatches."""
+    """How a batch is cut into micro-batches; see data.packing.plan_microbatches.
+
+    dp_size       data-parallel coordinates, each of which gets as many micro-batches as the others
+    multiple_of   the number of micro-batches is a multiple of this; interleaved pipelines need one
+    max_tokens    of one micro-batch
+    """
 
     dp_size: int
     multiple_of: int
@@ -68,11 +70,15 @@ class Packing:
         return Packing(parallel.dp_size, parallel.pp if parallel.vpp else 1, max_tokens)
 
     def plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+        """Return the sequence indices of each micro-batch, by data-parallel coordinate."""
         return plan_microbatches(batch.lens_N, self.dp_size, self.max_tokens, self.multiple_of)
 
 
 class PackedTrainer:
-    """Packs each batch for the ranks and puts their answers back in the order of the batch."""
+    """Packs each batch for the policy's ranks and returns their answers in the order of the batch.
+
+    Plays roles.Trainer.
+    """
 
     def __init__(
         self,
@@ -83,41 +89,37 @@ class PackedTrainer:
         temperature: float,
         checkpoint: CheckpointConfig,
     ) -> None:
-        self._ranks, self._folder, self._packing = ranks, folder, packing
-        self._temperature, self._checkpoint = temperature, checkpoint
+        self._ranks = ranks
+        self._folder = folder
+        self._packing = packing
+        self._temperature = temperature
+        self._checkpoint = checkpoint
 
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
+        if options.temperature is None:
+            options = replace(options, temperature=self._temperature)
         plan = self._packing.plan(batch)
-        temperature = self._temperature if temperature is None else temperature
-        answers = self._ranks.compute_logprobs(
-            _cut(batch, plan), reference=reference, temperature=temperature, sum_squares=sum_squares
+        answers = self._ranks.compute_logprobs(_cut(batch, plan), options)
+        scored = _pair_up(plan, answers)
+        logprobs_T = _put_back(batch.lens_N, [(i, scores.logprobs_T) for i, scores in scored])
+        return TokenScores(
+            logprobs_T,
+            router_flips_T=_put_back_optional(batch.lens_N, scored, "router_flips_T"),
+            sum_squares_T=_put_back_optional(batch.lens_N, scored, "sum_squares_T"),
+            routed_experts_TLK=_put_back_optional(batch.lens_N, scored, "routed_experts_TLK"),
         )
-        flat = _flat(plan, answers)
-        logprobs_T = _put_back(
-            batch.lens_N, [(indices, scores.logprobs_T) for indices, scores in flat]
-        )
-        flips = [(i, s.router_flips_T) for i, s in flat if s.router_flips_T is not None]
-        squares = [(i, s.sum_squares_T) for i, s in flat if s.sum_squares_T is not None]
-        experts = [(i, s.routed_experts_TLK) for i, s in flat if s.routed_experts_TLK is not None]
-        others = [
-            _put_back(batch.lens_N, parts) if parts else None for parts in (flips, squares, experts)
-        ]
-        return TokenScores(logprobs_T, *others)
 
     def train_step(self, batch: TrainBatch) -> StepStats:
-        per_dp, num_tokens = _cut(batch, self._packing.plan(batch)), sum(batch.lens_N)
+        per_dp = _cut(batch, self._packing.plan(batch))
+        num_tokens = sum(batch.lens_N)
         return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begin to save, after the previous save is complete; then drop what is older than the newest
-        kept.
+        """Begin to save once the previous save is complete, then remove the oldest checkpoints.
+
+        Returns when the save is complete, unless checkpoint.asynchronous is set.
         """
         self._ranks.save(str(self._folder.checkpoint(step)), dict(state))
         if not self._checkpoint.asynchronous:
@@ -126,7 +128,10 @@ class PackedTrainer:
 
 
 class PackedCritic:
-    """The same for the critic, whose ranks get what they read of a batch."""
+    """Packs each batch for the critic's ranks, which get only the fields they read.
+
+    Plays roles.Critic.
+    """
 
     def __init__(
         self,
@@ -136,20 +141,25 @@ class PackedCritic:
         packing: Packing,
         checkpoint: CheckpointConfig,
     ) -> None:
-        self._ranks, self._folder, self._packing = ranks, folder, packing
+        self._ranks = ranks
+        self._folder = folder
+        self._packing = packing
         self._checkpoint = checkpoint
 
     def compute_values(self, batch: TrainBatch) -> Tensor:
         plan = self._packing.plan(batch)
         answers = self._ranks.compute_values(_cut(_for_critic(batch), plan))
-        return _put_back(batch.lens_N, _flat(plan, answers))
+        return _put_back(batch.lens_N, _pair_up(plan, answers))
 
     def train_step(self, batch: TrainBatch) -> StepStats:
         per_dp = _cut(_for_critic(batch), self._packing.plan(batch))
         return self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
 
     def save(self, step: int) -> None:
-        """As a trainer's; what is too old goes with the trainer's save, which comes after."""
+        """Begin to save once the previous save is complete.
+
+        Old checkpoints are removed by the trainer's save, which comes after this one.
+        """
         self._ranks.save(str(self._folder.critic_checkpoint(step)), {})
         if not self._checkpoint.asynchronous:
             self._ranks.finish_save()
@@ -166,21 +176,40 @@ def _for_critic(batch: TrainBatch) -> TrainBatch:
     )
 
 
-def _flat(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:
-    """Each micro-batch's indices with its answer."""
-    return [
-        pair for of_rank in zip(plan, answers, strict=True) for pair in zip(*of_rank, strict=True)
-    ]
+def _pair_up(plan: Sequence[Sequence[T]], answers: Sequence[Sequence[S]]) -> list[tuple[T, S]]:
+    """Return each micro-batch's sequence indices with its answer, over all ranks."""
+    pairs: list[tuple[T, S]] = []
+    for planned, answered in zip(plan, answers, strict=True):
+        pairs += zip(planned, answered, strict=True)
+    return pairs
 
 
 def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
-    """Values of micro-batches, each given with its sequences' indices, in the order of the whole batch."""
+    """Return the values of micro-batches in the order of the whole batch.
+
+    `parts` has (sequence indices, values by token) of each micro-batch.
+    """
     by_index: dict[int, Tensor] = {}
     for indices, values_T in parts:
         lens = [lens_N[i] for i in indices]
-        by_index |= dict(zip(indices, split_by_lens(values_T[: sum(lens)], lens), strict=True))
+        # A filler micro-batch has tokens but no sequence of the batch.
+        split = split_by_lens(values_T[: sum(lens)], lens)
+        by_index |= dict(zip(indices, split, strict=True))
     return torch.cat([by_index[i] for i in range(len(lens_N))])
 
 
+def _put_back_optional(
+    lens_N: Sequence[int], scored: Sequence[tuple[Sequence[int], TokenScores]], field: str
+) -> Tensor | None:
+    """`_put_back` for a field of TokenScores that the ranks may have left out."""
+    parts = [(i, getattr(scores, field)) for i, scores in scored]
+    parts = [(i, values) for i, values in parts if values is not None]
+    return _put_back(lens_N, parts) if parts else None
+
+
 def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
-    return [[select(batch, i) if i else make_filler(batch) for i in rank] for rank in plan]
+    """Return the micro-batches of each data-parallel coordinate; without a sequence, a filler."""
+    return [
+        [select(batch, indices) if indices else make_filler(batch) for indices in microbatches]
+        for microbatches in plan
+    ]

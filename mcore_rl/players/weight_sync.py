@@ -1,80 +1,131 @@
-"""Weights to engines and requests to those that hold them; engines that were lost are linked anew."""
+"""Trainer weights in, engines that serve them out; lost engines are linked again.
+
+The order of one sync: link new engines -> send weights -> trainer and engines score the same
+sequences -> requests go to the engines that agree.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from mcore_rl.players.canary import Canary, CanaryReport
 from mcore_rl.players.colocation import SharedGpus
 from mcore_rl.roles import Watched
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
-from mcore_rl.stream.controller.sync import SyncController, SyncError
+from mcore_rl.stream.controller.sync import SyncError
 from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import TrainBatch, WeightVersion
 
 RESTART_POLL_S = 0.5
 DEATH_SHOWS_S = 3.0
-"""How long after its connections a server's end may show."""
+"""How long after its connections fail a server's death may take to show."""
 _log = logging.getLogger(__name__)
+
+
+class WeightLinks(Protocol):
+    """The links from trainer ranks to engines; see stream.controller.sync.SyncController."""
+
+    @property
+    def linked(self) -> tuple[str, ...]: ...
+
+    @property
+    def in_rotation(self) -> tuple[str, ...]: ...
+
+    async def connect(self, urls: Sequence[str]) -> None: ...
+
+    async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport: ...
 
 
 class EngineSync:
     """Keeps the engines on the trainer's weights, and requests on the engines that hold them.
 
-    An engine that was started again, or whose last sync failed, is linked anew by the first sync that finds
-    it healthy; a sync waits for one only when there is no other.
+    An engine that was started again, or whose last sync failed, is linked by the first sync that
+    finds it healthy. A sync waits for such an engine only when there is no other. No engine gets
+    requests, at the start of a run, after a sync or after its return, before the canary found that
+    it agrees with the trainer.
     """
 
     def __init__(
         self,
-        sync_controller: SyncController,
+        links: WeightLinks,
         canary: Canary,
-        rotation: EngineHealth,
+        health: EngineHealth,
         look: Callable[[], Awaitable[None]],
         watched: Watched[Any],
         memory: SharedGpus,
     ) -> None:
-        """`look` brings `rotation` up to date; it raises if an engine died for good."""
-        self._sync_controller, self._canary, self._rotation = sync_controller, canary, rotation
-        self._look, self._watched, self._memory = look, watched, memory
+        """`look` brings `health` up to date; it raises if an engine died for good."""
+        self._links = links
+        self._canary = canary
+        self._health = health
+        self._look = look
+        self._watched = watched
+        self._memory = memory
         self._linked: dict[str, int] = {}
-        """Engine url -> `restarts` of the process that was linked, also if it then failed."""
+        """Engine url -> `restarts` of the process that was linked, also if it failed afterwards."""
         self._version = WeightVersion(0)
 
-    def sync(self, version: WeightVersion, probe: TrainBatch | None = None) -> Mapping[str, float]:
-        """SyncError if no engine has the weights, or none of those that say so computes with them."""
+    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+        """Bring the engines to `version` and compare their log-probs of `probe` with the trainer's.
+
+        Returns metrics of the sync. Raises SyncError if no engine took the weights, or none of
+        those that did agrees with the trainer.
+        """
         while True:
             report, reasons = self._watched(self._bring(version))
-            urls = self._holding()
-            checked = CanaryReport() if probe is None else self._canary.check(version, probe, urls)
-            self._memory.hand_to_engines()
-            serving = [url for url in urls if url not in checked.failed]
+            holding = self._holding()
+            checked = self._canary.check(version, probe, holding)
+            self._memory.prepare_rollout()
+            serving = self._admit(holding, reasons, checked)
             if serving:
-                self._rotation.set_serving(serving, {**reasons, **checked.failed})
-                num_failed = float(len(self._rotation.lives) - len(serving))
+                num_failed = float(len(self._health.states) - len(serving))
                 return {**report.metrics(), **checked.metrics(), "sync/engines_failed": num_failed}
-            if not self._watched(self._is_any_coming()):
-                raise SyncError("; ".join(checked.failed.values()))
+            self._watched(self._expect_another(checked))
 
     async def revive(self) -> bool:
-        """If no engine serves but one starts again, wait for it and bring it to the current version."""
-        if not await self._is_any_coming() or self._rotation.serving:
+        """If no engine serves but one is starting again, wait for it and bring it the current
+        weights.
+
+        Returns whether an engine serves again because of this call. Raises SyncError if none of the
+        engines that returned agrees with the trainer.
+        """
+        if not await self._is_any_coming() or self._health.serving:
             return False
-        _, reasons = await self._bring(self._version)
-        await self._memory.for_rollout()
-        self._rotation.set_serving(self._holding(), reasons)
-        return bool(self._rotation.serving)
+        while True:
+            _, reasons = await self._bring(self._version)
+            await self._memory.for_rollout()
+            holding = self._holding()
+            checked = await self._canary.recheck(holding)
+            if self._admit(holding, reasons, checked):
+                return True
+            await self._expect_another(checked)
+
+    def _admit(
+        self, holding: Sequence[str], reasons: Mapping[str, str], checked: CanaryReport
+    ) -> list[str]:
+        """Send requests to the engines in `holding` that passed the canary, if any, and return
+        them.
+        """
+        serving = [url for url in holding if url not in checked.failed]
+        if serving:
+            self._health.set_serving(serving, {**reasons, **checked.failed})
+        return serving
+
+    async def _expect_another(self, checked: CanaryReport) -> None:
+        """Return if an engine is starting again; raise SyncError if none is."""
+        if not await self._is_any_coming():
+            raise SyncError("; ".join(checked.failed.values()))
 
     async def _bring(self, version: WeightVersion) -> tuple[SyncReport, dict[str, str]]:
-        """What came of the sync, and by url why engines were left out or failed."""
+        """Return the report of the sync, and why engines were left out or failed, by url."""
         self._version = version
         await self._memory.for_sync()
         while True:
             reasons = await self._link()
             try:
-                report = await self._sync_controller.sync(version, self._in_link())
+                report = await self._links.sync(version, self._in_link())
             except SyncError as error:
                 if not await self._is_any_coming():
                     raise
@@ -83,49 +134,48 @@ class EngineSync:
                 return report, {**reasons, **report.failed}
 
     async def _link(self) -> dict[str, str]:
-        """Link what is healthy and not linked until there is an engine to sync; why others could not be."""
+        """Link healthy engines until there is one to sync; return why others could not be linked."""
         reasons: dict[str, str] = {}
         while True:
             await self._look()
-            for life in self._rotation.lives:
-                out_of_link = (
-                    life.url not in self._sync_controller.linked and life.url not in reasons
-                )
-                if life.healthy and (out_of_link or self._is_new(life)):
-                    reasons |= await self._link_one(life)
+            for state in self._health.states:
+                is_unlinked = state.url not in self._links.linked and state.url not in reasons
+                if state.healthy and (is_unlinked or self._is_new(state)):
+                    reasons |= await self._link_one(state)
             if self._in_link():
                 return reasons
             if not await self._is_any_coming():
                 raise SyncError("; ".join(reasons.values()))
             await asyncio.sleep(RESTART_POLL_S)
 
-    async def _link_one(self, life: EngineState) -> dict[str, str]:
-        self._linked[life.url] = life.restarts
+    async def _link_one(self, state: EngineState) -> dict[str, str]:
+        self._linked[state.url] = state.restarts
         try:
-            await self._sync_controller.connect([life.url])
+            await self._links.connect([state.url])
         except SyncError as error:
-            return {life.url: str(error)}
+            return {state.url: str(error)}
         return {}
 
     def _in_link(self) -> list[str]:
         """Urls of the engines whose present process is linked."""
-        lives = {life.url: life for life in self._rotation.lives}
-        return [url for url in self._sync_controller.linked if not self._is_new(lives[url])]
+        states = {state.url: state for state in self._health.states}
+        return [url for url in self._links.linked if not self._is_new(states[url])]
 
     def _holding(self) -> list[str]:
         """Urls of the engines whose present process holds the newest version."""
-        return [url for url in self._in_link() if url in self._sync_controller.in_rotation]
+        return [url for url in self._in_link() if url in self._links.in_rotation]
 
-    def _is_new(self, life: EngineState) -> bool:
-        return self._linked.get(life.url) != life.restarts
+    def _is_new(self, state: EngineState) -> bool:
+        """Whether the engine's present process was never linked."""
+        return self._linked.get(state.url) != state.restarts
 
-    def _coming(self) -> bool:
-        return any(self._is_new(life) for life in self._rotation.lives)
+    def _has_new(self) -> bool:
+        return any(self._is_new(state) for state in self._health.states)
 
     async def _is_any_coming(self) -> bool:
-        """Whether an engine starts again."""
-        until = time.monotonic() + DEATH_SHOWS_S
-        while not self._coming() and time.monotonic() < until:
+        """Whether an engine is starting again; a death that has not shown yet is waited for."""
+        deadline = time.monotonic() + DEATH_SHOWS_S
+        while not self._has_new() and time.monotonic() < deadline:
             await asyncio.sleep(RESTART_POLL_S)
             await self._look()
-        return self._coming()
+        return self._has_new()

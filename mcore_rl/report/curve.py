@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mcore_rl.process.text import make_encodable
 from mcore_rl.report.rows import Row, series
 
 
@@ -28,7 +29,8 @@ def draw_reward_curve(rows: Sequence[Row], path: Path) -> None:
         steps, moving_average(values), color="#4c78a8", linewidth=2.4, label="moving average"
     )
     axes[0].set_ylabel("mean reward")
-    axes[0].set_title(f"{path.parent.resolve().name}: training reward", loc="left")
+    run_name = make_encodable(path.parent.resolve().name)
+    axes[0].set_title(f"{run_name}: training reward", loc="left", parse_math=False)
     for (label, points), color in zip(
         held_out.items(), ("#f58518", "#54a24b", "#b279a2"), strict=False
     ):

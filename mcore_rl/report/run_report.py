@@ -1,4 +1,4 @@
-"""A run folder in (metrics.jsonl, samples.jsonl); a printed report, reward_curve.png and summary.json out."""
+"""A run folder in; a printed report, reward_curve.png and summary.json out."""
 
 import json
 from pathlib import Path
@@ -8,27 +8,34 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from mcore_rl.process.disk import reporting_full_disk
+from mcore_rl.process.text import make_encodable
 from mcore_rl.report.curve import draw_reward_curve
 from mcore_rl.report.rows import Row, load_metrics, load_samples, pick_samples
 from mcore_rl.report.summary import Summary, summarize
 
 
 def make_report(run_dir: str | Path) -> Summary:
-    """Write summary.json and reward_curve.png in `run_dir`, print the report; its last line names the folder.
+    """Write summary.json and reward_curve.png in `run_dir` and print a report.
 
-    ValueError if the folder holds no metrics of a training run.
+    Returns the content of summary.json. The last printed line names the folder. Raises ValueError
+    if the folder has no metrics of a training run, DiskFullError if the disk is full.
     """
     run_dir = Path(run_dir)
     rows = load_metrics(run_dir)
     summary = summarize(rows)
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    draw_reward_curve(rows, run_dir / "reward_curve.png")
+    summary_file = run_dir / "summary.json"
+    with reporting_full_disk(summary_file):
+        summary_file.write_text(json.dumps(summary, indent=2) + "\n")
+    curve_file = run_dir / "reward_curve.png"
+    with reporting_full_disk(curve_file):
+        draw_reward_curve(rows, curve_file)
     console = Console(highlight=False)
     console.print(_make_table(summary))
     for row in pick_samples(load_samples(run_dir)):
-        console.print(_make_panel(row))
+        console.print(_make_panel(row, console.encoding))
     console.print("in the run folder: reward_curve.png, summary.json, samples.jsonl")
-    print(f"run folder: {run_dir}", flush=True)
+    print(f"run folder: {make_encodable(str(run_dir), console.encoding)}", flush=True)
     return summary
 
 
@@ -52,16 +59,20 @@ def _make_table(summary: Summary) -> Table:
     return table
 
 
-def _make_panel(row: Row) -> Panel:
-    reward = _format(row["reward"], "g")
-    title = (
-        f"{row['split']} sample, step {row['step']}: reward {reward}, truth {row['ground_truth']}"
-    )
-    text = Text.assemble(
-        (row["prompt"].strip(), "dim"), "\n", row["response"].strip() or "(no text)"
-    )
+def _make_panel(row: Row, encoding: str) -> Panel:
+    """Show one sample, with escapes for what a terminal of `encoding` can't print."""
+    truth = row["ground_truth"]
+    heading = f"{row['split']} sample, step {row['step']}"
+    title = f"{heading}: reward {_format(row['reward'], 'g')}, truth {truth}"
+    prompt = make_encodable(row["prompt"].strip(), encoding)
+    response = make_encodable(row["response"].strip(), encoding) or "(no text)"
     color = "green" if (row["reward"] or 0) > 0 else "red"
-    return Panel(text, title=Text(title), title_align="left", border_style=color)
+    return Panel(
+        Text.assemble((prompt, "dim"), "\n", response),
+        title=Text(make_encodable(title, encoding)),
+        title_align="left",
+        border_style=color,
+    )
 
 
 def _format(value: float | None, spec: str, unit: str = "") -> str:

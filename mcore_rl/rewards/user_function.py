@@ -1,31 +1,39 @@
-"""A user's reward function: file and name in, a call per sample (or for all at once) out.
+"""A user's reward function: file and name in, one call per sample (or one for all samples) out.
 
-Nothing heavy is imported here: processes that run untrusted functions load this module alone.
+Nothing heavy is imported here: worker processes of untrusted functions load only this module.
 """
 
 import asyncio
 import importlib.util
 import inspect
+import multiprocessing
+import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.shipped import HOME
+from mcore_rl.process.text import make_encodable
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 ALL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 Fields = tuple[Any, ...]
-"""What the function gets of one sample, in the order of ONE."""
+"""The arguments for one sample, in the order of ONE."""
+Answer = dict[str, float] | str
+"""The numbers of one sample by name, or the text of the error that cost them."""
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """reward(*, data_source, solution_str, ground_truth, extra_info) -> number, or mapping with numbers.
+    """reward(*, data_source, solution_str, ground_truth, extra_info) -> number or mapping.
 
-    Or with these names in the plural, each a list, -> a list of those; verl's two forms. Either may be async.
+    With the plural of these names, each argument is a list and so is the result. These are verl's
+    two forms. Either may be async.
     """
 
     function: Callable[..., Any]
@@ -33,18 +41,21 @@ class UserFunction:
     is_async: bool
 
     def call(self, fields: Fields) -> Any:
-        """The answer for one sample."""
+        """Return what the function returns for one sample."""
         if self.takes_all:
             return self.call_all([fields])[0]
         result = self.function(**dict(zip(ONE, fields, strict=True)))
         return asyncio.run(_await(result)) if self.is_async else result
 
     async def call_async(self, fields: Fields) -> Any:
-        """Likewise, of an async function of one sample."""
+        """Await what an async function of one sample returns for `fields`."""
         return await self.function(**dict(zip(ONE, fields, strict=True)))
 
     def call_all(self, rows: Sequence[Fields]) -> Sequence[Any]:
-        """The answers of a function that takes all samples. ValueError if they are not one per sample."""
+        """Return the results of a function of all samples.
+
+        Raises ValueError if there is not one result per sample.
+        """
         columns = [[row[i] for row in rows] for i in range(len(ALL))]
         result = self.function(**dict(zip(ALL, columns, strict=True)))
         answers = asyncio.run(_await(result)) if self.is_async else result
@@ -59,15 +70,12 @@ async def _await(awaitable: Any) -> Any:
 
 @lru_cache
 def load_function(path: str, name: str) -> UserFunction:
-    """The function `name` of the Python file `path`.
+    """Import the Python file `path` and return its function `name`.
 
-    ValueError: no such file or function, or one that takes the arguments of neither form.
+    Raises ValueError if there is no such file or function, if the file cannot be imported, or if
+    the function takes the arguments of neither form.
     """
-    file = find_file("reward.path", path)
-    spec = importlib.util.spec_from_file_location(f"mcore_rl_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = _import_file(path)
     function = getattr(module, name, None)
     if not callable(function):
         names = sorted(
@@ -91,21 +99,113 @@ def load_function(path: str, name: str) -> UserFunction:
     )
 
 
+def _import_file(path: str) -> ModuleType:
+    file = find_file("reward.path", path)
+    spec = importlib.util.spec_from_file_location(f"mcore_rl_reward_{file.stem}", file)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:  # the user's code may raise anything, SystemExit included
+        reraise_interrupt(error)
+        line = _last_line_in(file, error)
+        raise ValueError(
+            f"reward.path={path}: importing it failed{line}: {describe_error(error)}"
+        ) from error
+    return module
+
+
+def _last_line_in(file: Path, error: BaseException) -> str:
+    """Return " at line <n>" for the innermost frame of `file` in the error's traceback, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    numbers = [frame.lineno for frame in frames if frame.filename == str(file)]
+    return f" at line {numbers[-1]}" if numbers else ""
+
+
 def find_file(option: str, path: str) -> Path:
-    """A file of the working directory or beside recipes/; ValueError, naming `option`, if in neither."""
+    """Return `path` in the working directory or beside recipes/.
+
+    Raises ValueError that names `option` if it is in neither.
+    """
     file = next((f for f in (Path(path), HOME / path) if f.is_file()), None)
     if file is None:
         raise ValueError(f"{option}={path}: no such file in {Path.cwd()} or {HOME}")
     return file
 
 
-def numbers_of(answer: Any) -> dict[str, float]:
-    """What the function said as numbers by name; a plain number is the "score"."""
-    if not isinstance(answer, Mapping):
-        return {"score": float(answer)}
-    return {name: float(value) for name, value in answer.items() if isinstance(value, Real)}
+def numbers_of(result: Any) -> dict[str, float]:
+    """Return a function's result as numbers by name; a plain number is the "score".
+
+    Values that are no numbers are left out. Names become metric names, so they are made writable.
+    """
+    if not isinstance(result, Mapping):
+        return {"score": float(result)}
+    return {
+        make_encodable(str(name)): float(value)
+        for name, value in result.items()
+        if isinstance(value, Real)
+    }
 
 
-def run_in_worker(path: str, name: str, fields: Fields) -> dict[str, float]:
-    """One sample in a process of its own pool."""
-    return numbers_of(load_function(path, name).call(fields))
+def answer_of(call: Callable[[], Any]) -> Answer:
+    """Return the numbers in the result of `call`, or the text of the error that it raised.
+
+    The user's code may raise anything. A SystemExit (from `exit()`) or another BaseException costs
+    its sample like any error; only a Ctrl-C passes through.
+    """
+    try:
+        return numbers_of(call())
+    except BaseException as error:
+        reraise_interrupt(error)
+        return describe_error(error)
+
+
+async def answer_of_async(function: UserFunction, fields: Fields) -> Answer:
+    """Return `answer_of` for an async function of one sample.
+
+    A cancellation from outside (a deadline, a Ctrl-C) passes through; a CancelledError that the
+    function raises by itself costs its sample.
+    """
+    try:
+        return numbers_of(await function.call_async(fields))
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        return describe_error(error)
+    except BaseException as error:
+        reraise_interrupt(error)
+        return describe_error(error)
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Raise `error` again if it is a Ctrl-C.
+
+    Python delivers a Ctrl-C to the main thread only, and worker processes ignore the signal: a
+    KeyboardInterrupt anywhere else was raised by the function.
+    """
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    is_worker = multiprocessing.parent_process() is not None
+    if type(error) is KeyboardInterrupt and is_main_thread and not is_worker:
+        raise error
+
+
+def describe_error(error: BaseException) -> str:
+    """Return one text that names the error, whatever its own __str__ does."""
+    name = type(error).__name__
+    if isinstance(error, SystemExit):
+        return f"{name}: the function tried to end the process with status {error.code!r}"
+    try:
+        return f"{name}: {error}"
+    except BaseException as second:
+        reraise_interrupt(second)
+        return f"{name}, which has no text: its __str__ raised {type(second).__name__}"
+
+
+def run_in_worker(path: str, name: str, fields: Fields) -> Answer:
+    """Score one sample in a worker process.
+
+    An error returns as text, as an exception of the user's own class could not be unpickled in the
+    controller.
+    """
+    return answer_of(lambda: load_function(path, name).call(fields))

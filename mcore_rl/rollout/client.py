@@ -17,7 +17,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.process.http import open_session
 from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.request import Group, Request, Sampling, make_body, make_sample
+from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample
 
@@ -29,7 +29,7 @@ _ABORT_S = 10.0
 
 
 class RolloutError(RuntimeError):
-    """An engine failed a request for good; the message names the engine, its log file and the prompt."""
+    """A request failed for good; the message names the engine, its log file and the prompt."""
 
 
 class _Transient(Exception):
@@ -41,11 +41,14 @@ class _Aborted(_Transient):
 
 
 class _Engine:
-    """An engine and its requests; `idle` holds the seconds without any, and since when there are none."""
+    """An engine, the number of its requests in flight, and the seconds it spent without any."""
 
     def __init__(self, address: EngineAddress) -> None:
-        self.address, self.num_in_flight = address, 0
+        self.address = address
+        self.num_in_flight = 0
         self._idle: tuple[float, float | None] = (0.0, time.monotonic())
+        """Seconds of the idle spans that ended; start of the present one, or None. One tuple, so
+        that another thread reads both at once."""
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -62,13 +65,13 @@ class _Engine:
 
     @property
     def idle_s(self) -> float:
-        """Seconds without a request, so far; may be asked from another thread."""
+        """Seconds without a request so far; safe to read from another thread."""
         idle_s, since_s = self._idle
         return idle_s if since_s is None else idle_s + time.monotonic() - since_s
 
 
 class RolloutClient:
-    """Spreads requests over engines: bounded concurrency, least loaded first, another engine on failure."""
+    """Spreads requests over the engines: bounded, least loaded first, another engine on failure."""
 
     def __init__(
         self,
@@ -77,14 +80,16 @@ class RolloutClient:
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         experts_shape: RoutedExpertsShape | None = None,
-        rotation: EngineHealth | None = None,
+        health: EngineHealth | None = None,
     ) -> None:
-        """`experts_shape`: of what engines tell of the experts that they chose, if they do.
-        `rotation`: which engines serve, asked before each request; None: all of them, always.
+        """Raises ValueError without an engine.
+
+        `experts_shape` is the shape of the experts that engines report; None asks for none.
+        `health` says before each request which engines serve; None: all of them, always.
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
-        self._rotation = rotation or EngineHealth([address.url for address in engines])
+        self._health = health or EngineHealth([address.url for address in engines])
         self._engines = [_Engine(address) for address in engines]
         self._config = config
         self._stop_token_ids = list(stop_token_ids)
@@ -104,7 +109,7 @@ class RolloutClient:
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[Sample]:
-        """`RolloutSession.generate` in a session of its own."""
+        """Call `RolloutSession.generate` in a session of its own."""
         async with self.open() as session:
             return await session.generate(prompts, num_samples, sampling)
 
@@ -112,22 +117,23 @@ class RolloutClient:
     async def open(
         self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
     ) -> "AsyncIterator[RolloutSession]":
-        """Connections to the engines, closed with the block.
+        """Open connections to the engines for the length of the block.
 
-        `max_in_flight`: requests at once, all engines together; 0: as many as they take. `on_done`: called
-        when a request was answered for good.
+        `max_in_flight` bounds the requests at once, all engines together; 0: as many as the engines
+        take. `on_done` is called when a sample is complete, failed or canceled.
         """
         async with open_session(self._config.request_timeout_s) as http:
             yield RolloutSession(self, http, max_in_flight or self.max_in_flight, on_done)
 
-    async def one(self, session: "RolloutSession", request: Request, sampling: Sampling) -> Sample:
-        """One sample, with its retries. What the session itself cut off is sampled again, which is none."""
-        answerable = replace(
-            sampling,
-            seed=sampling.seed if self._config.deterministic else None,
-            routed_experts=sampling.routed_experts and self._experts_shape is not None,
-        )
-        body = make_body(request, answerable, self._stop_token_ids)
+    async def sample_one(
+        self, session: "RolloutSession", request: Request, sampling: Sampling
+    ) -> Sample:
+        """Return one sample, retrying failures on other engines.
+
+        Requests that the session aborted are sampled again and don't count as retries. Raises
+        RolloutError after config.retries + 1 failures.
+        """
+        body = self._make_body(request, sampling)
         experts_shape = self._experts_shape if sampling.routed_experts else None
         failed: list[_Engine] = []
         while True:
@@ -150,38 +156,50 @@ class RolloutClient:
             await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
 
     async def abort_all(self, http: aiohttp.ClientSession) -> None:
-        """Have the engines end what they were asked; requests tell of an engine that does not answer."""
+        """Have the engines end their requests; an engine that does not answer shows in its
+        requests.
+        """
+        timeout = aiohttp.ClientTimeout(_ABORT_S)
         for engine in self._engines:
             if engine.num_in_flight:
-                url, timeout = (
-                    f"{engine.address.url}/abort_request",
-                    aiohttp.ClientTimeout(_ABORT_S),
-                )
+                url = f"{engine.address.url}/abort_request"
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                     async with http.post(url, json={"abort_all": True}, timeout=timeout):
                         pass
 
+    def _make_body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
+        """Return the body; it asks for a seed or for experts only where the engines support that."""
+        supported = replace(
+            sampling,
+            seed=sampling.seed if self._config.deterministic else None,
+            routed_experts=sampling.routed_experts and self._experts_shape is not None,
+        )
+        return make_body(request, supported, self._stop_token_ids)
+
     def _pick(self, request: Request, failed: Sequence[_Engine]) -> _Engine:
-        """The engine of the prompt's other samples, which caches the prompt, unless it is too loaded."""
-        in_rotation = [e for e in self._engines if not self._rotation.why_out(e.address.url)]
-        if not in_rotation:
+        """Return the engine of the prompt's other requests, or the least loaded if it has too many.
+
+        Engines that already failed the request come last. Raises RolloutError if no engine serves.
+        """
+        serving = [e for e in self._engines if not self._health.why_out(e.address.url)]
+        if not serving:
             reasons = "; ".join(
-                f"{e.address}: {self._rotation.why_out(e.address.url)}" for e in self._engines
+                f"{e.address}: {self._health.why_out(e.address.url)}" for e in self._engines
             )
             raise RolloutError(f"no engine in rotation for {request}: {reasons}")
-        candidates = [engine for engine in in_rotation if engine not in failed] or in_rotation
+        candidates = [engine for engine in serving if engine not in failed] or serving
         least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
-        home = request.group.home
-        slack = request.group.num_samples
-        if home in candidates and home.num_in_flight < least_loaded.num_in_flight + slack:
-            return home
-        request.group.home = least_loaded
+        affinity = request.affinity
+        most_in_flight = least_loaded.num_in_flight + affinity.num_requests
+        if affinity.engine in candidates and affinity.engine.num_in_flight < most_in_flight:
+            return affinity.engine
+        affinity.engine = least_loaded
         return least_loaded
 
     async def _post(
         self, http: aiohttp.ClientSession, engine: _Engine, body: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The engine's answer; raises _Transient or aiohttp's errors where another try may help."""
+        """Return the engine's answer; raise _Transient or aiohttp's errors where a retry may help."""
         with engine.request():
             async with http.post(f"{engine.address.url}/generate", json=body) as response:
                 text = await response.text()
@@ -199,7 +217,7 @@ class RolloutClient:
 
 
 class RolloutSession:
-    """Requests that share connections and, over all calls, a bound; they can be held while weights change."""
+    """Requests that share connections and one bound; they can be held back while weights change."""
 
     def __init__(
         self,
@@ -208,58 +226,61 @@ class RolloutSession:
         max_in_flight: int,
         on_done: Callable[[], None],
     ) -> None:
-        self._client, self.http, self._on_done = client, http, on_done
+        self.http = http
+        self._client = client
+        self._on_done = on_done
         self._slots = asyncio.Semaphore(max_in_flight)
-        self._may_go = asyncio.Event()
-        self._may_go.set()
+        self._may_post = asyncio.Event()
+        self._may_post.set()
         self._num_posted = 0
         self.num_open = 0
         """Samples begun and not done."""
         self.num_cut_off = 0
-        """Responses that were cut off half-way, to be sampled again."""
+        """Responses that `hold` aborted half-way, to be sampled again."""
 
     @property
     def is_held(self) -> bool:
-        return not self._may_go.is_set()
+        return not self._may_post.is_set()
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[Sample]:
-        """`num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
+        """Return `num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
 
-        Connection losses, timeouts and aborted requests are tried again, on another engine if there is one.
-        Raises RolloutError for a request that fails config.retries + 1 times, and then cancels the others.
+        Lost connections, timeouts and aborted requests are retried, on another engine if there is
+        one. Raises RolloutError for a request that fails config.retries + 1 times, and then cancels
+        the others.
         """
+        tasks: list[asyncio.Task[Sample]] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                started = [
-                    self._begin(tasks, Request(prompt, index, group), sampling)
-                    for prompt in prompts
-                    for group in [Group(num_samples)]
-                    for index in range(num_samples)
-                ]
+            async with asyncio.TaskGroup() as task_group:
+                for prompt in prompts:
+                    affinity = EngineAffinity(num_samples)
+                    for index in range(num_samples):
+                        request = Request(prompt, index, affinity)
+                        tasks.append(self._begin(task_group, request, sampling))
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        return [task.result() for task in started]
+        return [task.result() for task in tasks]
 
     def _begin(
-        self, tasks: asyncio.TaskGroup, request: Request, sampling: Sampling
+        self, task_group: asyncio.TaskGroup, request: Request, sampling: Sampling
     ) -> asyncio.Task[Sample]:
         def done(task: asyncio.Task[Sample]) -> None:
             self.num_open -= 1
             self._on_done()
 
         self.num_open += 1
-        task = tasks.create_task(self._client.one(self, request, sampling))
+        task = task_group.create_task(self._client.sample_one(self, request, sampling))
         task.add_done_callback(done)
         return task
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Room for one request more, once none of them is held."""
+        """Wait until one more request may be posted; the block posts it."""
         async with self._slots:
             while self.is_held:
-                await self._may_go.wait()
+                await self._may_post.wait()
             self._num_posted += 1
             try:
                 yield
@@ -267,15 +288,18 @@ class RolloutSession:
                 self._num_posted -= 1
 
     async def hold(self, *, cut_off: bool) -> None:
-        """Send nothing more; return once nothing is under way. `cut_off`: what is, ends at once.
+        """Post nothing more, and return once no request is under way; `resume` ends it.
 
-        Each request has its own deadline, so this ends.
+        `cut_off` aborts the requests under way instead of waiting for them. Each request has a
+        deadline of its own, so this call ends.
         """
-        self._may_go.clear()
+        self._may_post.clear()
         while self._num_posted:
-            if cut_off:  # again: one that was on its way is at its engine by now
+            if (
+                cut_off
+            ):  # in each round: a request that was on its way has reached its engine by now
                 await self._client.abort_all(self.http)
             await asyncio.sleep(_HOLD_POLL_S)
 
     def resume(self) -> None:
-        self._may_go.set()
+        self._may_post.set()

@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: an EngineSpec in, a healthy URL out, no process left afterwards."""
+"""One SGLang server as a child process: an EngineSpec in, a healthy url out."""
 
 import contextlib
 import os
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -27,21 +26,23 @@ _KILL_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What one engine serves and how; `tp` * `pp` ranks on `num_nodes` machines, one server process on each.
+    """The options of one engine: `tp` * `pp` ranks on `num_nodes` machines, with a server on each.
 
-    attention_dp          groups of the `tp` ranks that each hold all attention weights
-    kv_cache_len          tokens of KV cache, all requests together
-    max_running           requests decoded at once
-    weight_version        version of the weights in model_path, which samples report
-    deterministic         honour the sampling seed of each request
-    routed_experts        answer requests that ask which experts each token went to
-    custom_weight_loaders import paths of functions `load(model, named_tensors)` that weight updates may name
-    tokenizer             it takes and gives text; else token ids alone, and needs no tokenizer
-    port                  None finds a free one when the engine starts
-    dist_init_addr        host:port where the ranks meet, needed when num_nodes > 1
-    gives_up_memory       its GPU memory can be released and taken back while it runs
-    environment           variables that its processes find, beside those of the one that starts it
-    extra_args            further SGLang arguments, as on its command line
+    Raises ValueError if sizes do not fit each other.
+
+    attention_dp           groups of the `tp` ranks that each hold all attention weights
+    kv_cache_len           tokens of KV cache, all requests together
+    max_running            requests decoded at once
+    weight_version         version of the weights in model_path, which samples report
+    deterministic          honor the sampling seed of each request
+    routed_experts         answer requests that ask which experts each token went to
+    custom_weight_loaders  import paths of functions `load(model, named_tensors)` for weight updates
+    tokenizer              take and give text, which needs the model's tokenizer; else token ids
+    port                   None: a free one is found when the engine starts
+    dist_init_addr         host:port where the ranks meet, needed if num_nodes > 1
+    can_release_memory     its GPU memory can be released and occupied again while it runs
+    environment            variables for its processes, added to those of the process that starts it
+    extra_args             further SGLang command-line arguments
     """
 
     model_path: str
@@ -64,7 +65,7 @@ class EngineSpec:
     num_nodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
-    gives_up_memory: bool = False
+    can_release_memory: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
 
@@ -77,7 +78,7 @@ class EngineSpec:
             )
 
     def arguments(self) -> list[str]:
-        """The command line of mcore_rl.rollout.server, for a spec whose port is known."""
+        """Return the command-line arguments of mcore_rl.rollout.server; the port must be known."""
         assert self.port is not None
         options: dict[str, object] = {
             "--model-path": self.model_path,
@@ -104,20 +105,19 @@ class EngineSpec:
             flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
         if self.deterministic:
             flags.append("--enable-deterministic-inference")
-        if self.gives_up_memory:
+        if self.can_release_memory:
             flags.append("--enable-memory-saver")
         if self.routed_experts:
             flags.append("--enable-return-routed-experts")
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
-        return (
-            [str(part) for item in options.items() for part in item] + flags + list(self.extra_args)
-        )
+        arguments = [str(part) for item in options.items() for part in item]
+        return arguments + flags + list(self.extra_args)
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine answers, and where it writes what it does."""
+    """Where an engine answers, and where it logs."""
 
     url: str
     log_path: str
@@ -127,7 +127,7 @@ class EngineAddress:
 
 
 class EngineProcess:
-    """Starts, watches and ends one server. `with EngineProcess(spec) as engine:` gives it healthy."""
+    """Starts, checks and stops one server; `with EngineProcess(spec) as engine:` waits for health."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec if spec.port is not None else replace(spec, port=find_free_port(spec.host))
@@ -140,12 +140,7 @@ class EngineProcess:
         self.wait_healthy()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
     @property
@@ -155,14 +150,15 @@ class EngineProcess:
 
     @property
     def name(self) -> str:
-        """How messages call this engine."""
+        """The engine's name in messages."""
         return f"engine {self.url} (log {self.spec.log_path})"
 
     def start(self) -> None:
         """Start the server and return at once.
 
-        A thread of its own starts it and waits for its end, because the kernel kills a child with the thread
-        that started it, and this one must live as long as the process.
+        A separate thread starts it and waits for its end, because the kernel kills the child
+        together with the thread that started it (see server.die_with_parent); that thread must live
+        as long as the child.
         """
         assert self._process is None, f"{self.name} was started before"
         Path(self.spec.log_path).parent.mkdir(parents=True, exist_ok=True)
@@ -197,7 +193,11 @@ class EngineProcess:
         process.wait()
 
     def _environment(self) -> dict[str, str]:
-        """SGLang leaves files in its temporary folder, so it gets its own; compile caches stay shared."""
+        """Return the server's environment.
+
+        SGLang leaves files in its temporary folder, so each server gets its own; compile caches are
+        shared.
+        """
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
         environment |= self.spec.environment
@@ -205,10 +205,10 @@ class EngineProcess:
         return environment
 
     def wait_healthy(self, timeout_s: float = 240.0) -> None:
-        """Return once the server generates.
+        """Return once the server is healthy.
 
-        Raises RuntimeError if it exits before that and TimeoutError after `timeout_s`, both with the log's
-        last lines; the engine is stopped then.
+        Raises RuntimeError if it exits before that and TimeoutError after `timeout_s`, both with
+        the log's last lines and after stopping the engine.
         """
         deadline = time.monotonic() + timeout_s
         while not self.is_healthy():
@@ -238,13 +238,15 @@ class EngineProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """Of the ended server: its exit code, or minus the signal that killed it; None while it runs.
+        """The server's exit code, or minus the signal that killed it; None while it runs.
 
         Asks the kernel, since the thread that waits for the server may not have woken yet.
         """
-        if self._process is None or self._process.returncode is not None:
-            return None if self._process is None else self._process.returncode
-        with contextlib.suppress(ChildProcessError):  # the thread was faster
+        if self._process is None:
+            return None
+        if self._process.returncode is not None:
+            return self._process.returncode
+        with contextlib.suppress(ChildProcessError):  # the waiting thread has reaped it already
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return None
@@ -253,20 +255,20 @@ class EngineProcess:
         return self._process.returncode
 
     def tail(self, num_lines: int = 30) -> str:
-        """The last lines of the log, each marked as one."""
+        """Return the last lines of the log, each with a leading bar."""
         with contextlib.suppress(FileNotFoundError):
             lines = Path(self.spec.log_path).read_text(errors="replace").splitlines()[-num_lines:]
             return "\n".join(f"  | {line}" for line in lines)
         return "  | (no log)"
 
     def stop(self) -> None:
-        """Kill the server and all its processes and wait until they are gone; harmless when already stopped.
+        """Kill the server and all its processes and wait until they are gone.
 
-        Raises TimeoutError naming the processes that do not go away.
+        Does nothing if it was stopped already. Raises TimeoutError naming processes that do not
+        end.
         """
-        if (
-            self._process is None or self._temp_dir is None
-        ):  # once stopped, its pid may be another process's
+        # Once the server is stopped, its pid may belong to another process.
+        if self._process is None or self._temp_dir is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -274,7 +276,8 @@ class EngineProcess:
         while left := list(_group_members(self.pid)):
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{self.name}: processes {left} are still there {_KILL_TIMEOUT_S} s after SIGKILL"
+                    f"{self.name}: processes {left} are still there {_KILL_TIMEOUT_S} s after"
+                    " SIGKILL"
                 )
             time.sleep(0.02)
         self._waiting.join(_KILL_TIMEOUT_S)
@@ -283,10 +286,9 @@ class EngineProcess:
 
 
 def _group_members(group_id: int) -> Iterator[int]:
+    """Yield the process ids of a process group, without zombies."""
     for process in psutil.process_iter(["pid", "status"]):
         with contextlib.suppress(ProcessLookupError):
-            if (
-                os.getpgid(process.pid) == group_id
-                and process.info["status"] != psutil.STATUS_ZOMBIE
-            ):
+            is_zombie = process.info["status"] == psutil.STATUS_ZOMBIE
+            if os.getpgid(process.pid) == group_id and not is_zombie:
                 yield process.pid

@@ -1,4 +1,4 @@
-"""Which engines get requests: what watch and weight sync learn about them goes in, the client asks."""
+"""Which engines get requests: findings of watch and weight sync in, answers to clients out."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineState:
-    """How an engine fares; `restarts` counts the server processes that died before its present one."""
+    """An engine as its watch saw it; `restarts` counts the server processes before its present one."""
 
     url: str
     restarts: int = 0
@@ -17,55 +17,60 @@ class EngineState:
 
 
 class EngineHealth:
-    """The engines that serve, and why the others don't. An engine started again waits for the next sync.
+    """The state of each engine, which of them serve, and why the others do not.
 
-    `weights_stay`: it waits only until it is up, as it serves what it served before.
+    A restarted engine serves again after the next weight sync; with `weights_stay`, as soon as it
+    is healthy.
     """
 
     def __init__(self, urls: Sequence[str], weights_stay: bool = False) -> None:
-        """All of `urls` serve, until something else is learnt."""
+        """All of `urls` serve until `note` or `set_serving` says otherwise."""
         self._weights_stay = weights_stay
-        self._lives = {url: EngineState(url) for url in urls}
+        self._states = {url: EngineState(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
 
     @property
-    def lives(self) -> list[EngineState]:
-        return list(self._lives.values())
+    def states(self) -> list[EngineState]:
+        return list(self._states.values())
 
     @property
     def serving(self) -> list[str]:
+        """Urls of the engines that get requests."""
         return [url for url, reason in self._why_out.items() if not reason]
 
     def why_out(self, url: str) -> str:
-        """Why the engine at `url` gets no requests; empty while it does."""
+        """Return why the engine at `url` gets no requests; empty if it does."""
         return self._why_out[url]
 
-    def note(self, lives: Sequence[EngineState]) -> None:
-        """Take in what the engines' watch saw: what a new process serves is not the current weights.
+    def note(self, states: Sequence[EngineState]) -> None:
+        """Take in what a watch saw; an engine with a new process no longer serves the current
+        weights.
 
-        Several may watch at once; what was seen of an earlier process counts for nothing.
+        Several watches may run at once, so a state of an earlier process is ignored.
         """
-        for life in lives:
-            if life.restarts < self._lives[life.url].restarts:
+        for state in states:
+            url = state.url
+            if state.restarts < self._states[url].restarts:
                 continue
-            if life.restarts > self._lives[life.url].restarts:
-                self._why_out[life.url] = "its server died and was started again"
-                _log.warning("engine %s: %s", life.url, self._why_out[life.url])
-            elif self._weights_stay and life.healthy and self._why_out[life.url]:
-                self._why_out[life.url] = ""
-                _log.info("engine %s serves again", life.url)
-            self._lives[life.url] = life
+            if state.restarts > self._states[url].restarts:
+                self._why_out[url] = "its server died and was started again"
+                _log.warning("engine %s: %s", url, self._why_out[url])
+            elif self._weights_stay and state.healthy and self._why_out[url]:
+                self._why_out[url] = ""
+                _log.info("engine %s serves again", url)
+            self._states[url] = state
 
     def set_serving(self, urls: Collection[str], reasons: Mapping[str, str]) -> None:
-        """From here on `urls` serve and no others; `reasons` says why not, where that is known."""
-        for url, reason in self._why_out.items():
+        """Have `urls` and no other engines serve; `reasons` says why not, by url, where that is
+        known.
+        """
+        for url, previous in self._why_out.items():
             if url in urls:
                 self._why_out[url] = ""
-                if reason:
+                if previous:
                     _log.info("engine %s serves again", url)
-            else:
-                self._why_out[url] = (
-                    reasons.get(url) or reason or "it does not hold the current weights"
-                )
-                if self._why_out[url] != reason:
-                    _log.warning("engine %s is out of rotation: %s", url, self._why_out[url])
+                continue
+            reason = reasons.get(url) or previous or "it does not hold the current weights"
+            self._why_out[url] = reason
+            if reason != previous:
+                _log.warning("engine %s is out of rotation: %s", url, reason)

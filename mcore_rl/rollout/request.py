@@ -1,4 +1,4 @@
-"""One request for a sample: what an engine is asked, and its answer as a Sample."""
+"""One request for a sample: the JSON body that an engine is sent, and its answer as a Sample."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,11 @@ from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn. temperature 0 is greedy, top_k -1 keeps the whole vocabulary.
+    """How responses are drawn; temperature 0 is greedy, top_k -1 keeps the whole vocabulary.
 
-    Log-probs are those of the distribution at this temperature before top_p and top_k cut it. The seed counts
-    only on engines that sample deterministically. `routed_experts` asks which experts each token went to.
+    Log-probs are those of the distribution at this temperature, before top_p and top_k cut it. The
+    seed counts only on engines that sample deterministically. `routed_experts` asks the engine to
+    report which experts each token went to.
     """
 
     max_response_len: int
@@ -26,27 +27,34 @@ class Sampling:
 
 
 @dataclass
-class Group:
-    """The samples of one prompt and the engine that they prefer, of whatever class the client has."""
+class EngineAffinity:
+    """The engine that the requests for one prompt prefer, because it has cached the prompt.
 
-    num_samples: int
-    home: Any = None
+    `num_requests` counts the prompt's requests; `engine` is of the client's own class, None at
+    first.
+    """
+
+    num_requests: int
+    engine: Any = None
 
 
 @dataclass(frozen=True)
 class Request:
+    """Sample number `sample_index` of a prompt; the prompt's requests share one `affinity`."""
+
     prompt: Prompt
     sample_index: int
-    group: Group
+    affinity: EngineAffinity
 
     def __str__(self) -> str:
-        return f"prompt {self.prompt.index} of {self.prompt.data_source!r}, sample {self.sample_index},"
+        source = self.prompt.data_source
+        return f"prompt {self.prompt.index} of {source!r}, sample {self.sample_index},"
 
 
 def make_body(
     request: Request, sampling: Sampling, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """What SGLang's /generate is sent."""
+    """Return the JSON body for SGLang's /generate."""
     parameters: dict[str, Any] = {
         "max_new_tokens": sampling.max_response_len,
         "temperature": sampling.temperature,
@@ -67,10 +75,9 @@ def make_body(
 
 
 def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
-    """A seed in [0, 2**63) that differs between the samples of a run."""
-    digest = hashlib.blake2b(
-        f"{seed} {prompt_index} {sample_index}".encode(), digest_size=8
-    ).digest()
+    """Return a seed in [0, 2**63) that differs between the samples of a run."""
+    key = f"{seed} {prompt_index} {sample_index}".encode()
+    digest = hashlib.blake2b(key, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -80,16 +87,23 @@ def make_sample(
     decode: Callable[[Sequence[int]], str],
     experts_shape: RoutedExpertsShape | None,
 ) -> Sample:
-    """ValueError where the engine told of experts that its model cannot have."""
+    """Return the Sample in SGLang's answer; `experts_shape` None leaves its routed experts out.
+
+    Raises ValueError if the engine reports experts that its model cannot have.
+    """
     meta = answer["meta_info"]
     response_ids = tuple(answer["output_ids"])
-    logprobs, logprob_ids = zip(
-        *((entry[0], entry[1]) for entry in meta["output_token_logprobs"]), strict=True
-    )
+    logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"])
+    logprob_ids = tuple(entry[1] for entry in meta["output_token_logprobs"])
     assert logprob_ids == response_ids, (
         f"{request} log-probs are of {logprob_ids}, tokens are {response_ids}"
     )
-    num_run = len(request.prompt.token_ids) + len(response_ids) - 1
+    routed_experts = None
+    if experts_shape is not None:
+        # The engine never runs the last response token, so that one went to no expert.
+        num_run = len(request.prompt.token_ids) + len(response_ids) - 1
+        where = str(request).rstrip(",")
+        routed_experts = experts_shape.decode(meta.get("routed_experts"), num_run, where)
     return Sample(
         prompt=request.prompt,
         sample_index=request.sample_index,
@@ -101,6 +115,5 @@ def make_sample(
             for span in meta["weight_versions"]
         ),
         text=decode(response_ids),
-        routed_experts=experts_shape
-        and experts_shape.decode(meta.get("routed_experts"), num_run, str(request).rstrip(",")),
+        routed_experts=routed_experts,
     )

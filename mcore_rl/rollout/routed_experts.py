@@ -1,4 +1,4 @@
-"""Which experts an engine's routers chose: its answer in, checked numbers of experts out."""
+"""Which experts an engine's routers chose: its encoded answer in, checked expert numbers out."""
 
 import base64
 from dataclasses import dataclass
@@ -7,13 +7,19 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+_REMEDY = (
+    "the engine serves another model than model.path says, or chose physical copies of experts"
+    " (expert load balancing of engines must be off); drift.routed_experts=false does without,"
+    " train.router_replay=engine cannot"
+)
+
 
 @dataclass(frozen=True)
 class RoutedExpertsShape:
-    """What an answer must hold.
+    """The shape that an answer must have.
 
-    moe_layers   for each hidden layer of the model whether it has experts; engines tell of dense ones, too,
-                 but nothing that means anything
+    moe_layers   for each hidden layer of the model, whether it has experts; what engines report of
+                 dense layers means nothing
     """
 
     moe_layers: tuple[bool, ...]
@@ -21,33 +27,36 @@ class RoutedExpertsShape:
     num_experts: int
 
     def decode(self, encoded: str | None, num_tokens: int, where: str) -> Tensor:
-        """int16 [num_tokens, L, K] of SGLang's base64 of int32. ValueError names `where` and the layer."""
-        remedy = (
-            "the engine serves another model than model.path says, or chose physical copies of experts"
-            " (expert load balancing of engines must be off); drift.routed_experts=false does without,"
-            " train.router_replay=engine cannot"
-        )
+        """Return int16 [num_tokens, L, K], decoded from SGLang's base64 of int32.
+
+        Raises ValueError naming `where`, token and layer if nothing was reported or no model with
+        this shape can have chosen so.
+        """
         if encoded is None:
-            raise ValueError(f"{where}: the engine did not tell which experts it chose: {remedy}")
-        shape = (num_tokens, len(self.moe_layers), self.top_k)
+            raise ValueError(f"{where}: the engine did not tell which experts it chose: {_REMEDY}")
+        num_layers = len(self.moe_layers)
         flat = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
-        if flat.numel() != num_tokens * shape[1] * shape[2]:
+        if flat.numel() != num_tokens * num_layers * self.top_k:
             raise ValueError(
-                f"{where}: the engine told of {flat.numel()} choices of experts, expected {num_tokens} tokens"
-                f" * {shape[1]} layers * {shape[2]} experts per token: {remedy}"
+                f"{where}: the engine told of {flat.numel()} choices of experts, expected"
+                f" {num_tokens} tokens * {num_layers} layers * {self.top_k} experts per token:"
+                f" {_REMEDY}"
             )
-        experts_TLK = flat.view(shape)
+        experts_TLK = flat.view(num_tokens, num_layers, self.top_k)
+        self._check(experts_TLK, where)
+        return experts_TLK.to(torch.int16)
+
+    def _check(self, experts_TLK: Tensor, where: str) -> None:
+        """Raise ValueError unless each token went to different, existing experts in each MoE layer."""
         in_range_TLK = (experts_TLK >= 0) & (experts_TLK < self.num_experts)
-        columns = experts_TLK.unbind(2)
-        twice_TL = torch.zeros(shape[:2], dtype=torch.bool)
-        for a, b in combinations(columns, 2):
-            twice_TL |= a == b
+        twice_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool)
+        for first_TL, second_TL in combinations(experts_TLK.unbind(2), 2):
+            twice_TL |= first_TL == second_TL
         wrong_TL = (twice_TL | ~in_range_TLK.all(2)) & torch.tensor(self.moe_layers)
         if wrong_TL.any():
             token, layer = wrong_TL.nonzero()[0].tolist()
-            found = experts_TLK[token, layer].tolist()
+            experts = experts_TLK[token, layer].tolist()
             raise ValueError(
-                f"{where}: experts {found} of token {token} in layer {layer} are not {self.top_k} different"
-                f" ones of 0 to {self.num_experts - 1}: {remedy}"
+                f"{where}: experts {experts} of token {token} in layer {layer} are not"
+                f" {self.top_k} different ones of 0 to {self.num_experts - 1}: {_REMEDY}"
             )
-        return experts_TLK.to(torch.int16)

@@ -10,26 +10,29 @@ from mcore_rl.rollout.client import RolloutError
 
 
 class UnreachableError(RolloutError):
-    """The engine did not answer, or not for a reason that lies in the request: another try may help."""
+    """The engine did not answer or had an internal error, so another try may help."""
 
 
 async def score_sequences(
     url: str, sequences: Sequence[Sequence[int]], timeout_s: float
 ) -> list[list[float]]:
-    """log p(token t | tokens before it) for all tokens but the first of each sequence, at temperature 1.
+    """Return log p(token t | tokens before it) at temperature 1, for each sequence.
 
-    RolloutError names the engine and what it answered, if not that.
+    The first token of a sequence has none, so the result is one entry shorter. Raises RolloutError
+    naming the engine and its answer.
     """
     async with open_session(timeout_s) as http:
-        return list(
-            await asyncio.gather(*(score_tokens(http, url, tokens, 0) for tokens in sequences))
-        )
+        calls = [score_tokens(http, url, tokens, 0) for tokens in sequences]
+        return list(await asyncio.gather(*calls))
 
 
 async def score_tokens(
     http: aiohttp.ClientSession, url: str, tokens: Sequence[int], start: int
 ) -> list[float]:
-    """log p of tokens[start + 1:], at temperature 1; RolloutError as above."""
+    """Return log p of tokens[start + 1:] at temperature 1, given all tokens before each.
+
+    Raises RolloutError, or UnreachableError where another try may help.
+    """
     body = {
         "input_ids": list(tokens),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -47,10 +50,12 @@ async def score_tokens(
         raise UnreachableError(
             f"engine {url} scored nothing: {type(error).__name__}: {error}"
         ) from error
-    # The token ids beside the log-probs prove nothing: SGLang gives the vocabulary's last one as 0.
+    # The token ids beside the log-probs can't be checked: SGLang reports the vocabulary's last one
+    # as 0.
     entries = answer["meta_info"]["input_token_logprobs"]
     if len(entries) != len(tokens) - start:
         raise RolloutError(
-            f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)} from token {start} on"
+            f"engine {url} scored {len(entries)} tokens of a sequence of {len(tokens)} from token"
+            f" {start} on"
         )
     return [entry[0] for entry in entries[1:]]

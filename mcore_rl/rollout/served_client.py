@@ -1,4 +1,4 @@
-"""Async client of a served model: JSON bodies in, an answer or an exception for each out."""
+"""Async client of a served model: JSON bodies in, for each its JSON answer or an exception out."""
 
 import asyncio
 import json
@@ -13,12 +13,13 @@ from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 
 _log = logging.getLogger(__name__)
-_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 8.0
+_FIRST_BACKOFF_S = 0.25
+_LONGEST_BACKOFF_S = 8.0
 _SHOWN_CHARS = 500
 
 
 class ServedRequestError(RuntimeError):
-    """A request failed for good; the message names role and server."""
+    """A request to a served model failed for good; the message names role and server."""
 
 
 class _Transient(Exception):
@@ -26,51 +27,69 @@ class _Transient(Exception):
 
 
 class ServedClient:
-    """Spreads requests over a model's engines, least loaded first; retries until a request's time is up."""
+    """Spreads requests over a served model's engines, least loaded first, with retries.
 
-    def __init__(self, model: ServedEndpoint) -> None:
-        self._model = model
-        self._in_flight = {engine.url: 0 for engine in model.engines}
+    A request is retried until the model's request_timeout_s is over.
+    """
+
+    def __init__(self, endpoint: ServedEndpoint) -> None:
+        self._endpoint = endpoint
+        self._in_flight = {engine.url: 0 for engine in endpoint.engines}
 
     async def post_all(self, path: str, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """In their order, each answer's JSON or the ServedRequestError that the request came to.
+        """Return, in the order of `bodies`, each answer's JSON or the ServedRequestError it ended
+        in.
 
-        Lost connections, HTTP 429 and 5xx are tried again, also while no engine serves; others are not.
+        Lost connections, HTTP 429 and 5xx are retried, and so are requests while no engine serves.
+        Other statuses are not.
         """
-        slots = asyncio.Semaphore(self._model.config.max_concurrency * len(self._model.engines))
-        async with open_session(None, self._model.headers) as session:
-            return await asyncio.gather(*(self._one(session, slots, path, body) for body in bodies))
+        endpoint = self._endpoint
+        slots = asyncio.Semaphore(endpoint.config.max_concurrency * len(endpoint.engines))
+        async with open_session(None, endpoint.headers) as session:
+            return await asyncio.gather(
+                *(self._post_in_time(session, slots, path, body) for body in bodies)
+            )
 
-    async def _one(
+    async def _post_in_time(
         self,
         session: aiohttp.ClientSession,
         slots: asyncio.Semaphore,
         path: str,
         body: Mapping[str, Any],
     ) -> Any:
-        timeout_s, reason, role = (
-            self._model.config.request_timeout_s,
-            "no answer",
-            self._model.role,
-        )
+        role = self._endpoint.role
+        timeout_s = self._endpoint.config.request_timeout_s
+        reasons = ["no answer"]
         async with slots:
             try:
                 async with asyncio.timeout(timeout_s):
-                    pause_s = _FIRST_BACKOFF_S
-                    while True:
-                        try:
-                            return await self._post(session, path, body)
-                        except (aiohttp.ClientError, _Transient) as failure:
-                            reason = f"{type(failure).__name__}: {failure}"
-                        _log.info("%s: a request failed with %s; trying again", role, reason)
-                        await asyncio.sleep(pause_s)
-                        pause_s = min(2 * pause_s, _LONGEST_BACKOFF_S)
+                    return await self._post_until_answered(session, path, body, reasons)
             except ServedRequestError as error:
                 return error
             except TimeoutError:
                 return ServedRequestError(
-                    f"{role}.request_timeout_s={timeout_s:g} is over; last: {reason}"
+                    f"{role}.request_timeout_s={timeout_s:g} is over; last: {reasons[-1]}"
                 )
+
+    async def _post_until_answered(
+        self,
+        session: aiohttp.ClientSession,
+        path: str,
+        body: Mapping[str, Any],
+        reasons: list[str],
+    ) -> Any:
+        """Post until an engine answers; the reason of each failure is appended to `reasons`."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                return await self._post(session, path, body)
+            except (aiohttp.ClientError, _Transient) as failure:
+                reasons.append(f"{type(failure).__name__}: {failure}")
+            _log.info(
+                "%s: a request failed with %s; trying again", self._endpoint.role, reasons[-1]
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
     async def _post(
         self, session: aiohttp.ClientSession, path: str, body: Mapping[str, Any]
@@ -78,28 +97,27 @@ class ServedClient:
         engine = self._pick()
         self._in_flight[engine.url] += 1
         try:
-            named = {"model": self._model.model, **body}
-            async with session.post(f"{engine.url}{path}", json=named) as response:
+            with_model = {"model": self._endpoint.model, **body}
+            async with session.post(f"{engine.url}{path}", json=with_model) as response:
                 text = await response.text()
         finally:
             self._in_flight[engine.url] -= 1
         if response.status == 429 or response.status >= 500:
             raise _Transient(f"{engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
+        where = f"{self._endpoint.role}, {engine}"
         if response.status != 200:
-            raise ServedRequestError(
-                f"{self._model.role}, {engine}: HTTP {response.status}: {text[:_SHOWN_CHARS]}"
-            )
+            raise ServedRequestError(f"{where}: HTTP {response.status}: {text[:_SHOWN_CHARS]}")
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            raise ServedRequestError(
-                f"{self._model.role}, {engine}: no JSON ({error}): {text[:_SHOWN_CHARS]}"
-            ) from None
+            raise ServedRequestError(f"{where}: no JSON ({error}): {text[:_SHOWN_CHARS]}") from None
 
     def _pick(self) -> EngineAddress:
-        rotation = self._model.rotation
-        serving = [engine for engine in self._model.engines if not rotation.why_out(engine.url)]
+        """Return the serving engine with the fewest requests; raises _Transient if none serves."""
+        health = self._endpoint.health
+        engines = self._endpoint.engines
+        serving = [engine for engine in engines if not health.why_out(engine.url)]
         if not serving:
-            reasons = "; ".join(f"{e}: {rotation.why_out(e.url)}" for e in self._model.engines)
+            reasons = "; ".join(f"{engine}: {health.why_out(engine.url)}" for engine in engines)
             raise _Transient(f"no engine serves: {reasons}")
         return min(serving, key=lambda engine: self._in_flight[engine.url])

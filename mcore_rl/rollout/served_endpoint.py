@@ -1,4 +1,8 @@
-"""Models that are served beside the policy, as those who ask them see them: addresses and names."""
+"""A served model's options in, the addresses and names that its clients need out.
+
+A served model is one that runs beside the policy: a judge, a reward model or a teacher. Its engines
+are started by the run (`path`) or run already (`url`).
+"""
 
 import json
 import os
@@ -11,25 +15,25 @@ from mcore_rl.config import ServedModelConfig
 from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.engine_health import EngineHealth
 
-TAKES_TEXT = ("judge",)
-"""Roles that are asked in words, so that their servers need tokenizer and chat template."""
-_NOT_OURS = "on its own machine"
+TEXT_ROLES = ("judge",)
+"""Roles that get text instead of token ids; their servers need tokenizer and chat template."""
+_REMOTE_LOG = "on its own machine"
 
 
 @dataclass(frozen=True)
 class ServedEndpoint:
-    """Where a judge, reward model or teacher answers.
+    """Where a served model answers.
 
-    role      the config group, which names it in messages
-    engines   its servers; requests go to those that `rotation` says serve
-    model     what requests to OpenAI-compatible endpoints name it
-    api_key   empty where none is needed
+    role      judge, reward_model or teacher: the config group, which messages name
+    engines   its servers; requests go to those that `health` says serve
+    model     the model's name in requests to OpenAI-compatible endpoints
+    api_key   empty if none is needed
     """
 
     role: str
     config: ServedModelConfig
     engines: tuple[EngineAddress, ...]
-    rotation: EngineHealth
+    health: EngineHealth
     model: str
     api_key: str = ""
 
@@ -39,9 +43,11 @@ class ServedEndpoint:
 
 
 def check_served_path(role: str, config: ServedModelConfig) -> None:
-    """ValueError if `config.path` cannot be what engines are started for."""
+    """Raise ValueError if no engine can be started on `config.path`."""
     folder = Path(config.path)
-    needed = ["config.json", *(["tokenizer_config.json"] if role in TAKES_TEXT else [])]
+    needed = ["config.json"]
+    if role in TEXT_ROLES:
+        needed.append("tokenizer_config.json")
     for name in needed:
         if not (folder / name).is_file():
             raise ValueError(
@@ -49,10 +55,11 @@ def check_served_path(role: str, config: ServedModelConfig) -> None:
             )
 
 
-def find_served(role: str, config: ServedModelConfig) -> ServedEndpoint:
-    """The server at `config.url`, which must answer within a request's time.
+def find_endpoint(role: str, config: ServedModelConfig) -> ServedEndpoint:
+    """Return the server at `config.url`, which must answer within request_timeout_s.
 
-    ValueError: nothing there lists its models, it has none of the wanted name, or there is no key.
+    Raises ValueError if the server does not list its models, has none of the wanted name, or if the
+    environment variable with its key is not set.
     """
     url = config.url.rstrip("/").removesuffix("/v1")
     key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
@@ -66,9 +73,13 @@ def find_served(role: str, config: ServedModelConfig) -> ServedEndpoint:
             f"{role}.url={config.url}: it has no model {config.url_model!r}, but"
             f" {', '.join(names) or 'none'}; set {role}.url_model"
         )
-    address = EngineAddress(url, _NOT_OURS)
     return ServedEndpoint(
-        role, config, (address,), EngineHealth([url]), config.url_model or names[0], key
+        role,
+        config,
+        engines=(EngineAddress(url, _REMOTE_LOG),),
+        health=EngineHealth([url]),
+        model=config.url_model or names[0],
+        api_key=key,
     )
 
 
@@ -79,5 +90,6 @@ def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> 
             return [str(entry["id"]) for entry in json.load(response)["data"]]
     except (urllib.error.URLError, OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{role}.url={config.url}: GET {url} does not list models: {type(error).__name__}: {error}"
+            f"{role}.url={config.url}: GET {url} does not list models:"
+            f" {type(error).__name__}: {error}"
         ) from None

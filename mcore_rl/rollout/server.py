@@ -1,7 +1,8 @@
-"""Entry of an SGLang server process: `python -m mcore_rl.rollout.server --parent-pid N <sglang arguments>`.
+"""Entry point of an SGLang server: `sglang serve` arguments in, an HTTP server out.
 
-In: the arguments of `sglang serve`. Out: an HTTP server whose processes all die with the one that started it.
-Without CUDA the import stand-ins come first on the path and SGLang is set up for the CPU.
+Run as `python -m mcore_rl.rollout.server --parent-pid N <sglang arguments>`. All processes of the
+server die with the process that started it. Without CUDA, import stand-ins replace SGLang's
+CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
 import ctypes
@@ -15,14 +16,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel SIGKILL this process when the thread of `parent_pid` that started it ends."""
+    """Have the kernel kill this process when the thread of `parent_pid` that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)  # the parent died before the line above
 
 
 def forks_die_with_their_parents() -> None:
-    """Call die_with_parent in every process that this one forks, and in those that they fork."""
+    """Call die_with_parent in every process that this one forks, and in their forks, too."""
     forking_pid = 0
 
     def remember_parent() -> None:
@@ -33,6 +34,7 @@ def forks_die_with_their_parents() -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Serve until killed. Imports come late: environment and stand-ins must be set before them."""
     if arguments[:1] == ["--parent-pid"]:
         die_with_parent(int(arguments[1]))
         arguments = arguments[2:]

@@ -1,4 +1,4 @@
-"""How old samples are against the weights that train on them, in weight versions."""
+"""Samples in, metrics of their age against the weights that train on them out, in weight versions."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -9,19 +9,23 @@ from mcore_rl.types import Sample, WeightVersion
 def staleness_metrics(
     samples: Sequence[Sample], version: WeightVersion, bound: int | None
 ) -> dict[str, float]:
-    """Of samples that weights `version` train on; fails if one is older than `bound` allows (None: any)."""
-    ages = [
-        version - min(span.version for span in sample.versions)
-        for sample in samples
-        if sample.response_ids
-    ]
+    """Return the ages of non-empty `samples` when weights `version` train on them.
+
+    A sample is as old as its oldest token. Fails an assertion if one is older than `bound` (None:
+    no bound).
+    """
+    ages = []
+    num_partial = 0
+    for sample in samples:
+        versions = {span.version for span in sample.versions}
+        num_partial += len(versions) > 1
+        if sample.response_ids:
+            ages.append(version - min(versions))
+    oldest = max(ages, default=0)
     if bound is not None:
-        assert max(ages, default=0) <= bound, (
-            f"samples of age {ages} for version {version}, bound {bound}"
-        )
-    partial = sum(len({span.version for span in sample.versions}) > 1 for sample in samples)
+        assert oldest <= bound, f"samples of age {ages} for version {version}, bound {bound}"
     return {
         "staleness/mean": fmean(ages) if ages else 0.0,
-        "staleness/max": float(max(ages, default=0)),
-        "staleness/partial": float(partial),
+        "staleness/max": float(oldest),
+        "staleness/partial": float(num_partial),
     }

@@ -19,88 +19,97 @@ _PAUSE_S = 0.5
 
 
 class Teacher:
-    """Spreads samples over the teacher's engines; what one does not answer is asked again, of another if any.
+    """Spreads samples over the teacher's engines; failed requests are retried on the next one.
 
-    Raises RolloutError for a sample that nobody scored within the teacher's request_timeout_s.
+    Raises RolloutError for a sample that no engine scored within the teacher's request_timeout_s.
     """
 
-    def __init__(self, served: ServedEndpoint, watched: Callable[[Awaitable[Any]], Any]) -> None:
+    def __init__(self, endpoint: ServedEndpoint, watched: Callable[[Awaitable[Any]], Any]) -> None:
         """`watched` runs a coroutine to its end while ranks and engines are watched."""
-        self._served, self._watched = served, watched
+        self._endpoint = endpoint
+        self._watched = watched
 
     def __call__(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Of each sample, one number per response token, at temperature 1."""
+        """Return, for each sample, the log-prob of each response token at temperature 1."""
         return self._watched(self._score(samples))
 
     async def _score(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        slots = asyncio.Semaphore(self._served.config.max_concurrency * len(self._served.engines))
-        async with open_session(
-            None, self._served.headers
-        ) as http:  # _in_time has a limit for all tries
+        endpoint = self._endpoint
+        slots = asyncio.Semaphore(endpoint.config.max_concurrency * len(endpoint.engines))
+        # No timeout here: _score_in_time limits all tries of a sample together.
+        async with open_session(None, endpoint.headers) as http:
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    started = [
-                        tasks.create_task(self._in_time(http, slots, i, s))
-                        for i, s in enumerate(samples)
+                async with asyncio.TaskGroup() as task_group:
+                    tasks = [
+                        task_group.create_task(self._score_in_time(http, slots, index, sample))
+                        for index, sample in enumerate(samples)
                     ]
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
-        return [task.result() for task in started]
+        return [task.result() for task in tasks]
 
-    async def _in_time(
+    async def _score_in_time(
         self, http: aiohttp.ClientSession, slots: asyncio.Semaphore, index: int, sample: Sample
     ) -> tuple[float, ...]:
         if not sample.response_ids:
             return ()
-        seconds, failures = self._served.config.request_timeout_s, ["none of its engines serves"]
+        role = self._endpoint.role
+        timeout_s = self._endpoint.config.request_timeout_s
+        failures = ["none of its engines serves"]
         async with slots:
             try:
-                async with asyncio.timeout(seconds):
-                    return await self._try(http, index, sample, failures)
+                async with asyncio.timeout(timeout_s):
+                    return await self._score_one(http, index, sample, failures)
             except TimeoutError:
                 raise RolloutError(
-                    f"the {self._served.role} did not score sample {sample.sample_index} of prompt"
-                    f" {sample.prompt.index} in {seconds:g} s ({self._served.role}.request_timeout_s); last:"
-                    f" {failures[-1]}"
+                    f"the {role} did not score sample {sample.sample_index} of prompt"
+                    f" {sample.prompt.index} in {timeout_s:g} s ({role}.request_timeout_s);"
+                    f" last: {failures[-1]}"
                 ) from None
 
-    async def _try(
+    async def _score_one(
         self, http: aiohttp.ClientSession, index: int, sample: Sample, failures: list[str]
     ) -> tuple[float, ...]:
-        """Engine after engine, until one answers; why they did not is added to `failures`."""
-        before = len(sample.prompt.token_ids)
+        """Ask one engine after another until one answers; append to `failures` why they did not."""
+        prompt_len = len(sample.prompt.token_ids)
         tokens = (*sample.prompt.token_ids, *sample.response_ids)
         while True:
-            if serving := self._served.rotation.serving:
+            if serving := self._endpoint.health.serving:
                 url = serving[(index + len(failures)) % len(serving)]
                 try:
-                    return tuple(await score_tokens(http, url, tokens, before - 1))
+                    return tuple(await score_tokens(http, url, tokens, prompt_len - 1))
                 except UnreachableError as error:
                     failures.append(str(error))
-                    _log.warning("%s: %s; trying again", self._served.role, error)
+                    _log.warning("%s: %s; trying again", self._endpoint.role, error)
             await asyncio.sleep(_PAUSE_S)
 
 
 class Vocabulary(Protocol):
-    """What is used of a HuggingFace tokenizer."""
+    """The part of a HuggingFace tokenizer that is used here."""
 
     def get_vocab(self) -> dict[str, int]: ...
 
 
 def check_same_vocabulary(
-    ours: Vocabulary, theirs: Vocabulary, model_path: str, teacher_path: str
+    policy: Vocabulary, teacher: Vocabulary, model_path: str, teacher_path: str
 ) -> None:
-    """ValueError unless every token has the same id in both: a teacher is asked about token ids."""
-    here, there = ours.get_vocab(), theirs.get_vocab()
-    differ = sorted(token for token in {**here, **there} if here.get(token) != there.get(token))
-    if differ:
-        first = differ[0]
+    """Raise ValueError unless every token has the same id in both: a teacher gets token ids."""
+    policy_ids = policy.get_vocab()
+    teacher_ids = teacher.get_vocab()
+    differing = sorted(
+        token
+        for token in policy_ids.keys() | teacher_ids.keys()
+        if policy_ids.get(token) != teacher_ids.get(token)
+    )
+    if differing:
+        token = differing[0]
         raise ValueError(
-            f"teacher.path={teacher_path}: {len(differ)} tokens have other ids than in"
-            f" model.path={model_path}, such as {first!r}: {_id(there, first)} in place of"
-            f" {_id(here, first)}; the teacher scores token ids, so it must have the policy's vocabulary"
+            f"teacher.path={teacher_path}: {len(differing)} tokens have other ids than in"
+            f" model.path={model_path}, such as {token!r}: {_id_of(teacher_ids, token)} in place of"
+            f" {_id_of(policy_ids, token)}; the teacher scores token ids, so it must have the"
+            " policy's vocabulary"
         )
 
 
-def _id(vocabulary: Mapping[str, int], token: str) -> object:
+def _id_of(vocabulary: Mapping[str, int], token: str) -> object:
     return vocabulary.get(token, "none")

@@ -28,7 +28,7 @@ from mcore_rl.run.inputs import (
     check_no_trainer,
     load_split,
     make_scorer,
-    open_tokenizer,
+    open_policy,
     read_train_inputs,
     token_cache_dir,
     without_replay,
@@ -48,6 +48,7 @@ from mcore_rl.run.parts import (
 )
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import WeightVersion
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,12 @@ def run_train(config: Config) -> None:
     needs = needs_of(config.algorithm)
     served = ("judge", "reward_model", "teacher")
     run = _run(
-        config, with_engines=True, with_trainer=True, with_critic=needs.critic, served=served
+        config,
+        inputs.policy,
+        with_engines=True,
+        with_trainer=True,
+        with_critic=needs.critic,
+        served=served,
     )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
@@ -69,18 +75,20 @@ def run_train(config: Config) -> None:
         critic = started.critic
         gpus = started.gpus
         served_models = connect(scorer, processes)
-        gpus.take(TRAINER, ALL)
+        gpus.load(TRAINER, ALL)
         if needs.reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"prompts": prompts, "advantages": inputs.advantages}, newest)
+        parts = {"prompts": prompts, "advantages": inputs.advantages}
+        start_step = resume(trainer, config, parts, newest)
         if critic is not None and start_step:
-            gpus.take(CRITIC, ALL)
-            critic.load(str(folder.critic_checkpoint(start_step)))
-        client = make_client(config, started.engines, inputs.tokenizer)
+            gpus.load(CRITIC, ALL)
+            saved = str(folder.critic_checkpoint(start_step))
+            critic.load(saved, verify=config.checkpoint.verify)
+        client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
         packed = pack(config, trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        weights = make_sync(config, started, packed, watched)
-        weights.sync(WeightVersion(start_step))
+        weights = make_sync(config, inputs.policy, started, packed, watched)
+        weights.sync(WeightVersion(start_step), inputs.canary_probe)
         background_sampler = sample_in_background(
             config, start_step, prompts, client, scorer, processes, weights
         )
@@ -107,15 +115,15 @@ def run_train(config: Config) -> None:
 
 def run_sft(config: Config) -> None:
     """`mcore-rl sft`: fine-tune the weights in model.path, or random ones, to <run.dir>/hf."""
-    tokenizer = open_tokenizer(config, "sft.data")
-    config = without_replay(config)
+    policy, tokenizer = open_policy(config, "sft.data")
+    config = without_replay(config, policy)
     options = config.sft
     cache_dir = token_cache_dir(config.data)
     batches = SftStream(options.data, tokenizer, options.max_len, config.run.seed, cache_dir)
-    with _run(config, with_trainer=True) as (folder, newest, processes):
+    with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
-        start_step = resume(trainer, {"prompts": batches}, newest)
+        start_step = resume(trainer, config, {"prompts": batches}, newest)
         packed = pack(config, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
@@ -125,8 +133,8 @@ def run_sft(config: Config) -> None:
 
 def run_dpo(config: Config) -> None:
     """`mcore-rl dpo`: optimize preferences from the weights in model.path, to <run.dir>/hf."""
-    tokenizer = open_tokenizer(config, "dpo.data")
-    config = without_replay(config)
+    policy, tokenizer = open_policy(config, "dpo.data")
+    config = without_replay(config, policy)
     options = config.dpo
     cache_dir = token_cache_dir(config.data)
     pairs = load_pairs(options.data, tokenizer, options.max_len, cache_dir)
@@ -138,12 +146,12 @@ def run_dpo(config: Config) -> None:
     loss = make_policy_loss(
         AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
     )
-    with _run(config, with_trainer=True) as (folder, newest, processes):
+    with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         trainer.wait_built()
         if config.algorithm.preference.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, {"pairs": stream}, newest)
+        start_step = resume(trainer, config, {"pairs": stream}, newest)
         packed = pack(config, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
             optimize_preferences(config, stream, batches, packed, log, start_step)
@@ -156,7 +164,7 @@ def run_pairs(config: Config) -> None:
     <run.dir>/pairs.
     """
     check_no_trainer(config)
-    tokenizer = open_tokenizer(config, "data.train")
+    policy, tokenizer = open_policy(config, "data.train")
     splits = {
         "train": load_split(config, config.data.train, tokenizer)[: config.dpo.prompts or None],
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
@@ -165,8 +173,11 @@ def run_pairs(config: Config) -> None:
     num_samples = config.rollout.samples_per_prompt
     num_pairs = config.dpo.pairs_per_prompt
     served = ("judge", "reward_model")
-    with _run(config, "pairs", with_engines=True, served=served) as (folder, _, processes), scorer:
-        client = make_client(config, processes.start_engines(), tokenizer)
+    with (
+        _run(config, policy, "pairs", with_engines=True, served=served) as (folder, _, processes),
+        scorer,
+    ):
+        client = make_client(config, policy, processes.start_engines(), tokenizer)
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         for name, prompts in splits.items():
@@ -180,13 +191,16 @@ def run_pairs(config: Config) -> None:
 def run_eval(config: Config) -> None:
     """`mcore-rl eval`: evaluate the weights in model.path without a trainer, to <run.dir>/eval."""
     check_no_trainer(config)
-    tokenizer = open_tokenizer(config, "eval.data")
+    policy, tokenizer = open_policy(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = make_scorer(config)
     correctness = Correctness.of(config.eval, config.reward)
     served = ("judge", "reward_model")
-    with _run(config, "eval", with_engines=True, served=served) as (folder, _, processes), scorer:
-        client = make_client(config, processes.start_engines(), tokenizer)
+    with (
+        _run(config, policy, "eval", with_engines=True, served=served) as (folder, _, processes),
+        scorer,
+    ):
+        client = make_client(config, policy, processes.start_engines(), tokenizer)
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with make_log(config, folder, None, 0) as log:
@@ -206,6 +220,7 @@ def run_eval(config: Config) -> None:
 @contextmanager
 def _run(
     config: Config,
+    policy: ModelFacts,
     subfolder: str = ".",
     *,
     with_engines: bool = False,
@@ -215,16 +230,18 @@ def _run(
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
     if with_engines:
-        check_engines(config)
+        check_engines(config, policy)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)
-    newest = folder.prepare(config)
-    _log.info("start-up")
-    with run_processes(
-        config,
-        folder.logs,
-        with_engines=with_engines,
-        with_trainer=with_trainer,
-        with_critic=with_critic,
-        served=served,
-    ) as processes:
-        yield folder, newest, processes
+    with folder.locked():
+        newest = folder.prepare(config)
+        _log.info("start-up")
+        with run_processes(
+            config,
+            policy,
+            folder.logs,
+            with_engines=with_engines,
+            with_trainer=with_trainer,
+            with_critic=with_critic,
+            served=served,
+        ) as processes:
+            yield folder, newest, processes

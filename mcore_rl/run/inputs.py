@@ -10,98 +10,101 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.algo.requirements import check_algorithm
-from mcore_rl.config import Config, DataConfig, ModelConfig
+from mcore_rl.config import Config, DataConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.token_cache import default_cache_dir
 from mcore_rl.planning.checks import check_sizes
+from mcore_rl.planning.models import read_critic, read_policy
+from mcore_rl.players.canary import make_probe
 from mcore_rl.rewards.model_scorers import JudgeScorer, ModelScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
 from mcore_rl.slices.families.routing import check_routing
-from mcore_rl.slices.families.value_head import has_value_head
 from mcore_rl.slices.hf.carried import carried_tensors
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
-from mcore_rl.types import Prompt
+from mcore_rl.types import Prompt, TrainBatch
 
 
 @dataclass(frozen=True)
 class TrainInputs:
     """What a training run is made of besides its processes."""
 
+    policy: ModelFacts
     tokenizer: PreTrainedTokenizerBase
     prompts: ShuffledStream[Prompt]
     held_out: list[Prompt]
     scorer: Scorer
     loss: TokenLoss
     advantages: Advantages
+    canary_probe: TrainBatch
+    """Prompts that engines and trainer score at the first sync, before there are samples."""
 
 
 def read_train_inputs(config: Config) -> TrainInputs:
     """ValueError naming the option if a file cannot be used, or a size or a model does not fit the rest."""
     check_algorithm(config)
-    tokenizer = open_tokenizer(config, "data.train")
-    check_routing(config.train, read_hf_config(config.model.path))
+    policy, tokenizer = open_policy(config, "data.train")
+    check_routing(config.train, policy.config)
     prompts = load_split(config, config.data.train, tokenizer)
+    held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     inputs = TrainInputs(
+        policy,
         tokenizer,
         ShuffledStream(prompts, config.run.seed, config.data.shuffle),
-        load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
+        held_out,
         make_scorer(config),
         make_policy_loss(config.algorithm),
         Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
+        make_probe(held_out or prompts, config.canary.sequences),
     )
     if needs_of(config.algorithm).critic:
-        check_critic(config)
-    check_sizes(config)
+        check_critic(config, policy)
+    check_sizes(config, policy)
     if config.teacher.path:
         check_teacher(config, tokenizer)
     return inputs
 
 
-def open_tokenizer(config: Config, *needed: str) -> PreTrainedTokenizerBase:
-    """The tokenizer; ValueError if a leaf of `needed` is empty or the model cannot be what the run needs."""
+def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
+    """Return the facts about the policy's model, which are read here once, and its tokenizer.
+
+    Raises ValueError if an option of `needed` is empty or the model directory does not fit the run.
+    """
     require(config, *needed, "run.dir", "model.path")
-    return _open_model(config.model)
-
-
-def _open_model(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory; ValueError if the directory cannot be what the run needs."""
-    path = Path(model.path)
-    try:
-        hf_config = read_hf_config(path)
-    except ValueError as error:
-        raise ValueError(f"model.path={model.path}: {error}") from None
-    if has_value_head(hf_config):
+    model = config.model
+    policy = read_policy(config)
+    if policy.has_value_head:
         raise ValueError(
-            f"model.path={model.path}: {hf_config['architectures'][0]} gives values, not log-probs; a critic"
+            f"model.path={model.path}: {policy.architecture} gives values, not log-probs; a critic"
             " starts from it as critic.path"
         )
     if model.init == "hf":
-        if not any(path.glob("*.safetensors")):
+        if not any(policy.path.glob("*.safetensors")):
             raise ValueError(
                 f"model.path={model.path}: no *.safetensors there; model.init=random starts without"
             )
-        open_hf_dir(path)
-        if carried := sorted(carried_tensors(path, hf_config)):
+        open_hf_dir(policy)
+        if carried := sorted(carried_tensors(policy.path, policy.config)):
             print(
                 f"{len(carried)} tensors are not trained, but go into exports unchanged: {carried[0]}, ..."
             )
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(policy.path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model.path={model.path}: no tokenizer there that can be opened ({error}); one that is code"
             " beside the model (auto_map in tokenizer_config.json) is not run: save it as a tokenizer.json"
         ) from None
+    return policy, tokenizer
 
 
-def without_replay(config: Config) -> Config:
+def without_replay(config: Config, policy: ModelFacts) -> Config:
     """For sequences that no engine sampled: nobody knows their experts. ValueError: see check_routing."""
     train = replace(config.train, router_replay="none")
-    check_routing(train, read_hf_config(config.model.path))
+    check_routing(train, policy.config)
     return replace(config, train=train)
 
 
@@ -131,17 +134,13 @@ def make_scorer(config: Config) -> Scorer:
     return Scorer(config.reward, config.rollout.max_response_len, questions)
 
 
-def check_critic(config: Config) -> None:
+def check_critic(config: Config, policy: ModelFacts) -> None:
     """ValueError if the critic cannot start from what the recipe names, or not learn with the policy."""
-    path = config.critic.path or config.model.path
-    try:
-        of_critic, of_policy = read_hf_config(path), read_hf_config(config.model.path)
-    except ValueError as error:
-        raise ValueError(f"critic.path={path}: {error}") from None
-    if of_critic["vocab_size"] != of_policy["vocab_size"]:
+    critic = read_critic(config, policy)
+    if critic.vocab_size != policy.vocab_size:
         raise ValueError(
-            f"critic.path={path}: its vocabulary has {of_critic['vocab_size']} tokens, that of"
-            f" model.path={config.model.path} {of_policy['vocab_size']}; take one with the same tokenizer"
+            f"critic.path={config.critic.path}: its vocabulary has {critic.vocab_size} tokens, that of"
+            f" model.path={config.model.path} {policy.vocab_size}; take one with the same tokenizer"
         )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.host import node_address
+from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
@@ -31,6 +32,7 @@ from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, WeightVersion
 
@@ -38,12 +40,11 @@ _log = logging.getLogger(__name__)
 
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
-    """Wait for the models served beside the policy, and connect the scorer to those that give
-    rewards.
+    """Wait for the models served beside the policy, and connect the scorer to those with rewards.
 
     Returns the endpoints by role.
     """
-    served = processes.served.wait()
+    served = processes.served_engines.wait_built()
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
     clients = {role: ServedClient(model) for role, model in served.items()}
@@ -52,7 +53,7 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 
 
 def make_client(
-    config: Config, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
+    config: Config, policy: ModelFacts, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
     """Wait for the engines. Raises ValueError if the tokenizer has no end-of-sequence token."""
 
@@ -69,8 +70,8 @@ def make_client(
         config.rollout,
         [stop],
         decode,
-        experts_shape(config),
-        engines.rotation,
+        experts_shape(config, policy),
+        engines.health,
     )
 
 
@@ -102,7 +103,11 @@ def make_teacher(
 
 
 def make_sync(
-    config: Config, started: Started, packed: PackedTrainer, watched: Watched[Any]
+    config: Config,
+    policy: ModelFacts,
+    started: Started,
+    packed: PackedTrainer,
+    watched: Watched[Any],
 ) -> EngineSync:
     """Return the sync of weights to the engines, with the check that both sides compute alike."""
     timeout_s = config.run.call_timeout_s
@@ -115,10 +120,10 @@ def make_sync(
         timeout_s=timeout_s,
         staged=config.rollout.stage_weights,
         relay=config.sync.relay,
-        record=partial(record_layouts, config),
+        record=partial(record_layouts, config, policy),
     )
     canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
-    return EngineSync(sync_controller, canary, engines.rotation, engines.look, watched, gpus)
+    return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 
 def sample_in_background(
@@ -136,7 +141,8 @@ def sample_in_background(
     if config.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
-        config,
+        config.rollout,
+        config.run.seed,
         WeightVersion(start_step),
         prompts,
         client,
@@ -144,24 +150,23 @@ def sample_in_background(
         processes.watched,
         processes.start_watched,
         weights.revive,
+        with_greedy=needs_of(config.algorithm).greedy_baseline,
     )
 
 
-def resume(trainer: TrainerGroup, parts: Mapping[str, Any], newest: Any) -> int:
-    """Load the trainer and `parts`, by their names in the saved state, from the checkpoint
-    `newest`.
+def resume(trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Any) -> int:
+    """Load the trainer and `parts`, by their names in the saved state, from `newest`.
 
     Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint
     holds no state of a run.
     """
     if newest is None:
         return 0
-    state = trainer.load(str(newest))
+    state = trainer.load(str(newest), verify=config.checkpoint.verify)
     if not state:
         raise ValueError(
             f"{newest} holds a model without the state of a run: choose its HuggingFace directory"
-            " as "
-            "model.path instead, and another run.dir"
+            " as model.path instead, and another run.dir"
         )
     for name, part in parts.items():
         part.load_state_dict(state[name])

@@ -7,16 +7,23 @@ rollout, the reward function, who shares GPUs with whom.
 """
 
 import json
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import Config, ParallelConfig, RolloutConfig, ServedModelConfig
+from mcore_rl.config import (
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    ServedModelConfig,
+)
 from mcore_rl.config.recipe import value_of
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
 from mcore_rl.slices.families import refuse_unsupported
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 
 SMALLEST = 2
 """Size of every kind of parallelism that a recipe uses."""
@@ -24,6 +31,10 @@ MOST_RANKS = 4
 PROMPTS, SAMPLES = 8, 4
 MAX_PROMPT_LEN, MAX_RESPONSE_LEN, MAX_TOKENS = 64, 16, 1024
 KV_CACHE_LEN = 8192
+REWARD_NOISE = 1.0
+"""Added to rewards (rewards/noise.py), as a random model earns 0 for all that it says."""
+LEARNING_RATE = 1e-3
+"""One step at this rate changes log-probs far more than arithmetic does, so stale engines show."""
 
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -56,11 +67,17 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     `given` names the options ("run.steps") set on the command line. run.steps and run.resume among
     them are kept; `replaced` lists those that are not.
     """
+    print(
+        f"in a rehearsal every reward gets a pseudo-random number below {REWARD_NOISE:g}, and"
+        f" optimizers step at {LEARNING_RATE:g}, so that a random model learns something",
+        file=sys.stderr,
+    )
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
     critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
-    inputs = _write_inputs(read_hf_config(config.model.path), layers, folder / "inputs")
+    policy = ModelFacts.read(config.model.path)
+    inputs = _write_inputs(policy.config, layers, folder / "inputs")
     mini_batches = min(config.train.mini_batches, SMALLEST)
     is_group = config.rollout.samples_per_prompt > 1
     return replace(
@@ -75,9 +92,17 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
         train=replace(
-            config.train, max_tokens_per_microbatch=MAX_TOKENS, mini_batches=mini_batches
+            config.train,
+            max_tokens_per_microbatch=MAX_TOKENS,
+            mini_batches=mini_batches,
+            optimizer=_moving(config.train.optimizer),
         ),
-        critic=replace(critic, mini_batches=min(critic.mini_batches, SMALLEST), warmup_steps=0),
+        critic=replace(
+            critic,
+            mini_batches=min(critic.mini_batches, SMALLEST),
+            warmup_steps=0,
+            optimizer=_moving(critic.optimizer),
+        ),
         data=replace(
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
         ),
@@ -95,11 +120,16 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             config.reward,
             workers=min(config.reward.workers, 1),
             overlong_buffer_len=min(config.reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
+            noise=REWARD_NOISE,
         ),
         eval=replace(
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
         ),
-        cluster=replace(config.cluster, cpus_per_rank=0.1, object_store_mib=128),
+        cluster=replace(
+            config.cluster,
+            cpus_per_rank=0.1,
+            object_store_mib=128 if config.cluster.address is None else None,
+        ),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )
@@ -114,6 +144,10 @@ def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[
         if before != after:
             lines.append(f"{name}={after}, not {before}")
     return lines
+
+
+def _moving(optimizer: OptimizerConfig) -> OptimizerConfig:
+    return replace(optimizer, lr=LEARNING_RATE, warmup_steps=0)
 
 
 def _smallest(size: int) -> int:

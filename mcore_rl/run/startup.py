@@ -42,7 +42,7 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
         colocated = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s)
         watched(colocated.for_training())
     gpus = SharedGpus(colocated, watched)
-    for role in processes.served.colocated:
+    for role in processes.served_engines.colocated:
         gpus.add_colocated(role, EngineMemory(processes.start_colocated_served(role), timeout_s))
 
     trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)

@@ -1,13 +1,15 @@
-"""Runs one command in namespaces of its own; a script for run.py, which passes all of it as JSON.
+"""A job from run.py in, as JSON on stdin; one command run in Linux namespaces of its own out.
 
-Three processes: this one, in the new user namespace; the first of the new process namespace, which builds a
-root of read-only folders; and the command. When one of the first two ends, the kernel ends all that is left.
+Three processes take part: this one, in the new user namespace; the first process of the new
+process namespace, which builds a root of read-only folders; and the command. When the caller or
+one of the first two ends, the kernel kills all that is left.
 """
 
 import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import sys
 from typing import Any, NoReturn
@@ -35,21 +37,52 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str =
     _check(_libc.mount(*encoded, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
 
 
-def _die_with_parent() -> None:
+def _die_with_caller(caller_pid: int) -> None:
+    """Have the kernel kill this process when the caller ends; exit if the caller has ended already.
+
+    The kernel signals a death that follows the request, not one before it: an orphan sees another
+    parent than the caller.
+    """
+    _request_death_signal()
+    if os.getppid() != caller_pid:
+        os._exit(1)
+
+
+def _die_with_launcher(alive_fd: int) -> None:
+    """Do the same in the first process of the new namespace, to which every parent has pid 0.
+
+    `alive_fd` is the read end of a pipe whose write end only the launcher holds.
+    """
+    _request_death_signal()
+    if select.select([alive_fd], [], [], 0)[0]:  # end of file: the launcher is gone
+        os._exit(1)
+    os.close(alive_fd)
+
+
+def _request_death_signal() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "prctl(PR_SET_PDEATHSIG)")
 
 
 def _enter_namespaces() -> None:
-    """If this is root, the command becomes nobody: root's files stay unread, and limits on processes bind."""
-    uid, gid, is_root = os.geteuid(), os.getegid(), os.geteuid() == 0
-    maps = {"uid_map": f"{_INNER_ID} {uid} 1", "gid_map": f"{_INNER_ID} {gid} 1"}
+    """Enter new namespaces as a user without rights.
+
+    Run by root, the command becomes nobody: it cannot read root's files, and the limit on processes
+    holds, which root is exempt from.
+    """
+    uid = os.geteuid()
+    gid = os.getegid()
+    is_root = uid == 0
     if is_root:
-        maps = dict.fromkeys(maps, f"0 0 1\n{_INNER_ID} {_NOBODY} 1")
+        both = f"0 0 1\n{_INNER_ID} {_NOBODY} 1"
+        maps = {"uid_map": both, "gid_map": both}
     else:
-        maps = {"setgroups": "deny", **maps}
+        uid_map = f"{_INNER_ID} {uid} 1"
+        gid_map = f"{_INNER_ID} {gid} 1"
+        maps = {"setgroups": "deny", "uid_map": uid_map, "gid_map": gid_map}
     unshared, writer = os.pipe()
-    this, helper = os.getpid(), os.fork()
-    if helper == 0:  # two ranges may be written from outside alone
+    this = os.getpid()
+    helper = os.fork()
+    if helper == 0:  # a map of two ranges can only be written from outside the namespace
         os.close(writer)
         if os.read(unshared, 1):
             _write_maps(this, maps)
@@ -79,9 +112,9 @@ def _write_maps(pid: int, maps: dict[str, str]) -> None:
 
 
 def _build_root(root: str, folders: list[str], files: dict[str, str], tmp_bytes: int) -> None:
-    """A root at `root`: `folders` read-only, a few devices, and /box, with `files`, which can be written."""
+    """Make `root` the root: `folders` read-only, a few devices, and a writable /box with `files`."""
     with open("/proc/sys/user/max_user_namespaces", "w") as file:
-        file.write("0")  # in a namespace of its own the command could mount memory without limit
+        file.write("0")  # in a further namespace the command could mount unlimited memory
     _mount("none", "/", flags=_MS_REC | _MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     for folder in folders:
@@ -96,7 +129,7 @@ def _build_root(root: str, folders: list[str], files: dict[str, str], tmp_bytes:
             pass
         _mount(f"/dev/{device}", f"{root}/dev/{device}", flags=_MS_BIND)
     os.mkdir(f"{root}/box")
-    if not os.path.exists(f"{root}/tmp"):  # else packages lie below it
+    if not os.path.exists(f"{root}/tmp"):  # it exists if Python or its packages are below /tmp
         os.symlink("box", f"{root}/tmp")
     _mount("tmpfs", f"{root}/box", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={tmp_bytes},mode=777")
     for name, text in files.items():
@@ -110,7 +143,7 @@ def _build_root(root: str, folders: list[str], files: dict[str, str], tmp_bytes:
 
 
 def _make_read_only(target: str) -> None:
-    """With all that is mounted below. Linux 5.12."""
+    """Make `target` and all mounts below it read-only. Needs Linux 5.12."""
     attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR,
@@ -124,7 +157,7 @@ def _make_read_only(target: str) -> None:
 
 
 def _run_command(job: dict[str, Any]) -> NoReturn:
-    """Capabilities end at the latest with exec, as the inner user is not root."""
+    """Become the command. Its capabilities end with exec, as the inner user is not root."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(_INNER_ID, _INNER_ID, _INNER_ID)
@@ -136,36 +169,48 @@ def _run_command(job: dict[str, Any]) -> NoReturn:
 
 
 def _status(waited: int) -> int:
+    """Return an exit status as a shell does: 128 + signal for a process that was killed."""
     code = os.waitstatus_to_exitcode(waited)
     return code if code >= 0 else 128 - code
 
 
+def _run_first(job: dict[str, Any], report_fd: int) -> NoReturn:
+    """Build the root, start the command, and end with its status.
+
+    The kernel gives the orphans of a namespace to its first process, which must wait for them.
+    """
+    _build_root(job["root"], job["folders"], job["files"], job["tmp_bytes"])
+    command = os.fork()
+    if command == 0:
+        _run_command(job)
+    os.close(report_fd)
+    while True:
+        pid, waited = os.wait()
+        if pid == command:
+            os._exit(_status(waited))
+
+
 def main() -> None:
     job = json.loads(sys.stdin.buffer.readline())
-    report = job["report_fd"]
-    os.set_inheritable(report, False)
+    report_fd = job["report_fd"]
+    os.set_inheritable(report_fd, False)
     stdin = os.open(job["stdin"], os.O_RDONLY)
     os.dup2(stdin, 0)
     os.close(stdin)
     try:
-        _die_with_parent()
+        _die_with_caller(job["caller_pid"])
         _enter_namespaces()
+        alive_fd, held_fd = os.pipe()
         first = os.fork()
         if first == 0:
-            _die_with_parent()
-            _build_root(job["root"], job["folders"], job["files"], job["tmp_bytes"])
-            command = os.fork()
-            if command == 0:
-                _run_command(job)
-            os.close(report)
-            while True:  # the first process of a namespace is given the orphans to wait for
-                pid, waited = os.wait()
-                if pid == command:
-                    os._exit(_status(waited))
+            os.close(held_fd)
+            _die_with_launcher(alive_fd)
+            _run_first(job, report_fd)
+        os.close(alive_fd)
     except OSError as error:
-        os.write(report, str(error).encode())
+        os.write(report_fd, str(error).encode())
         os._exit(1)
-    os.close(report)
+    os.close(report_fd)
     os._exit(_status(os.waitpid(first, 0)[1]))
 
 

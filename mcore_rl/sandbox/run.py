@@ -1,7 +1,7 @@
-"""Untrusted Python programs in, their output out: no network, no files of others, all they take bounded.
+"""Untrusted Python programs in, their output out: no network, no foreign files, bounded resources.
 
-Each runs in Linux namespaces of its own, which the kernel empties when it ends (launcher.py).
-docs/rewards.md says what that guarantees and what it does not.
+Each program runs in Linux namespaces of its own (launcher.py); when it ends, the kernel ends every
+process in them. docs/rewards.md says what that guarantees and what it does not.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
+from mcore_rl.process.text import make_encodable
+
 LAUNCHER = Path(__file__).with_name("launcher.py")
 PROGRAM = "program.py"
 _GRACE_S = 2.0
@@ -33,12 +35,15 @@ _ENVIRONMENT = {
 
 
 class SandboxError(RuntimeError):
-    """This machine cannot keep programs apart; the message says what failed and what to do."""
+    """This machine cannot isolate programs; the message says what failed and what to do."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """memory_mib is of each process, so all together have `processes` times that, and files_mib beside it."""
+    """Limits of one program.
+
+    memory_mib bounds each process: all together can use `processes` times that, plus files_mib.
+    """
 
     wall_s: float = 10.0
     cpu_s: int = 10
@@ -50,7 +55,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """`killed` says which limit ended the program; empty if it ended by itself."""
+    """How a program ended. `killed` names the limit that ended it, or is empty.
+
+    `status` is its exit status, or 128 + signal. Output beyond the limit is cut off.
+    """
 
     status: int
     stdout: str
@@ -59,16 +67,19 @@ class Outcome:
 
 
 def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-    """Run a Python program in a sandbox. SandboxError if there can be none here: it never runs without."""
+    """Run a Python program in a sandbox.
+
+    Raises SandboxError if this machine allows none: a program never runs outside of one.
+    """
     limits = limits or Limits()
     with tempfile.TemporaryDirectory(prefix="sandbox_") as folder:
-        given = Path(folder, "stdin")
-        given.write_text(stdin)
+        stdin_file = Path(folder, "stdin")
+        stdin_file.write_text(make_encodable(stdin), encoding="utf-8")
         root = Path(folder, "root")
         root.mkdir()
         reader, report_fd = os.pipe()
         with os.fdopen(reader, "rb") as report:
-            process = _launch(_job(source, root, given, limits, report_fd), report_fd)
+            process = _launch(_job(source, root, stdin_file, limits, report_fd), report_fd)
             outcome = _follow(process, limits)
             failed = report.read().decode(errors="replace")
     if failed:
@@ -86,12 +97,13 @@ def _job(source: str, root: Path, stdin: Path, limits: Limits, report_fd: int) -
     return {
         "command": [sys.executable, "-I", "-B", f"/box/{PROGRAM}"],
         "environment": _ENVIRONMENT,
-        "files": {PROGRAM: source},
+        "files": {PROGRAM: make_encodable(source)},
         "folders": _folders(),
         "root": str(root),
         "stdin": str(stdin),
         "tmp_bytes": limits.files_mib * mib,
         "report_fd": report_fd,
+        "caller_pid": os.getpid(),
         "limits": {
             "RLIMIT_CPU": limits.cpu_s,
             "RLIMIT_AS": limits.memory_mib * mib,
@@ -105,7 +117,7 @@ def _job(source: str, root: Path, stdin: Path, limits: Limits, report_fd: int) -
 
 @lru_cache
 def _folders() -> list[str]:
-    """What the interpreter needs to see, shortest first: the system's libraries, Python and its packages."""
+    """Return the folders that Python needs, shortest first: system libraries, Python, packages."""
     wanted = {
         *_SYSTEM_FOLDERS,
         sys.prefix,
@@ -135,26 +147,11 @@ def _launch(job: dict[str, object], report_fd: int) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
-    """Collect what it writes until it ends, or kill it at a limit."""
+    """Collect the output of `process` until it ends, or kill it at a limit."""
     assert process.stdout is not None and process.stderr is not None
     texts: dict[IO[bytes], bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
-    deadline, killed = time.monotonic() + limits.wall_s, ""
-    with selectors.DefaultSelector() as selector:
-        for stream in texts:
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map():
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or killed:
-                killed = killed or f"no end within {limits.wall_s:g} s"
-                break
-            for key, _ in selector.select(left_s):
-                stream = key.fileobj
-                chunk = os.read(key.fd, 1 << 16)
-                if not chunk:
-                    selector.unregister(stream)
-                texts[stream] += chunk  # type: ignore[index]
-            if sum(map(len, texts.values())) > limits.output_kib << 10:
-                killed = f"more than {limits.output_kib} KiB of output"
+    deadline = time.monotonic() + limits.wall_s
+    killed = _read_until_closed(texts, deadline, limits)
     if not killed:
         try:
             process.wait(max(deadline - time.monotonic(), 0.0) + _GRACE_S)
@@ -163,8 +160,28 @@ def _follow(process: subprocess.Popen[bytes], limits: Limits) -> Outcome:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     status = process.wait(_GRACE_S)
-    most = limits.output_kib << 10
-    out, err = (bytes(text[:most]).decode(errors="replace") for text in texts.values())
+    max_bytes = limits.output_kib << 10
+    out, err = (bytes(text[:max_bytes]).decode(errors="replace") for text in texts.values())
     process.stdout.close()
     process.stderr.close()
     return Outcome(status, out, err, killed)
+
+
+def _read_until_closed(texts: dict[IO[bytes], bytearray], deadline: float, limits: Limits) -> str:
+    """Read each stream into its text until all are closed; return the limit that was hit, or ""."""
+    with selectors.DefaultSelector() as selector:
+        for stream in texts:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return f"no end within {limits.wall_s:g} s"
+            for key, _ in selector.select(left_s):
+                stream = key.fileobj
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(stream)
+                texts[stream] += chunk  # type: ignore[index]
+            if sum(map(len, texts.values())) > limits.output_kib << 10:
+                return f"more than {limits.output_kib} KiB of output"
+    return ""

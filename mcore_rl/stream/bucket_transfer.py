@@ -1,115 +1,98 @@
-"""One rank's messages over one transport: buckets and tensors in, slices in the tensors of the peers out.
+"""One rank's buckets over one transport: tensors in, the same slices in the tensors of the peers
+out.
 
-    trainer ranks --- passage ---> engine A, rank r --- passage ---> engine B, rank r --- ...
+    trainer ranks --- transfer ---> engine A, rank r --- transfer ---> engine B, rank r --- ...
 
-Every end works through its buckets in an order that is the same on both ends of each pair.
+Each rank works through its buckets in an order that is the same on both ends of each pair.
 """
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import cycle, islice
-from threading import Condition
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream
-from mcore_rl.stream.buckets import Bucket, Holding, PlacedBucket
-from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.buckets import Bucket
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.placed_bucket import Holding, PlacedBucket
 from mcore_rl.stream.routes.choice import MakeTransport
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.wire import Link
+from mcore_rl.stream.verified_buckets import VerifiedBuckets
 
 NUM_SLOTS = 4
-"""Buckets in flight, at most: between two ranks on one machine, of one rank between machines."""
+"""Buckets in flight, at most: per pair of ranks on one machine, per rank between machines."""
 
 
-class Arrivals:
-    """The buckets of one version that are verified and placed, in order; who passes them on waits here."""
+@dataclass(frozen=True)
+class RankBucket:
+    """A bucket as one of its two ranks sees it.
 
-    def __init__(self) -> None:
-        self._sums: list[Tensor] = []
-        self._failure: str | None = None
-        self._changed = Condition()
+    peer  the rank at the other end, counted over the link
+    held  where the bucket lies in this rank's tensors
+    """
 
-    def add(self, sums_P: Tensor) -> None:
-        """The next bucket is there, with the sums that it came with."""
-        with self._changed:
-            self._sums.append(sums_P)
-            self._changed.notify_all()
-
-    def fail(self, failure: str) -> None:
-        """No more will come."""
-        with self._changed:
-            self._failure = failure
-            self._changed.notify_all()
-
-    def wait(self, index: int, deadline_s: float) -> Tensor:
-        """The sums of bucket `index`, once it is there; TransferError if it does not come."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: len(self._sums) > index or self._failure,
-                max(0.0, deadline_s - time.monotonic()),
-            )
-            if len(self._sums) > index:
-                return self._sums[index]
-        reason = self._failure or "the time is up"
-        raise TransferError(f"bucket {index} cannot be passed on: {reason}", peer_lost=True)
+    bucket: Bucket
+    peer: int
+    held: Sequence[Holding]
 
 
 class BucketTransfer:
-    """The buckets of one rank, the memory they lie in, and the transport of their bytes.
+    """One rank's buckets, the memory they travel in, and the transport that moves them.
 
-    Memory: NUM_SLOTS buckets per pair of ranks that share memory, and as many per rank for all others. A
-    bucket whose messages cannot lie on `device` is packed and verified there all the same, and copied once.
+    Memory: NUM_SLOTS buckets for each pair of ranks that share memory, and NUM_SLOTS for all other
+    peers together. A bucket whose message cannot lie on `end.device` is packed and verified in
+    scratch memory there and takes one more copy.
     """
 
     def __init__(
-        self,
-        store: LinkStore,
-        link: Link,
-        rank: int,
-        buckets: Sequence[Bucket],
-        peers: Sequence[int],
-        held: Sequence[Sequence[Holding]],
-        make_transport: MakeTransport,
-        deadline_s: float,
-        device: torch.device,
+        self, end: LinkEnd, buckets: Sequence[RankBucket], make_transport: MakeTransport
     ) -> None:
-        """By bucket: `peers`, the rank at its other end; `held`, where it lies in this rank's tensors, which
-        are on `device`.
+        """Connect to all peers; raises TransferError for a peer that does not come by
+        end.deadline_s.
         """
-        self.link, self._store, self._name = link, store, link.names[rank]
-        self._buckets, self._peers, self._held = buckets, peers, held
-        starts, sizes = lay_out(buckets, peers)
-        self._stream = DeviceStream(device)
+        self.link = end.link
+        self._name = end.name
+        self._store = end.store
+        self._buckets = buckets
+        offsets, shared_words = plan_slots(buckets)
+        self._stream = DeviceStream(end.device)
         with torch.inference_mode(False), self._stream.running():
-            self._transport = make_transport(store, rank, link, sizes, deadline_s, self._stream)
-            self._places = self._find_places(starts)
-            away = [len(place) for place in self._places if place.device != device]
-            self._desk_W = torch.zeros(max(away, default=0), dtype=torch.int64, device=device)
-        self._tensor_names = list({part.shard.tensor: None for parts in held for part in parts})
+            self._transport = make_transport(end, shared_words, self._stream)
+            self._messages_W = self._allocate_messages(offsets)
+            elsewhere = [len(words) for words in self._messages_W if words.device != end.device]
+            self._scratch_W = torch.zeros(
+                max(elsewhere, default=0), dtype=torch.int64, device=end.device
+            )
+        tensor_names = (part.shard.tensor for own in buckets for part in own.held)
+        self._tensor_names = list(dict.fromkeys(tensor_names))
         self._bound: list[tuple[list[int], list[PlacedBucket]]] = []
-        """Of the last two sets of tensors, by where they are: an engine's sets change places."""
+        """Addresses and buckets of the last two sets of tensors: an engine's two sets take turns.
+        """
 
     def send(
         self,
         version: int,
         tensors: Mapping[str, Tensor],
         deadline_s: float,
-        arrivals: Arrivals | None = None,
+        verified: VerifiedBuckets | None = None,
     ) -> None:
-        """Cast, checksum and send the slices; packs one bucket while others travel.
+        """Cast, checksum and send all slices; one bucket is packed while others travel.
 
-        With `arrivals`, each bucket goes on when it is there, with the sums it came with.
+        A relay passes `verified`: each bucket is forwarded once it is verified, with the checksums
+        it came with. Raises TransferError when time.monotonic() passes `deadline_s`, or the link
+        fails.
         """
-        with self._failing_together(), self._stream.running():
-            for i, (placed, peer) in enumerate(zip(self._bind(tensors), self._peers, strict=True)):
+        with self._failures_shared(), self._stream.running():
+            for i, placed in enumerate(self._bind(tensors)):
                 self._run(deadline_s, NUM_SLOTS - 1)
-                placed.pack(version, None if arrivals is None else arrivals.wait(i, deadline_s))
-                self._transport.send(placed.message_u8, peer, f"version {version} {placed.bucket}")
+                sums_P = None if verified is None else verified.wait(i, deadline_s)
+                placed.pack(version, sums_P)
+                peer = self._buckets[i].peer
+                self._transport.send(placed.message_u8, peer, _describe(version, placed))
             self._run(deadline_s)
 
     def receive(
@@ -117,22 +100,26 @@ class BucketTransfer:
         version: int,
         tensors: Mapping[str, Tensor],
         deadline_s: float,
-        arrivals: Arrivals | None = None,
+        verified: VerifiedBuckets | None = None,
     ) -> None:
-        """Receive, verify and place the slices; places one bucket while others travel."""
-        with self._failing_together(), self._stream.running():
+        """Receive, verify and place all slices; one bucket is placed while others travel.
+
+        Buckets are added to `verified`, if given, once they are placed. Raises TransferError when
+        time.monotonic() passes `deadline_s`, the link fails, or a checksum differs.
+        """
+        with self._failures_shared(), self._stream.running():
             buckets = self._bind(tensors)
-            ahead = iter(zip(buckets, self._peers, strict=True))
-            self._start_recvs(version, islice(ahead, NUM_SLOTS - 1))
+            unstarted = iter(range(len(buckets)))
+            self._start_recvs(version, buckets, islice(unstarted, NUM_SLOTS - 1))
             for i, placed in enumerate(buckets):
-                self._start_recvs(version, islice(ahead, 1))
+                self._start_recvs(version, buckets, islice(unstarted, 1))
                 self._run(deadline_s, min(NUM_SLOTS, len(buckets) - i) - 1)
                 placed.verify(version)
                 placed.place()
-                if arrivals is not None:
+                if verified is not None:
                     sums_P = placed.sums_P
                     self._stream.synchronize()
-                    arrivals.add(sums_P)
+                    verified.add(sums_P)
             self._run(deadline_s)
 
     def close(self) -> None:
@@ -140,10 +127,8 @@ class BucketTransfer:
         self._transport.close()
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Tell the other ranks of the link of a failure here; each of them stops waiting when it hears of
-        it.
-        """
+    def _failures_shared(self) -> Iterator[None]:
+        """Report a failure here to the other ranks of the link, which then stop waiting."""
         try:
             yield
         except Exception as error:
@@ -156,65 +141,78 @@ class BucketTransfer:
     def _run(self, deadline_s: float, pending: int = 0) -> None:
         self._transport.run(deadline_s, self._store.failure, pending)
 
-    def _start_recvs(self, version: int, due: Iterable[tuple[PlacedBucket, int]]) -> None:
-        for placed, peer in due:
-            self._transport.recv(placed.message_u8, peer, f"version {version} {placed.bucket}")
+    def _start_recvs(
+        self, version: int, buckets: Sequence[PlacedBucket], indices: Iterable[int]
+    ) -> None:
+        for i in indices:
+            peer = self._buckets[i].peer
+            self._transport.recv(buckets[i].message_u8, peer, _describe(version, buckets[i]))
 
-    def _find_places(self, starts: Sequence[int]) -> list[Tensor]:
-        """int64 memory for each bucket: shared with the peer, or our own if bytes travel."""
-        shared = [self._transport.memory(peer) for peer in self._peers]
-        devices = [self._transport.device(peer) for peer in self._peers]
-        far: dict[torch.device, list[int]] = defaultdict(list)
-        for bucket, memory, device in zip(self._buckets, shared, devices, strict=True):
-            if memory is None:
-                far[device].append(bucket.num_words)
-        slots = {
-            device: cycle(
-                [
-                    torch.zeros(max(sizes), dtype=torch.int64, device=device)
-                    for _ in sizes[:NUM_SLOTS]
-                ]
-            )
-            for device, sizes in far.items()
-        }
-        return [
-            next(slots[device])[: bucket.num_words]
-            if memory is None
-            else memory[start : start + bucket.num_words]
-            for bucket, memory, device, start in zip(
-                self._buckets, shared, devices, starts, strict=True
-            )
-        ]
+    def _allocate_messages(self, offsets: Sequence[int]) -> list[Tensor]:
+        """Return the int64 words in which each bucket travels: shared with its peer, or this rank's
+        own.
+        """
+        messages: list[Tensor | None] = []
+        own_by_device: dict[torch.device, list[int]] = defaultdict(list)
+        for i, (own, offset) in enumerate(zip(self._buckets, offsets, strict=True)):
+            shared_W = self._transport.memory(own.peer)
+            if shared_W is None:
+                own_by_device[self._transport.device(own.peer)].append(i)
+                messages.append(None)
+            else:
+                messages.append(shared_W[offset : offset + own.bucket.num_words])
+        for device, indices in own_by_device.items():
+            most_words = max(self._buckets[i].bucket.num_words for i in indices)
+            slots = [
+                torch.zeros(most_words, dtype=torch.int64, device=device)
+                for _ in indices[:NUM_SLOTS]
+            ]
+            for turn, i in enumerate(indices):
+                messages[i] = slots[turn % NUM_SLOTS][: self._buckets[i].bucket.num_words]
+        return [words_W for words_W in messages if words_W is not None]
 
     def _bind(self, tensors: Mapping[str, Tensor]) -> list[PlacedBucket]:
-        """The buckets with views of `tensors`."""
-        pointers = [tensors[name].data_ptr() for name in self._tensor_names]
+        """Return the buckets bound to views of `tensors`; the last two sets are reused."""
+        addresses = [tensors[name].data_ptr() for name in self._tensor_names]
         for known, placed in self._bound:
-            if known == pointers:
+            if known == addresses:
                 return placed
         placed = [
-            PlacedBucket(bucket, self._words(place), held, tensors, place)
-            for bucket, place, held in zip(self._buckets, self._places, self._held, strict=True)
+            PlacedBucket(own.bucket, self._packed_in(message_W), own.held, tensors, message_W)
+            for own, message_W in zip(self._buckets, self._messages_W, strict=True)
         ]
-        self._bound = [*self._bound[-1:], (pointers, placed)]
+        self._bound = [*self._bound[-1:], (addresses, placed)]
         return placed
 
-    def _words(self, place: Tensor) -> Tensor:
-        """Where the bucket that travels in `place` is packed or verified: there, if it is on our device."""
-        return place if place.device == self._desk_W.device else self._desk_W[: len(place)]
+    def _packed_in(self, message_W: Tensor) -> Tensor:
+        """Return where a bucket is packed or verified: in its message if that is on this rank's
+        device.
+        """
+        if message_W.device == self._scratch_W.device:
+            return message_W
+        return self._scratch_W[: len(message_W)]
 
 
-def lay_out(buckets: Sequence[Bucket], peers: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-    """Where each bucket starts in the memory shared with its peer, and the size of that; int64 words.
+def _describe(version: int, placed: PlacedBucket) -> str:
+    return f"version {version} {placed.bucket}"
 
-    There are NUM_SLOTS slots per peer, taken in turns.
+
+def plan_slots(buckets: Sequence[RankBucket]) -> tuple[list[int], dict[int, int]]:
+    """Return the offset of each bucket in the memory shared with its peer, and peer -> size of that
+    memory.
+
+    Both are in int64 words. A peer has up to NUM_SLOTS slots of its largest bucket, used in turns.
     """
-    slot_words = dict.fromkeys(peers, 0)
-    for bucket, peer in zip(buckets, peers, strict=True):
-        slot_words[peer] = max(slot_words[peer], bucket.num_words)
-    turns: Counter[int] = Counter()
-    starts = []
-    for peer in peers:
-        starts.append(turns[peer] % NUM_SLOTS * slot_words[peer])
-        turns[peer] += 1
-    return starts, {peer: min(NUM_SLOTS, turns[peer]) * words for peer, words in slot_words.items()}
+    slot_words: dict[int, int] = defaultdict(int)
+    for own in buckets:
+        slot_words[own.peer] = max(slot_words[own.peer], own.bucket.num_words)
+    num_seen: Counter[int] = Counter()
+    offsets = []
+    for own in buckets:
+        slot = num_seen[own.peer] % NUM_SLOTS
+        offsets.append(slot * slot_words[own.peer])
+        num_seen[own.peer] += 1
+    shared_words = {
+        peer: min(NUM_SLOTS, num_seen[peer]) * words for peer, words in slot_words.items()
+    }
+    return offsets, shared_words

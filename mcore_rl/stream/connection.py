@@ -1,63 +1,59 @@
-"""Trainer ranks and the ranks of one engine meet, agree on a plan, and move one version after another."""
+"""A rank's end of a link in; one agreed plan, then one version after another moved over it."""
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from mcore_rl.stream.bucket_transfer import Arrivals, BucketTransfer
-from mcore_rl.stream.buckets import holdings
-from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.plan_handshake import MakeShards, PlanHandshake
 from mcore_rl.stream.routes.choice import MakeTransport
+from mcore_rl.stream.verified_buckets import VerifiedBuckets
 from mcore_rl.stream.wire import Link, Report
 
 SENDER_GRACE_S = 2.0
-"""How much longer than the engine's ranks a sender waits: a receiver knows which sender it waits for, while
-to the other senders the receiver itself seems to be late.
+"""How much longer senders wait than the engine's ranks, so that a receiver's error comes first.
+
+A receiver knows which sender it waits for. To the other senders, that receiver itself seems late.
 """
 
 
 class Connection:
-    """One rank's end of a link, and of the links by which engines with equal layouts pass slices on."""
+    """One rank's end of a link, and of the relay links over which engines of equal layouts forward
+    slices.
+    """
 
     def __init__(
-        self,
-        store: LinkStore,
-        link: Link,
-        rank: int,
-        make_shards: MakeShards,
-        make_transport: MakeTransport,
-        device: torch.device,
+        self, end: LinkEnd, make_shards: MakeShards, make_transport: MakeTransport
     ) -> None:
-        """Meet the others and agree on the plan, within link.timeout_s; TransferError as of PlanHandshake.
+        """Meet the other ranks and agree on the plan by end.deadline_s.
 
-        `device`: where this rank's tensors are.
+        Raises TransferError, which names the rank, if one does not come, fails or disagrees.
         """
-        self._device = device
-        self._link, self._rank, self._make_transport = link, rank, make_transport
-        deadline_s = time.monotonic() + link.timeout_s
-        agreed = PlanHandshake(store, link, rank, deadline_s).agree(make_shards)
-        self.digest, self._buckets = agreed.digest, agreed.buckets
-        self.num_bytes = sum(bucket.num_bytes for bucket in self._buckets)
-        self._held = [holdings(bucket, agreed.shards) for bucket in self._buckets]
-        if rank < link.num_senders:
-            peers = [link.num_senders + bucket.target_rank for bucket in self._buckets]
-        else:
-            peers = [bucket.source_rank for bucket in self._buckets]
-        self._passage = BucketTransfer(
-            store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s, device
-        )
+        self.end = end
+        self._make_transport = make_transport
+        plan = PlanHandshake(end).run(make_shards)
+        self.digest = plan.digest
+        self.num_bytes = sum(bucket.num_bytes for bucket in plan.buckets)
+        self._buckets = []
+        for bucket in plan.buckets:
+            peer = (
+                end.link.num_senders + bucket.target_rank if end.is_sender else bucket.source_rank
+            )
+            self._buckets.append(RankBucket(bucket, peer, holdings(bucket, plan.shards)))
+        self._transfer = BucketTransfer(end, self._buckets, make_transport)
 
     @property
     def name(self) -> str:
-        return self._link.names[self._rank]
+        return self.end.name
 
     def send(self, version: int, tensors: Mapping[str, Tensor], timeout_s: float) -> Report:
         """Send this trainer rank's slices."""
         began_s = time.monotonic()
-        self._passage.send(version, tensors, began_s + timeout_s + SENDER_GRACE_S)
+        self._transfer.send(version, tensors, began_s + timeout_s + SENDER_GRACE_S)
         return self._report(began_s)
 
     def receive(
@@ -65,33 +61,40 @@ class Connection:
         version: int,
         tensors: Mapping[str, Tensor],
         timeout_s: float,
-        upstream: BucketTransfer | None = None,
-        arrivals: Arrivals | None = None,
+        relay_transfer: BucketTransfer | None = None,
+        verified: VerifiedBuckets | None = None,
     ) -> Report:
-        """Receive this engine rank's slices from the trainer ranks, or from an engine `upstream`."""
+        """Receive this engine rank's slices, from trainer ranks unless there is a `relay_transfer`.
+
+        Buckets are added to `verified`, if given, once they are placed.
+        """
         began_s = time.monotonic()
-        (upstream or self._passage).receive(version, tensors, began_s + timeout_s, arrivals)
+        transfer = relay_transfer or self._transfer
+        transfer.receive(version, tensors, began_s + timeout_s, verified)
         return self._report(began_s)
 
-    def open_passage(self, link: Link) -> BucketTransfer:
-        """To or from the same rank of another engine with equal layouts; TransferError if it does not come.
+    def open_relay_transfer(self, link: Link) -> BucketTransfer:
+        """Connect to the same rank of another engine over relay link `link`, as its sender or
+        receiver.
 
-        What travels there is what this rank gets over its own link.
+        It carries the same slices as this rank's own link. Raises TransferError if the peer does
+        not come within link.timeout_s.
         """
-        own = self._rank - self._link.num_senders
-        is_upstream = link.engine == self._link.engine
-        rank, peer = (link.num_senders + own, own) if is_upstream else (own, link.num_senders + own)
-        deadline_s = time.monotonic() + link.timeout_s
-        peers = [peer] * len(self._buckets)
-        store = LinkStore.open(link)
-        make_transport, device = self._make_transport, self._device
-        return BucketTransfer(
-            store, link, rank, self._buckets, peers, self._held, make_transport, deadline_s, device
-        )
+        own = self.end.side_rank
+        forwards = link.relay == self.end.link.engine
+        if forwards:
+            rank = own
+            peer = link.num_senders + own
+        else:
+            rank = link.num_senders + own
+            peer = own
+        end = LinkEnd.open(link, rank, self.end.device)
+        buckets = [replace(bucket, peer=peer) for bucket in self._buckets]
+        return BucketTransfer(end, buckets, self._make_transport)
 
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""
-        self._passage.close()
+        self._transfer.close()
 
     def _report(self, began_s: float) -> Report:
         seconds = time.monotonic() - began_s

@@ -1,6 +1,8 @@
-"""The key-value store of one link: where its ranks leave their layouts and reports for the others.
+"""The key-value store of one link: layouts, failures, stage requests and reports go in and come
+out.
 
-The controller serves it on its own port for as long as the link lives, so its keys go with the link.
+The controller serves it on a port of its own for as long as the link lives; its keys end with the
+link.
 """
 
 import socket
@@ -16,31 +18,37 @@ from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import (
     Action,
     Link,
-    Order,
     Report,
-    decode_order,
+    StageRequest,
     decode_report,
-    encode_order,
+    decode_stage_request,
     encode_report,
+    encode_stage_request,
 )
 
 TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-_DATA, _ERROR = b"D", b"E"
+_DATA = b"D"
+_ERROR = b"E"
+"""First byte of a published value: either data or the error that kept a rank from publishing data.
+"""
 _FAILURE = "failure"
-_LOOK_S = 5.0
-"""How often a wait for keys looks whether the link has failed; torch warns each time."""
-_FOREVER = timedelta(days=3650)
-"""For an engine that waits for orders: training steps take as long as they take."""
+_FAILURE_POLL_S = 5.0
+"""How often a wait for keys checks whether the link has failed. torch logs a warning at each check.
+"""
+_NEVER = timedelta(days=3650)
+"""Timeout of an engine that waits for stage requests: a training step takes as long as it takes."""
 
 
 class LinkStore:
+    """One process's client of a link's store; use each from one thread."""
+
     def __init__(self, tcp_store: Any) -> None:
         self.tcp_store = tcp_store
 
     @staticmethod
     def serve(host: str, timeout_s: float) -> "LinkStore":
-        """A new store on a free port of `host`, reachable at that address only."""
+        """Start a store on a free port of `host`, reachable at that address only."""
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         store = TcpStore(
@@ -54,8 +62,9 @@ class LinkStore:
         return LinkStore(store)
 
     @staticmethod
-    def open(link: Link, *, waits_for_orders: bool = False) -> "LinkStore":
-        timeout = _FOREVER if waits_for_orders else timedelta(seconds=link.timeout_s)
+    def open(link: Link, *, waits_for_requests: bool = False) -> "LinkStore":
+        """Connect to the store of `link`; with `waits_for_requests`, its reads never time out."""
+        timeout = _NEVER if waits_for_requests else timedelta(seconds=link.timeout_s)
         return LinkStore(
             TcpStore(link.store_host, link.store_port, is_master=False, timeout=timeout)
         )
@@ -68,39 +77,48 @@ class LinkStore:
     def num_keys(self) -> int:
         return self.tcp_store.num_keys()
 
-    def publish(self, what: str, rank: int, data: bytes) -> None:
-        self.tcp_store.set(f"{what}/{rank}", _DATA + data)
+    def publish(self, topic: str, rank: int, data: bytes) -> None:
+        """Publish this rank's `data` on `topic` to all ranks of the link."""
+        self.tcp_store.set(f"{topic}/{rank}", _DATA + data)
 
     @contextmanager
-    def errors_published(self, what: str, rank: int) -> Iterator[None]:
-        """An error inside also tells the ranks that wait for `what` that it will not come, and why."""
+    def errors_published(self, topic: str, rank: int) -> Iterator[None]:
+        """Publish an error raised inside in place of this rank's data, so that no rank waits for
+        it.
+        """
         try:
             yield
         except Exception as error:
-            self.tcp_store.set(f"{what}/{rank}", _ERROR + str(error).encode())
+            self.tcp_store.set(f"{topic}/{rank}", _ERROR + str(error).encode())
             raise
 
     def collect(
-        self, what: str, ranks: Sequence[int], names: Sequence[str], waiting: str, deadline_s: float
+        self,
+        topic: str,
+        ranks: Sequence[int],
+        names: Sequence[str],
+        waiting: str,
+        deadline_s: float,
     ) -> list[bytes]:
-        """What each of `ranks` published, waiting for it until time.monotonic() passes `deadline_s`, or until
-        a rank of the link fails.
+        """Return what each of `ranks` published on `topic`, in order.
 
-        TransferError names the ranks (by `names`) that `waiting` waited for in vain, or the one that failed.
+        Waits until time.monotonic() passes `deadline_s` or a rank of the link fails; `waiting` is
+        the name of the rank that waits. Raises TransferError if a rank has not published by then,
+        which names it by `names`, or if it published an error.
         """
-        keys = [f"{what}/{rank}" for rank in ranks]
+        keys = [f"{topic}/{rank}" for rank in ranks]
         began_s = time.monotonic()
-        while not self._wait(keys, min(_LOOK_S, deadline_s - time.monotonic())):
+        while not self._wait(keys, min(_FAILURE_POLL_S, deadline_s - time.monotonic())):
             failure = self.failure()
             if failure is None and time.monotonic() < deadline_s:
                 continue
             missing = [
-                names[r]
-                for r, key in zip(ranks, keys, strict=True)
+                names[rank]
+                for rank, key in zip(ranks, keys, strict=True)
                 if not self.tcp_store.check([key])
             ]
             waited_s = time.monotonic() - began_s
-            message = f"{waiting} waited {waited_s:.1f} s for the {what} of {', '.join(missing)}"
+            message = f"{waiting} waited {waited_s:.1f} s for the {topic} of {', '.join(missing)}"
             raise TransferError(message + (f"; {failure}" if failure else ""), peer_lost=True)
         values = self.tcp_store.multi_get(keys)
         for rank, value in zip(ranks, values, strict=True):
@@ -109,7 +127,7 @@ class LinkStore:
         return [value[1:] for value in values]
 
     def _wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all `keys` are there, within `seconds`."""
+        """Return whether all `keys` are set within `seconds`."""
         try:
             self.tcp_store.wait(keys, timedelta(seconds=max(0.001, seconds)))
         except distributed.DistStoreError:
@@ -117,40 +135,45 @@ class LinkStore:
         return True
 
     def fail(self, message: str) -> str:
-        """Tell all ranks of the link that it failed; returns what the first of them told, also if we did."""
+        """Mark the link as failed for all its ranks; return the first failure, which may be
+        another's.
+
+        Returns `message` if the store is gone.
+        """
         try:
             return self.tcp_store.compare_set(_FAILURE, "", message).decode()
         except RuntimeError:
             return message
 
     def failure(self) -> str | None:
-        """The first failure that a rank of the link told of, if any."""
+        """Return the first failure that a rank reported, or None; a lost store is a failure."""
         try:
-            return (
-                self.tcp_store.get(_FAILURE).decode() if self.tcp_store.check([_FAILURE]) else None
-            )
+            if not self.tcp_store.check([_FAILURE]):
+                return None
+            return self.tcp_store.get(_FAILURE).decode()
         except RuntimeError as error:
             return f"the controller's store is gone ({error})"
 
-    def put_order(self, number: int, order: Order) -> None:
-        """Tell the engine's ranks what to stage; orders count from 0."""
-        self.tcp_store.set(_order_key(number), encode_order(order))
+    def put_stage_request(self, number: int, request: StageRequest) -> None:
+        """Leave a request for the engine's ranks; requests are numbered from 0."""
+        self.tcp_store.set(_request_key(number), encode_stage_request(request))
 
-    def wait_order(self, number: int) -> Order:
-        """Order `number`, however long it takes; RuntimeError once the store is gone.
+    def wait_stage_request(self, number: int) -> StageRequest:
+        """Return request `number`, however long it takes to come; RuntimeError once the store is
+        gone.
 
         Blocks every other use of this object.
         """
-        return decode_order(self.tcp_store.get(_order_key(number)))
+        return decode_stage_request(self.tcp_store.get(_request_key(number)))
 
-    def drop_order(self, number: int) -> None:
-        self.tcp_store.delete_key(_order_key(number))
+    def drop_stage_request(self, number: int) -> None:
+        self.tcp_store.delete_key(_request_key(number))
 
     def put_report(self, action: Action, rank: int, report: Report) -> None:
         self.tcp_store.set(_report_key(action, rank), encode_report(report))
 
     def take_report(self, action: Action, rank: int) -> Report | None:
-        """The report of a rank that has answered, removed from the store; None from one that has not."""
+        """Remove and return the report of a rank, or return None if there is none yet."""
         key = _report_key(action, rank)
         if not self.tcp_store.check([key]):
             return None
@@ -159,8 +182,8 @@ class LinkStore:
         return report
 
 
-def _order_key(number: int) -> str:
-    return f"order/{number}"
+def _request_key(number: int) -> str:
+    return f"stage/{number}"
 
 
 def _report_key(action: Action, rank: int) -> str:

@@ -1,11 +1,11 @@
-"""How the ranks of a link come to one plan: each knows both layouts, plans its own part, and pairs compare.
+"""A rank's own shards in; its part of a plan out, which every pair of ranks has compared.
 
-trainer rank: its shards -+                            +-> what I send, to whom  --+
-                          +-> as recorded? else listed +                           +-> equal in every pair?
-engine rank:  its trace  -+                            +-> what I get, from whom --+
+trainer rank: its shards -+                    +-> what I send, to whom  --+
+                          +-> as recorded?     |                           +-> equal in each pair?
+engine rank:  its trace  -+   if not, listed --+-> what I get, from whom --+
 
-Recorded layouts are a few numbers, which every rank checks against its own shards. If they are wrong for any
-rank, all ranks list their shards for one another instead.
+Recorded layouts are a few numbers, which each rank checks against its own shards. If they are wrong
+for any rank, all ranks list their shards for one another instead.
 """
 
 import hashlib
@@ -19,30 +19,31 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.layout import Layout, check_rank
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.recorded import RecordedLayouts, hf_tensors
-from mcore_rl.slices.plan.local import plan_recvs, plan_sends
+from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.slices.plan.shares import ListedHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets
-from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.channel import machine_id
 from mcore_rl.stream.routes.transport import TransferError
-from mcore_rl.stream.wire import Link, decode_shards, encode_shards
+from mcore_rl.stream.wire import decode_shards, encode_shards
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 HfTensors = Mapping[str, tuple[tuple[int, ...], str]]
 """HF name -> shape, torch name of the dtype"""
 MakeShards = Callable[[HfTensors], Sequence[Shard]]
-"""A rank's own shards; an engine rank's come from the tensors that the trainer ranks hold."""
+"""Returns a rank's own shards; an engine rank traces the tensors that the trainer ranks hold."""
 
 
 @dataclass(frozen=True)
-class PlannedExchange:
-    """What one rank needs to know.
+class RankPlan:
+    """One rank's part of the plan.
 
-    digest    "recorded" or "listed", and a sha256 of layouts and hosts: equal on all ranks, and on the ranks
-              of two engines exactly if they get the same buckets
-    shards    this rank's own, by HF name
+    digest   "recorded" or "listed", then a sha256 of layouts and hosts: equal on all ranks of a
+             link, and on the ranks of two engines exactly if they get the same buckets
+    buckets  those this rank sends or receives, in order
+    shards   this rank's own, by HF name
     """
 
     digest: str
@@ -51,8 +52,11 @@ class PlannedExchange:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """This rank's shards, the layouts of both sides, how they were found and their digest."""
+class _Layouts:
+    """This rank's shards and the layouts of both sides.
+
+    kind  how the layouts were found: "recorded" or "listed"
+    """
 
     shards: Sequence[Shard]
     source: Layout
@@ -62,118 +66,128 @@ class _Found:
 
 
 class PlanHandshake:
-    """One rank among all ranks of a link that come to agree."""
+    """One rank's part in the handshake of all ranks of a link."""
 
-    def __init__(self, store: LinkStore, link: Link, rank: int, deadline_s: float) -> None:
-        self._store, self._link, self._rank, self._deadline_s = store, link, rank, deadline_s
-        self._is_sender = rank < link.num_senders
-        self._side_rank = rank if self._is_sender else rank - link.num_senders
+    def __init__(self, end: LinkEnd) -> None:
+        self._end = end
+        self._store = end.store
+        self._link = end.link
 
-    def agree(self, make_shards: MakeShards) -> PlannedExchange:
-        """TransferError names the ranks that did not come, failed or disagree."""
-        found = self._find_recorded(make_shards) or self._find_listed(make_shards)
+    def run(self, make_shards: MakeShards) -> RankPlan:
+        """Agree with the other ranks; TransferError names those that did not come, failed or
+        disagree.
+        """
+        layouts = self._check_recorded(make_shards) or self._exchange_listed(make_shards)
         own: dict[str, list[Shard]] = defaultdict(list)
-        for shard in found.shards:
+        for shard in layouts.shards:
             own[shard.box.name].append(shard)
-        hosts = self._find_hosts()
-        flows = self._plan(found.source, found.target, hosts)
+        hosts = self._exchange_hosts()
+        flows = self._plan(layouts.source, layouts.target, hosts)
         buckets = plan_buckets(flows, self._link.num_receivers, self._link.bucket_bytes)
-        layouts = hashlib.sha256(f"{found.digest} {hosts.sources} {_shared(hosts)}".encode())
-        return PlannedExchange(f"{found.kind} {layouts.hexdigest()}", buckets, own)
+        shared = _shared_hosts(hosts)
+        digest = hashlib.sha256(f"{layouts.digest} {hosts.sources} {shared}".encode())
+        return RankPlan(f"{layouts.kind} {digest.hexdigest()}", buckets, own)
 
-    def _find_recorded(self, make_shards: MakeShards) -> _Found | None:
-        """None if the recorded layouts are wrong for any rank, or cannot be made of its model and sizes."""
+    def _check_recorded(self, make_shards: MakeShards) -> _Layouts | None:
+        """Return the recorded layouts, or None if there are none or they are wrong for any rank."""
         if not self._link.layouts:
             return None
-        with self._store.errors_published("layout check", self._rank):
-            found = self._check_recorded(make_shards)
-            self._store.publish(
-                "layout check", self._rank, found.encode() if isinstance(found, str) else b""
-            )
-        problems = [
-            data.decode() for data in self._collect("layout check", range(len(self._link.names)))
-        ]
-        wrong = [f"{n}: {p}" for n, p in zip(self._link.names, problems, strict=True) if p]
+        with self._store.errors_published("layout check", self._end.rank):
+            layouts = self._decode_recorded(make_shards)
+            problem = layouts if isinstance(layouts, str) else ""
+            self._store.publish("layout check", self._end.rank, problem.encode())
+        problems = [data.decode() for data in self._end.collect("layout check")]
+        named = zip(self._link.names, problems, strict=True)
+        wrong = [f"{name}: {problem}" for name, problem in named if problem]
         if wrong:
-            logger.warning(
-                "shards are listed, as recorded layouts are wrong for %s", "; ".join(wrong)
+            _log.warning(
+                "ranks list their shards, because the recorded layouts are wrong for %s",
+                "; ".join(wrong),
             )
             return None
-        assert not isinstance(found, str)
-        return found
+        assert not isinstance(layouts, str)
+        return layouts
 
-    def _check_recorded(self, make_shards: MakeShards) -> _Found | str:
-        """What is recorded, or what is wrong with it for this rank."""
+    def _decode_recorded(self, make_shards: MakeShards) -> _Layouts | str:
+        """Return the recorded layouts, or the reason why they don't hold for this rank."""
+        end = self._end
         recorded = RecordedLayouts.decode(self._link.layouts)
         try:
-            source, target = recorded.source(), recorded.target()
+            source = recorded.source()
+            target = recorded.target()
         except ValueError as error:
             return str(error)
-        shards = make_shards({} if self._is_sender else hf_tensors(source))
+        shards = make_shards({} if end.is_sender else hf_tensors(source))
         try:
-            check_rank(source if self._is_sender else target, self._side_rank, shards)
+            check_rank(source if end.is_sender else target, end.side_rank, shards)
         except ValueError as error:
             return str(error)
         digest = hashlib.sha256(self._link.layouts.encode()).hexdigest()
-        return _Found(shards, source, target, "recorded", digest)
+        return _Layouts(shards, source, target, "recorded", digest)
 
-    def _find_listed(self, make_shards: MakeShards) -> _Found:
+    def _exchange_listed(self, make_shards: MakeShards) -> _Layouts:
+        """Publish this rank's shards and collect those of all ranks."""
+        end = self._end
         num_senders = self._link.num_senders
-        with self._store.errors_published("layout", self._rank):
-            sources = [] if self._is_sender else self._collect("layout", range(num_senders))
+        with self._store.errors_published("layout", end.rank):
+            sources = [] if end.is_sender else end.collect("layout", range(num_senders))
             held = ListedLayout([decode_shards(data) for data in sources])
             shards = make_shards(hf_tensors(held))
-            self._store.publish("layout", self._rank, encode_shards(shards))
-        encoded = self._collect("layout", range(len(self._link.names)))
-        digest = hashlib.sha256(
-            b"".join(hashlib.sha256(data).digest() for data in encoded)
-        ).hexdigest()
+            self._store.publish("layout", end.rank, encode_shards(shards))
+        encoded = end.collect("layout")
+        digests = [hashlib.sha256(data).digest() for data in encoded]
+        digest = hashlib.sha256(b"".join(digests)).hexdigest()
         lists = [decode_shards(data) for data in encoded]
-        source, target = ListedLayout(lists[:num_senders]), ListedLayout(lists[num_senders:])
-        return _Found(shards, source, target, "listed", digest)
+        source = ListedLayout(lists[:num_senders])
+        target = ListedLayout(lists[num_senders:])
+        return _Layouts(shards, source, target, "listed", digest)
 
-    def _plan(
-        self, source: Layout, target: Layout, hosts: ListedHosts
-    ) -> dict[tuple[int, int], Iterator[Slice]]:
-        """(source rank, target rank) -> slices, of the pairs that this rank is part of."""
-        num_senders = self._link.num_senders
-        with self._store.errors_published("plan", self._rank):
-            if self._is_sender:
-                planned = plan_sends(self._rank, source, target, hosts)
-                flows = {num_senders + flow.peer: flow for flow in planned}
-            else:
-                planned = plan_recvs(self._side_rank, source, target, hosts)
-                flows = {flow.peer: flow for flow in planned}
-            digests = {peer: flow.digest for peer, flow in flows.items()}
-            self._store.publish("plan", self._rank, json.dumps(digests).encode())
-        self._compare(digests)
-        pairs = {tuple(sorted((self._rank, peer))): flow for peer, flow in flows.items()}
-        return {
-            (sender, receiver - num_senders): f.slices for (sender, receiver), f in pairs.items()
-        }
-
-    def _find_hosts(self) -> ListedHosts:
-        """Ranks on one machine prefer one another."""
-        self._store.publish("machine", self._rank, machine_id().encode())
-        machines = self._collect("machine", range(len(self._link.names)))
+    def _exchange_hosts(self) -> ListedHosts:
+        """Return the host of each rank: the plan prefers pairs of ranks on one machine."""
+        self._store.publish("machine", self._end.rank, machine_id().encode())
+        machines = self._end.collect("machine")
         numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
         hosts = tuple(numbers[machine] for machine in machines)
         return ListedHosts(hosts[: self._link.num_senders], hosts[self._link.num_senders :])
 
+    def _plan(
+        self, source: Layout, target: Layout, hosts: ListedHosts
+    ) -> dict[tuple[int, int], Iterator[Slice]]:
+        """Return (source rank, target rank) -> slices, of the pairs that this rank is part of.
+
+        The digest of each pair's slices is compared with the one that the peer planned by itself.
+        """
+        end = self._end
+        with self._store.errors_published("plan", end.rank):
+            flows = self._plan_own(source, target, hosts)
+            digests = {peer: flow.digest for peer, flow in flows.items()}
+            self._store.publish("plan", end.rank, json.dumps(digests).encode())
+        self._compare(digests)
+        num_senders = self._link.num_senders
+        if end.is_sender:
+            return {(end.rank, peer - num_senders): f.slices for peer, f in flows.items()}
+        return {(peer, end.side_rank): f.slices for peer, f in flows.items()}
+
+    def _plan_own(self, source: Layout, target: Layout, hosts: ListedHosts) -> dict[int, Flow]:
+        """Return peer -> flow, with peers counted over the link."""
+        end = self._end
+        if end.is_sender:
+            sends = plan_sends(end.side_rank, source, target, hosts)
+            return {self._link.num_senders + flow.peer: flow for flow in sends}
+        recvs = plan_recvs(end.side_rank, source, target, hosts)
+        return {flow.peer: flow for flow in recvs}
+
     def _compare(self, digests: Mapping[int, str]) -> None:
-        peers, names = sorted(digests), self._link.names
-        for peer, answer in zip(peers, self._collect("plan", peers), strict=True):
-            theirs = json.loads(answer).get(str(self._rank))
+        peers = sorted(digests)
+        for peer, answer in zip(peers, self._end.collect("plan", peers), strict=True):
+            theirs = json.loads(answer).get(str(self._end.rank))
             if theirs != digests[peer]:
                 raise TransferError(
-                    f"{names[self._rank]} and {names[peer]} planned otherwise: {digests[peer]}, {theirs}"
+                    f"{self._end.name} and {self._link.names[peer]} made different plans for their"
+                    f" pair: {digests[peer]}, {theirs}"
                 )
 
-    def _collect(self, what: str, ranks: Sequence[int]) -> list[bytes]:
-        names = self._link.names
-        return self._store.collect(what, ranks, names, names[self._rank], self._deadline_s)
 
-
-def _shared(hosts: ListedHosts) -> list[int | None]:
-    """By engine rank: its host, if a trainer rank runs on it."""
+def _shared_hosts(hosts: ListedHosts) -> list[int | None]:
+    """Return for each engine rank its host if a trainer rank runs there, else None."""
     return [host if host in hosts.sources else None for host in hosts.targets]

@@ -1,13 +1,16 @@
-"""Inside each SGLang rank: commands come in through the custom weight loader, slices land in the parameters.
+"""Inside each SGLang rank: commands come in through the custom weight loader, slices land in the
+parameters.
 
-SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller sends commands through
-/update_weights_from_tensor. Over a staged link only `connect` and `swap` come that way: a thread receives,
-beside the decoding, what the controller orders through the link's store. What happened is reported through
-the store, never by an exception: that would be the end of SGLang's scheduler.
+SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller sends
+commands through /update_weights_from_tensor. Over a staged link only `connect` and `swap` come that
+way: versions are received in a thread, while the engine decodes, as the controller requests through
+the link's store. Outcomes are reported through the store, never raised: an exception would end
+SGLang's scheduler.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import Event, Thread
 from typing import Any
 
@@ -17,24 +20,29 @@ from torch import Tensor, nn
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.engine_trace import trace_load_weights
+from mcore_rl.stream.background_stager import start_background_stager
 from mcore_rl.stream.connection import Connection
+from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.orders import attempt, follow_orders, publish
 from mcore_rl.stream.plan_handshake import HfTensors
-from mcore_rl.stream.routes.choice import MakeTransport, make_routes
+from mcore_rl.stream.reporting import publish_report, report_outcome
+from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.wire import COMMAND_NAME, Command, Link, Report, decode_command
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 LoadWeights = Callable[[Any], object]
+"""A model's load_weights: takes an iterable of (HF name, tensor)."""
 
 
 class WeightReceiver:
-    """One engine rank's end of the link to the trainer ranks; connects anew whenever it is told to."""
+    """One engine rank's end of the link to the trainer ranks; every `connect` command replaces the
+    link.
+    """
 
-    def __init__(self, make_transport: MakeTransport = make_routes) -> None:
+    def __init__(self, make_transport: MakeTransport = make_routed_transport) -> None:
         self._make_transport = make_transport
         self._connection: Connection | None = None
         self._link: Link | None = None
@@ -48,37 +56,28 @@ class WeightReceiver:
         load_weights: LoadWeights,
         tensors: Mapping[str, Tensor],
     ) -> Report:
-        """Do as told and report the outcome, errors too; what is received lands in `tensors`."""
-        link, action, version = command.link, command.action, command.version
+        """Execute `command` on `tensors`, and return and publish its outcome, which may be an
+        error.
+        """
+        link = command.link
         rank = link.num_senders + receiver_rank
-
-        def work() -> Report:
-            if action == "connect":
-                return self._connect(link, rank, load_weights, tensors)
-            if self._connection is None or self._link != link:
-                raise TransferError(
-                    f"engine {link.engine} is not connected by this link; connect it again"
-                )
-            assert version is not None, f"{action} needs a version"
-            if action == "swap":
-                assert self._staging is not None, "only a staged link is swapped"
-                self._staging.swap(version, tensors)
-                return Report(link.names[rank], self._connection.digest)
-            assert not link.staged, (
-                "what is received over a staged link is ordered through its store"
-            )
-            return self._connection.receive(version, tensors, link.timeout_s)
-
-        report = attempt(link.names[rank], work)
+        if command.action == "connect":
+            act = partial(self._connect, link, rank, load_weights, tensors)
+        else:
+            act = partial(self._move, command, tensors)
+        report = report_outcome(link.names[rank], act)
         if report.error is not None:
             self.close()
-        if self._store is not None and not publish(self._store, action, rank, report):
+        if self._store is not None and not publish_report(
+            self._store, command.action, rank, report
+        ):
             self.close()
         return report
 
     def close(self) -> None:
-        """Leave the link; its peers fail at once if they wait for this rank."""
-        connection, self._connection = self._connection, None
+        """Leave the link; peers that wait for this rank fail at once."""
+        connection = self._connection
+        self._connection = None
         if connection is not None:
             connection.close()
 
@@ -86,8 +85,11 @@ class WeightReceiver:
         self, link: Link, rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
     ) -> Report:
         self.close()
-        self._store, self._link, self._staging = None, None, None
-        self._store = LinkStore.open(link)
+        self._store = None
+        self._link = None
+        self._staging = None
+        end = LinkEnd.open(link, rank, common_device(tensors.values()))
+        self._store = end.store
 
         def trace(hf_tensors: HfTensors) -> Sequence[Shard]:
             typed = {
@@ -95,62 +97,87 @@ class WeightReceiver:
             }
             return trace_load_weights(load_weights, typed, tensors)
 
-        device = common_device(tensors.values())
-        self._connection = Connection(self._store, link, rank, trace, self._make_transport, device)
+        self._connection = Connection(end, trace, self._make_transport)
         self._link = link
         if link.staged:
             self._staging = Staging(tensors)
-            follow_orders(self._connection, link, rank, self._staging)
-        return Report(link.names[rank], self._connection.digest, self._connection.num_bytes)
+            start_background_stager(self._connection, self._staging)
+        return Report(end.name, self._connection.digest, self._connection.num_bytes)
+
+    def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:
+        """Receive a version into `tensors`, or swap in the staged one."""
+        link = command.link
+        version = command.version
+        if self._connection is None or self._link != link:
+            raise TransferError(
+                f"engine {link.engine} is not connected by this link; connect it again"
+            )
+        assert version is not None, f"{command.action} needs a version"
+        if command.action == "swap":
+            assert self._staging is not None, f"swap of version {version} over an unstaged link"
+            self._staging.swap(version, tensors)
+            return Report(self._connection.name, self._connection.digest)
+        assert not link.staged, (
+            f"version {version}: a staged link receives by stage requests, not by commands"
+        )
+        return self._connection.receive(version, tensors, link.timeout_s)
 
 
 _RECEIVER = WeightReceiver()
-"""SGLang calls `load` anew for every command; what is connected lives here, once per process."""
+"""The process's only receiver. SGLang calls `load` anew for every command, so the link lives here.
+"""
 
 
 def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """The loader that SGLang calls in every rank of an engine, between begin and end of a weight update."""
+    """Execute the command in `named_tensors`.
+
+    SGLang calls this in every rank of an engine, between /begin_weight_update and
+    /end_weight_update.
+    """
     from sglang.srt.model_loader.loader import post_load_weights
     from sglang.srt.runtime_context import get_parallel
 
     commands = [tensor for name, tensor in named_tensors if name == COMMAND_NAME]
     if len(commands) != 1:
         names = [name for name, _ in named_tensors]
-        logger.error("expected one tensor named %s, got %s", COMMAND_NAME, names)
+        _log.error("expected one tensor named %s, got %s", COMMAND_NAME, names)
         return
     command = decode_command(commands[0])
     parallel = get_parallel()
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
-    tensors = _loaded_parameters(model)
-    load_weights = _in_this_thread(model.load_weights)  # type: ignore[arg-type]
+    tensors = loaded_parameters(model)
+    load_weights = on_calling_thread(model.load_weights)  # type: ignore[arg-type]
     if command.action == "connect" and parallel.pp_size > 1:
-        _connect_beside(command, receiver_rank, load_weights, tensors)
+        _connect_in_thread(command, receiver_rank, load_weights, tensors)
         return
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and report.error is None:
         post_load_weights(model)
 
 
-def _loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Those that a checkpoint fills; SGLang marks the others, such as the scales of its KV cache."""
-    parameters = model.named_parameters()
+def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that a checkpoint fills.
+
+    SGLang marks the others, such as the scales of its KV cache, with `_skip_weight_check`.
+    """
     return {
         name: tensor
-        for name, tensor in parameters
+        for name, tensor in model.named_parameters()
         if not getattr(tensor, "_skip_weight_check", False)
     }
 
 
-def _connect_beside(
+def _connect_in_thread(
     command: Command, receiver_rank: int, load_weights: LoadWeights, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Trace now, meet the other ranks in a thread.
+    """Return once the loader is traced; the other ranks are met in a thread.
 
-    A stage of a pipeline hears of a command when the stage before it is done with it: it must not wait here.
+    A pipeline stage hears of a command only when the stage before it is done with it, so a stage
+    that waited here for the later ones would wait forever.
     """
     traced = Event()
 
-    def load_and_tell(named_tensors: Any) -> object:
+    def load_and_signal(named_tensors: Any) -> object:
         try:
             return load_weights(named_tensors)
         finally:
@@ -158,7 +185,7 @@ def _connect_beside(
 
     def connect() -> None:
         try:
-            _RECEIVER.handle(command, receiver_rank, load_and_tell, tensors)
+            _RECEIVER.handle(command, receiver_rank, load_and_signal, tensors)
         finally:
             traced.set()
 
@@ -166,10 +193,10 @@ def _connect_beside(
     traced.wait(command.link.timeout_s)
 
 
-def _in_this_thread(load_weights: LoadWeights) -> LoadWeights:
-    """Keep SGLang's loaders from handing host tensors to other threads, which tracing cannot follow.
+def on_calling_thread(load_weights: LoadWeights) -> LoadWeights:
+    """Keep SGLang's loaders from handing host tensors to other threads, where tracing can't follow.
 
-    They do not where a tensor is marked as a view of a buffer that is about to be reused.
+    They don't do so for tensors marked as views of a buffer that is about to be reused.
     """
     from sglang.srt.model_loader.weight_utils import RUNAI_STREAMER_TENSOR_ATTR
 

@@ -1,4 +1,4 @@
-"""Inside each trainer rank: this rank's parameters go out, slice by slice, to the engines that need them."""
+"""Inside each trainer rank: its parameters in; slices out, to every engine that needs them."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,39 +9,46 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.routes.choice import MakeTransport, make_routes
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, Report
 
 
 class WeightSender:
-    """Feeds any number of engines, each over a link of its own: one that fails does not touch the others."""
+    """Feeds any number of engines, each over a link of its own; one that fails does not affect the
+    others.
+    """
 
     def __init__(
         self,
         shards: Sequence[Shard],
         tensors: Mapping[str, Tensor],
         rank: int,
-        make_transport: MakeTransport = make_routes,
+        make_transport: MakeTransport = make_routed_transport,
     ) -> None:
-        """`shards`: what `tensors`, this rank's parameters, hold. The tensors are read anew at each send."""
-        self._shards, self._tensors, self._rank = tuple(shards), tensors, rank
+        """`shards` says what `tensors`, this rank's parameters, hold; tensors are read anew at each
+        send.
+        """
+        self._shards = tuple(shards)
+        self._tensors = tensors
+        self._rank = rank
         self._make_transport = make_transport
         self._connections: dict[str, Connection] = {}
 
     def connect(self, link: Link) -> Report:
-        """Join the link's other ranks and agree on a plan; replaces an earlier link to the same engine."""
+        """Join the link's other ranks and agree on a plan; replaces an earlier link to the same
+        engine.
+
+        A failure is in the report's `error`.
+        """
         self.disconnect(link.engine)
         try:
-            store = LinkStore.open(link)
-            device = common_device(self._tensors.values())
-            connection = Connection(
-                store, link, self._rank, lambda _: self._shards, self._make_transport, device
-            )
+            end = LinkEnd.open(link, self._rank, common_device(self._tensors.values()))
+            connection = Connection(end, lambda _: self._shards, self._make_transport)
         except (RuntimeError, ValueError) as error:
-            lost = isinstance(error, TransferError) and error.peer_lost
-            return Report(link.names[self._rank], error=str(error), peer_lost=lost)
+            peer_lost = isinstance(error, TransferError) and error.peer_lost
+            return Report(link.names[self._rank], error=str(error), peer_lost=peer_lost)
         self._connections[link.engine] = connection
         return Report(connection.name, connection.digest, connection.num_bytes)
 
@@ -52,9 +59,11 @@ class WeightSender:
             connection.close()
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        """Send the current parameters as `version` to each engine, side by side; a report for each.
+        """Send the current parameters as `version` to all `engines` at once; return a report for
+        each.
 
-        A link whose transfer failed is dropped: its messages are out of step, so it takes a new `connect`.
+        A link whose transfer failed is dropped, because its messages are out of step: connect it
+        again. Raises ValueError if an engine is not connected.
         """
         unknown = set(engines) - set(self._connections)
         if unknown:

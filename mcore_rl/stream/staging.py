@@ -1,4 +1,6 @@
-"""A second set of a rank's parameters: slices land there beside the decoding, then the two trade places."""
+"""A second set of a rank's parameters: slices are received into it while the engine decodes, then
+swapped in.
+"""
 
 from collections.abc import Mapping
 
@@ -10,7 +12,7 @@ from mcore_rl.stream.routes.transport import TransferError
 
 
 class Staging:
-    """`tensors` is what the next version is received into; memory: the parameters once more."""
+    """Holds the next version in `tensors`; takes as much memory as the parameters themselves."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         with torch.inference_mode(False):
@@ -18,13 +20,15 @@ class Staging:
                 name: parameter.detach().clone() for name, parameter in parameters.items()
             }
         self.version: int | None = None
-        """What `tensors` holds whole, if anything."""
+        """The version that `tensors` holds completely, or None."""
 
     def swap(self, version: int, parameters: Mapping[str, Tensor]) -> None:
-        """Give the parameters the staged values of `version`, all or none; TransferError if it is not there.
+        """Give all parameters the staged values of `version`.
 
-        On the host this is a change of pointers. A device keeps its pointers, which captured graphs refer to,
-        and so does a parameter that shares its memory with others.
+        On the host, pointers are exchanged. On a device values are copied, because captured graphs
+        refer to the parameters' addresses; so are parameters that share their memory with others.
+
+        Raises TransferError, and changes nothing, if `version` is not the staged version.
         """
         if self.version != version:
             raise TransferError(
@@ -33,7 +37,8 @@ class Staging:
         self.version = None
         for name, parameter in parameters.items():
             staged = self.tensors[name]
-            if parameter.is_cpu and parameter.untyped_storage().nbytes() == parameter.nbytes:
+            owns_memory = parameter.untyped_storage().nbytes() == parameter.nbytes
+            if parameter.is_cpu and owns_memory:
                 self.tensors[name] = parameter.data
                 parameter.data = staged
             else:

@@ -1,10 +1,13 @@
-"""Checksums of bytes in flight: 64 bits per slice, many slices of one length at once.
+"""Checksums of bytes in flight: words of slices in, 64 bits per slice out, many equal slices per
+call.
 
-A slice is rows of ROW_WORDS 8-byte words: checksum = sum over j of multiplier[j] * (sum over rows of
-word[row, j]) mod 2**64, with odd pseudo-random multipliers. A change confined to one word always changes it
-(an odd number has an inverse mod 2**64); several changes, or stale bytes, escape with odds of about 2**-63.
-Words that trade places show unless they lie a multiple of 576 bytes apart. It guards against faults
-of memory, transport and bookkeeping, not against adversaries.
+A slice is rows of ROW_WORDS 8-byte words. Its checksum is the sum over j of
+multiplier[j] * (sum over rows of word[row, j]) mod 2**64, with odd pseudo-random multipliers.
+
+A change confined to one word always changes the checksum, because an odd number has an inverse mod
+2**64. Several changes, or stale bytes, escape with odds of about 2**-63. Exchanged words show
+unless they lie a multiple of 576 bytes apart. Checksums guard against faults of memory, transport
+and bookkeeping, not against adversaries.
 """
 
 from collections.abc import Sequence
@@ -17,14 +20,14 @@ from torch import Tensor
 
 WORD_BYTES = 8
 ROW_WORDS = 72
-"""576 bytes: whole cache lines, but no divisor of a page, so that pages that trade places show."""
+"""576 bytes: whole cache lines, but no divisor of a page, so that exchanged pages show."""
 
 _HOST = torch.device("cpu")
 
 
 @cache
 def _multipliers(device: torch.device) -> Tensor:
-    """int64 [ROW_WORDS], the same on every device."""
+    """Return int64 [ROW_WORDS], with the same values on every device."""
     seeded = torch.Generator().manual_seed(0x5EED)
     return (torch.randint(-(2**63), 2**63 - 1, (ROW_WORDS,), generator=seeded) | 1).to(device)
 
@@ -44,16 +47,18 @@ class Checksums:
     def __init__(
         self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
     ) -> None:
-        """`num_rows`: of each slice, in order; runs of equal slices are summed in one pass, on `device`."""
+        """`num_rows` lists the rows of each slice, in order; equal neighbors are summed in one
+        pass.
+        """
         self._multipliers_W = _multipliers(device)
         self._runs = []
-        for rows, same in groupby(num_rows):
-            count = len(list(same))
+        for rows, equal_slices in groupby(num_rows):
+            count = len(list(equal_slices))
             self._runs.append(_Run(first_word, count, rows))
             first_word += count * rows * ROW_WORDS
 
     def __call__(self, words_W: Tensor) -> Tensor:
-        """int64 [slices], of the slices in int64 `words_W`."""
+        """Return int64 [slices]: the checksum of each slice in int64 `words_W`."""
         return torch.cat([self._sums(words_W, run) for run in self._runs])
 
     def _sums(self, words_W: Tensor, run: _Run) -> Tensor:

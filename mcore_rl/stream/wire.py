@@ -1,4 +1,7 @@
-"""What ranks and controller tell each other, as bytes: layouts, commands, orders, reports."""
+"""Messages between controller, trainer ranks and engine ranks: dataclasses in, bytes out, and back.
+
+All three run the same release, so the encodings carry no version number.
+"""
 
 import json
 import zlib
@@ -17,7 +20,9 @@ COMMAND_NAME = "mcore_rl"
 
 @dataclass(frozen=True)
 class Link:
-    """How the ranks around an engine meet: `num_senders` ranks that send, then its `num_receivers` own."""
+    """Everything a rank must know to join a link: `num_senders` sending ranks, then `num_receivers`
+    ranks of the engine, all of which meet at one key-value store.
+    """
 
     engine: str
     store_host: str
@@ -27,11 +32,16 @@ class Link:
     bucket_bytes: int
     timeout_s: float
     staged: bool = False
-    """Slices land beside the parameters, to be swapped in together; else in the parameters."""
+    """Slices are received into a second set of parameters and swapped in together. If False, they
+    are received into the parameters themselves.
+    """
     layouts: str = ""
-    """RecordedLayouts of both sides, encoded; without, the ranks list their shards for one another."""
-    upstream: str = ""
-    """The engine whose ranks pass on what they got, each to the same rank; without, trainer ranks send."""
+    """Encoded RecordedLayouts of both sides. If empty, the ranks list their shards for one another.
+    """
+    relay: str = ""
+    """The engine that sends: each of its ranks forwards what it received to the same rank of
+    `engine`. If empty, trainer ranks send.
+    """
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -42,21 +52,18 @@ class Link:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A readable name per rank."""
-        senders = range(self.num_senders)
-        if self.upstream:
-            sending = [f"rank {rank} of engine {self.upstream}" for rank in senders]
+        """A readable name for each rank, senders first."""
+        if self.relay:
+            senders = [f"rank {rank} of engine {self.relay}" for rank in range(self.num_senders)]
         else:
-            sending = [f"trainer rank {rank}" for rank in senders]
-        return (
-            *sending,
-            *(f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)),
-        )
+            senders = [f"trainer rank {rank}" for rank in range(self.num_senders)]
+        receivers = [f"rank {rank} of engine {self.engine}" for rank in range(self.num_receivers)]
+        return (*senders, *receivers)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank did for one engine; `error` is None if all of it succeeded."""
+    """The outcome of one action on one rank; `error` is None if it succeeded."""
 
     rank: str
     digest: str = ""
@@ -65,9 +72,11 @@ class Report:
     seconds: float = 0.0
     error: str | None = None
     peer_lost: bool = False
-    """The error is that a peer went away or kept us waiting, so its own report says more."""
-    silent: bool = False
-    """The rank itself said nothing."""
+    """The error is that a peer went away or kept this rank waiting; the peer's own report says
+    more.
+    """
+    missing: bool = False
+    """The rank sent no report; the controller made this one in its place."""
 
 
 Action = Literal["connect", "receive", "swap"]
@@ -75,7 +84,9 @@ Action = Literal["connect", "receive", "swap"]
 
 @dataclass(frozen=True)
 class Command:
-    """What the ranks of an engine are told through SGLang: join a link, receive a version, swap it in."""
+    """A command to all ranks of an engine, sent through SGLang: join a link, receive a version into
+    the parameters, or swap in a staged version.
+    """
 
     link: Link
     action: Action
@@ -83,29 +94,37 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the ranks of an engine are to stage; from trainer ranks unless there is an engine `upstream`.
-
-    What they have got they pass on `downstream`.
+class StageRequest:
+    """A request to all ranks of an engine, left in the link's store: receive a version while
+    decoding.
     """
 
     version: int
-    upstream: Link | None = None
-    downstream: Link | None = None
+    receive_link: Link | None = None
+    """The link to the relay that sends. If None, trainer ranks send over the engine's own link."""
+    forward_link: Link | None = None
+    """The link to the next engine, to which verified buckets are forwarded. If None, nothing is."""
 
 
-def encode_order(order: Order) -> bytes:
-    return json.dumps(asdict(order)).encode()
+def encode_stage_request(request: StageRequest) -> bytes:
+    return json.dumps(asdict(request)).encode()
 
 
-def decode_order(data: bytes) -> Order:
+def decode_stage_request(data: bytes) -> StageRequest:
     fields = json.loads(data)
-    links = (fields[end] and Link(**fields[end]) for end in ("upstream", "downstream"))
-    return Order(fields["version"], *links)
+    return StageRequest(
+        fields["version"],
+        _decode_link(fields["receive_link"]),
+        _decode_link(fields["forward_link"]),
+    )
+
+
+def _decode_link(fields: dict | None) -> Link | None:
+    return None if fields is None else Link(**fields)
 
 
 def encode_command(command: Command) -> Tensor:
-    """uint8 tensor."""
+    """Return the command as a uint8 tensor, the only payload SGLang passes to a weight loader."""
     return torch.frombuffer(bytearray(json.dumps(asdict(command)).encode()), dtype=torch.uint8)
 
 
@@ -123,12 +142,16 @@ def decode_report(data: bytes) -> Report:
 
 
 def encode_shards(shards: Sequence[Shard]) -> bytes:
-    """Columns of JSON, deflated: a layout repeats the same few strides and dtypes thousands of times."""
+    """Return `shards` as deflated columns of JSON.
+
+    A layout repeats the same few strides and dtypes thousands of times, so columns compress well.
+    """
     rows = [
         (s.box.name, s.box.start, s.box.stop, s.tensor, s.offset, s.strides, s.dtype)
         for s in shards
     ]
-    return zlib.compress(json.dumps(list(zip(*rows, strict=True))).encode(), level=1)
+    columns = list(zip(*rows, strict=True))
+    return zlib.compress(json.dumps(columns).encode(), level=1)
 
 
 def decode_shards(data: bytes) -> tuple[Shard, ...]:

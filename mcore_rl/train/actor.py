@@ -19,7 +19,7 @@ from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
 from mcore_rl.train.shards import local_tensors
 from mcore_rl.train.trained_model import TrainedModel, gather_tokens
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
 """(logprobs_T, entropy_T, batch of the same tokens, sums over its sequences) -> (loss_T, metrics_T)."""
@@ -33,52 +33,48 @@ class Actor(TrainedModel):
     def compute_logprobs(
         self,
         microbatches: Sequence[TrainBatch],
-        *,
-        reference: bool = False,
-        temperature: float = 1.0,
-        sum_squares: bool = False,
+        options: LogprobOptions = LogprobOptions(temperature=1.0),
     ) -> list[TokenScores] | None:
-        """Log-probs of each micro-batch's tokens on the owning rank, None on the others.
+        """Return the log-probs of each micro-batch's tokens on the owning rank, None on the others.
 
-        Entry t is log p(token t | tokens before it); 0 for the first token of a sequence. `reference` takes
-        the weights of `snapshot_reference`, and their own experts. Router flips come along if the batch has
-        the engine's experts, and with train.router_replay=old_pass where the trainer sent the tokens.
+        Entry t is log p(token t | tokens before it), and 0 for the first token of a sequence.
+        `options.temperature` must be a number. `options.reference` scores with the weights that
+        `snapshot_reference` kept; their routers choose the experts themselves. Router flips are
+        returned if the batch names the engine's experts, the trainer's own experts with
+        train.router_replay=old_pass. Raises ValueError if no reference was kept.
         """
+        temperature = options.temperature
+        assert temperature is not None, "a rank does not know the rollout's temperature"
 
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
             logprobs_T, _ = self._logprobs(batch, logits_TV, temperature)
             report = {"logprobs": logprobs_T}
-            if sum_squares:
-                group, size = ps.get_tensor_model_parallel_group(), self.hf_config["vocab_size"]
+            if options.sum_squares:
                 report["sum_squares"] = vocab_parallel_sum_squares(
-                    logits_TV, group, size, temperature
+                    logits_TV,
+                    ps.get_tensor_model_parallel_group(),
+                    self.hf_config["vocab_size"],
+                    temperature,
                 )
             return logits_TV.new_zeros(()), report
 
         batches = self._rank_batches(microbatches)
-        with self._reference_weights() if reference else nullcontext():
-            replay, record = (
-                self._replay == mode and not reference for mode in ("engine", "old_pass")
-            )
+        with self._reference_weights() if options.reference else nullcontext():
             reports, records = self._run(
-                batches, output, forward_only=True, replay=replay, record=record
+                batches,
+                output,
+                forward_only=True,
+                replay=self._replay == "engine" and not options.reference,
+                record=self._replay == "old_pass" and not options.reference,
             )
         if not on_last_stage():
             return None
-        scores = []
-        for i, (batch, microbatch) in enumerate(zip(batches, microbatches, strict=True)):
-            num_tokens = len(microbatch.token_ids_T)
-            logprobs_T = gather_tokens(reports[i]["logprobs"].float(), batch.targets_T, num_tokens)
-            flips_T, experts_TLK = records[i].flips_T, records[i].experts_TLK
-            if flips_T is not None:
-                flips_T = gather_tokens(flips_T, batch.targets_T, num_tokens)
-            if experts_TLK is not None:
-                experts_TLK = gather_tokens(experts_TLK.int(), batch.sources_T, num_tokens) - 1
-                experts_TLK = experts_TLK.to(torch.int16)
-            squares_T = reports[i].get("sum_squares")
-            if squares_T is not None:
-                squares_T = gather_tokens(squares_T, batch.targets_T, num_tokens)
-            scores.append(TokenScores(logprobs_T, flips_T, squares_T, experts_TLK))
+        scores = [
+            _token_scores(batch, len(microbatch.token_ids_T), report, record)
+            for batch, microbatch, report, record in zip(
+                batches, microbatches, reports, records, strict=True
+            )
+        ]
         return scores if rank_coordinate().owns_output else None
 
     def train_step(
@@ -145,6 +141,26 @@ class Actor(TrainedModel):
         return vocab_parallel_logprobs(
             logits_TV, batch.labels_T, group, self.hf_config["vocab_size"], temperature
         )
+
+
+def _token_scores(
+    batch: RankBatch, num_tokens: int, report: Report, record: RoutingRecord
+) -> TokenScores:
+    """Put the scores of all context-parallel ranks in the order of the micro-batch; a collective."""
+    targets_T = batch.targets_T
+    logprobs_T = gather_tokens(report["logprobs"].float(), targets_T, num_tokens)
+    flips_T = record.flips_T
+    if flips_T is not None:
+        flips_T = gather_tokens(flips_T, targets_T, num_tokens)
+    experts_TLK = record.experts_TLK
+    if experts_TLK is not None:
+        # Recorded as expert + 1, so that a token no rank has becomes -1.
+        experts_TLK = gather_tokens(experts_TLK.int(), batch.sources_T, num_tokens) - 1
+        experts_TLK = experts_TLK.to(torch.int16)
+    squares_T = report.get("sum_squares")
+    if squares_T is not None:
+        squares_T = gather_tokens(squares_T, targets_T, num_tokens)
+    return TokenScores(logprobs_T, flips_T, squares_T, experts_TLK)
 
 
 def _sequence_sum(batch: RankBatch) -> SequenceSum:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import with_value_head
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
@@ -23,9 +24,9 @@ class Critic(TrainedModel):
     The value at a token is that of the state in which the token was drawn: of the tokens before it.
     """
 
-    def _read_config(self, path: str) -> HfConfig:
-        """The model at `path` may be a policy, or a reward model with one label."""
-        return with_value_head(super()._read_config(path))
+    def _built_config(self, stored: ModelFacts) -> HfConfig:
+        """The model that the critic starts from may be a policy, or a reward model with one label."""
+        return with_value_head(stored.config)
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
         """float32 values of each micro-batch's tokens on the owning rank, None on the others; 0 for the first

@@ -16,7 +16,8 @@ from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainC
 from mcore_rl.device import device
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.expert_load import load_metrics
 from mcore_rl.train.export import export_hf
@@ -55,18 +56,19 @@ class TrainedModel:
     ) -> None:
         """Build the model in the layout of the process groups and fill it.
 
-        Errors: see read_hf_config, make_transformer_config, fill_weights.
+        Errors: see ModelFacts.read, make_transformer_config, fill_weights.
         """
-        self.hf_config = self._read_config(model.path)
+        stored = ModelFacts.read(model.path)
+        self.hf_config = self._built_config(stored)
         self.step = 0
         """Optimizer steps taken."""
-        self._hf_path = Path(model.path)
+        self._hf_path = stored.path
         self._optimizer_config, self._total_steps = optimizer, total_steps
         self._dtype = model.dtype
         dtype = DTYPES[model.dtype]
         self._config = make_transformer_config(self.hf_config, parallel, dtype, train)
         chunks = make_chunks(self._config, self.hf_config)
-        fill_weights(chunks, model, self.hf_config, seed)
+        fill_weights(chunks, model, stored, self.hf_config, seed)
         self._replay = train.router_replay
         self._routing, self._bias_rate = Routing(chunks, self._config), train.router_bias_rate
         if train.freeze_router:
@@ -76,9 +78,9 @@ class TrainedModel:
         self._memory = DeviceMemory(self.chunks, self._optimizer)
         self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
 
-    def _read_config(self, path: str) -> HfConfig:
-        """Of what is built from the model at `path`."""
-        return read_hf_config(path)
+    def _built_config(self, stored: ModelFacts) -> HfConfig:
+        """Return config.json of the model that is built from the one in the model directory."""
+        return stored.config
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """(shards of HF tensors on this rank, the parameters they lie in)."""
@@ -100,9 +102,9 @@ class TrainedModel:
         """Wait until the save under way, if there is one, is complete."""
         self._checkpointer.finish(timeout_s)
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path, *, verify: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint of the same model in any layout; returns its `extra`."""
-        self.step, extra = self._checkpointer.load(Path(folder))
+        self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
         return extra
 
     def export_hf(self, out_dir: Path) -> None:

@@ -5,7 +5,6 @@ layout.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import SCORE, has_value_head
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import load_into
 from mcore_rl.slices.layouts.training import training_padding, training_shards
 from mcore_rl.slices.plan.coverage import check_coverage
@@ -24,10 +23,17 @@ from mcore_rl.train.shards import local_parts, local_tensors, zero_padding
 
 @torch.no_grad()
 def fill_weights(
-    chunks: Sequence[torch.nn.Module], model: ModelConfig, hf_config: HfConfig, seed: int
+    chunks: Sequence[torch.nn.Module],
+    model: ModelConfig,
+    stored: ModelFacts,
+    hf_config: HfConfig,
+    seed: int,
 ) -> None:
     """Give every parameter of the chunks its initial value; ValueError unless each element gets exactly
     one. A value head that starts from a policy, which has none, starts at 0: so does every value.
+
+    stored      the model in `model.path`
+    hf_config   config.json of the model that is built, which may have a value head that `stored` lacks
     """
     parts, family = local_parts(chunks), family_of(hf_config)
     shards, tensors = training_shards(parts, family, hf_config), local_tensors(chunks)
@@ -37,12 +43,12 @@ def fill_weights(
     if model.init == "random":
         draw_weights(shards, tensors, hf_config, seed)
         return
-    if has_value_head(hf_config) and not has_value_head(read_hf_config(model.path)):
+    if has_value_head(hf_config) and not stored.has_value_head:
         heads = [shard for shard in shards if shard.box.name == SCORE]
         shards = [shard for shard in shards if shard.box.name != SCORE]
         for head in heads:
             head.view(tensors).zero_()
-    load_into(shards, tensors, Path(model.path))
+    load_into(shards, tensors, stored)
 
 
 @torch.no_grad()

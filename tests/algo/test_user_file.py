@@ -55,7 +55,8 @@ def make_samples() -> list[Sample]:
 
 
 def test_the_documented_example_trains_a_batch(tmp_path: Path) -> None:
-    config = config_of(tmp_path, EXAMPLE, advantage="greedy_margin", loss="tanh_gate")
+    options = {"advantage": "greedy_margin", "loss": "tanh_gate", "clip_high": 0.2}
+    config = config_of(tmp_path, EXAMPLE, **options)
     check_algorithm(Config(algorithm=config))
     assert needs_of(config).greedy_baseline
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.cli import main
 from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.slices.hf.folder import INDEX
 from mcore_rl.slices.hf.quantize import quantise_into
@@ -45,7 +46,8 @@ def test_a_model_goes_through_megatron_and_comes_back(
     source = saved / kind / "hf"
     assert command("to-hf", saved / kind / "step", tmp_path / "out", "--source-hf", source) == 0
     assert_equal(tmp_path / "out", source)
-    assert open_hf_dir(tmp_path / "out").keys() == open_hf_dir(source).keys()
+    written, original = ModelFacts.read(tmp_path / "out"), ModelFacts.read(source)
+    assert open_hf_dir(written).keys() == open_hf_dir(original).keys()
     assert command("verify", saved / kind / "step", saved / kind / "megatron") == 0
     assert command("verify", saved / kind / "megatron", source) == 0
 
@@ -141,11 +143,11 @@ def test_eight_bit_values_and_scales_are_those_of_the_trainer(tmp_path: Path, co
     source, out = write_source("deepseek_v3", tmp_path / "hf"), tmp_path / "out"
     assert command("to-fp8", source, out, "--memory-budget", "4MiB") == 0
     before, after = read_all(source), read_all(out)
-    quantised = [name for name in after if name + "_scale_inv" in after]
-    assert "model.layers.1.mlp.experts.3.up_proj.weight" in quantised
-    assert MTP[0] not in quantised and MTP[1] in quantised
+    quantized = [name for name in after if name + "_scale_inv" in after]
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in quantized
+    assert MTP[0] not in quantized and MTP[1] in quantized
     for name, tensor in before.items():
-        if name not in quantised:
+        if name not in quantized:
             assert torch.equal(after[name], tensor), name
             continue
         values = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
@@ -194,7 +196,7 @@ def test_the_documented_commands_run(saved: Path, tmp_path: Path, monkeypatch: A
         "to-hf",
         "from-hf",
         "to-fp8",
-        "dequantise",
+        "dequantize",
         "inspect",
         "verify",
         "checksums",
@@ -227,7 +229,7 @@ def test_tensors_of_mixed_precision_come_out_in_one(tmp_path: Path, command: Any
         assert file.metadata() == {"format": "pt"}
 
 
-def test_stacked_experts_are_not_quantised(
+def test_stacked_experts_are_not_quantized(
     saved: Path, tmp_path: Path, command: Any, capsys: Any
 ) -> None:
     assert command("to-fp8", saved / "gpt_oss/hf", tmp_path / "out") == 2

@@ -15,7 +15,7 @@ from tests.support.tiny_models import write_model
 COMMANDS: dict[str, list[str]] = {
     "hf": ["verify", "from-hf", "to-fp8"],
     "torch_dist": ["verify", "to-hf"],
-    "fp8": ["verify", "dequantise"],
+    "fp8": ["verify", "dequantize"],
 }
 
 
@@ -26,7 +26,7 @@ def refused(name: str, folder: Path, source: Path, out: Path) -> bool:
         "to-hf": (folder, out, "--source-hf", source),
         "from-hf": (folder, out),
         "to-fp8": (folder, out),
-        "dequantise": (folder, out),
+        "dequantize": (folder, out),
     }
     status = run(name, *arguments[name])
     shutil.rmtree(out.with_name(out.name + ".partial"), ignore_errors=True)
@@ -75,7 +75,7 @@ def test_damage_is_refused_by_name(saved: Path, tmp_path: Path, capsys: Any) -> 
     assert not (tmp_path / "ran").exists()
 
 
-def test_damage_to_a_quantised_model_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
+def test_damage_to_a_quantized_model_is_refused_by_name(tmp_path: Path, capsys: Any) -> None:
     hf, fp8 = write_model("qwen3_moe", tmp_path / "hf"), tmp_path / "fp8"
     assert run("to-fp8", hf, fp8, "--max-file-bytes", "200KB") == 0
     missed = [

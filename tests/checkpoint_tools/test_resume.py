@@ -1,6 +1,8 @@
 """Conversions that are killed in the middle, and what the same command does afterwards."""
 
+import errno
 import fcntl
+import itertools
 import multiprocessing as mp
 import os
 import signal
@@ -95,13 +97,13 @@ def goes_on_and_makes_the_same(
         assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes(), path.name
 
 
-def test_weights_that_are_dequantised_go_on_as_well(
+def test_weights_that_are_dequantized_go_on_as_well(
     source: Path, tmp_path: Path, capsys: Any
 ) -> None:
     fp8 = tmp_path / "fp8"
     assert main(["to-fp8", str(source), str(fp8), "--workers", "1"]) == 0
-    killed = kill_in_the_middle("dequantise", fp8, tmp_path / "out")
-    goes_on_and_makes_the_same("dequantise", fp8, killed, tmp_path, capsys)
+    killed = kill_in_the_middle("dequantize", fp8, tmp_path / "out")
+    goes_on_and_makes_the_same("dequantize", fp8, killed, tmp_path, capsys)
 
 
 def test_units_that_were_damaged_since_are_done_again(
@@ -175,3 +177,29 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         main(["from-hf", str(tmp_path), str(tmp_path / "out"), "--memory-budget", "much"])
     assert "argument --memory-budget" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
+    source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, num_workers: int
+) -> None:
+    out = tmp_path / "out"
+    command = ["from-hf", str(source), str(out), "--workers", str(num_workers)]
+    write = os.pwrite
+    num_writes = itertools.count()
+
+    def write_until_full(descriptor: int, data: Any, offset: int) -> int:
+        if next(num_writes) >= 12:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write_until_full)
+        assert main(command) == 1
+    message = capsys.readouterr().err
+    assert f"out{PARTIAL}/__0_0.distcp: no space left on device" in message
+    assert message.count("\n") == 1 and "free" in message
+    assert not out.exists()
+    assert main(command) == 0
+    assert "kept from an earlier run" in capsys.readouterr().out
+    assert main(["verify", str(out), str(source), "--workers", "1"]) == 0

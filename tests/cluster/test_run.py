@@ -42,9 +42,9 @@ from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.engine import EngineAddress, EngineSpec
 from mcore_rl.rollout.served_client import ServedClient
-from mcore_rl.rollout.served_endpoint import find_served
+from mcore_rl.rollout.served_endpoint import find_endpoint
 from mcore_rl.stream.controller.sync import SyncController
-from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 from tests.support.tiny_models import write_reward_model
 
 pytestmark = pytest.mark.e2e
@@ -94,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         )
         engines.start_build([spec], timeout_s=240)
         slots = {role: [of_role] for role, of_role in zip(beside, others, strict=True)}
-        served = ServedEngines(beside, slots, folder / "logs", 120, running={})
+        served = ServedEngines(beside, slots, folder / "logs", 120, remote={})
         [address] = engines.wait_built()
         yield Run(trainer, engines, address, folder / "logs", served)
 
@@ -129,7 +129,7 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
     batches = [[make_batch(0)], [make_batch(1)]]
 
     def logprobs(*, reference: bool = False) -> torch.Tensor:
-        answers = run.trainer.compute_logprobs(batches, reference=reference, temperature=1.0)
+        answers = run.trainer.compute_logprobs(batches, LogprobOptions(reference, temperature=1.0))
         assert [len(of_dp) for of_dp in answers] == [1, 1]
         return torch.cat([of_dp[0].logprobs_T for of_dp in answers])
 
@@ -158,13 +158,13 @@ def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
         assert report.failed == {}
 
     asyncio.run(run.engines.look())
-    assert run.engines.rotation.serving == [run.address.url]
+    assert run.engines.health.serving == [run.address.url]
     asyncio.run(guard(sync(), run.trainer.watch(), run.engines.watch()))
 
 
 def test_samples_are_scored_by_judge_and_reward_model(run: Run, tmp_path: Path) -> None:
     """The judge's words are random, so any word is a verdict; the reward model's score is transformers'."""
-    models = run.served.wait()
+    models = run.served.wait_built()
     folder = models["reward_model"].model
     question = RewardModelScorer(folder)
     template = tmp_path / "template.jinja"
@@ -198,20 +198,20 @@ def make_sample(text: str) -> Sample:
 
 
 def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
-    judge = run.served.wait()["judge"]
+    judge = run.served.wait_built()["judge"]
     [engine] = judge.engines
     assert Path(engine.log_path) == run.log_dir / "judge_0.log" and Path(engine.log_path).exists()
     assert (run.log_dir / "judge_rank0.log").exists()
     by_url = ServedModelConfig(url=f"{engine.url}/v1", request_timeout_s=10)
-    assert find_served("judge", by_url).model == judge.model
+    assert find_endpoint("judge", by_url).model == judge.model
     with pytest.raises(
         ValueError, match=r"judge.url=.*: it has no model 'other', but .*; set judge.url_model"
     ):
-        find_served("judge", replace(by_url, url_model="other"))
+        find_endpoint("judge", replace(by_url, url_model="other"))
     before = ask(engine.url)
 
     async def serves(wanted: bool) -> None:
-        while (judge.rotation.serving == [engine.url]) is not wanted:
+        while (judge.health.serving == [engine.url]) is not wanted:
             await asyncio.sleep(0.1)
 
     [server] = run.served.server_pids("judge")
@@ -226,7 +226,7 @@ def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
     with pytest.raises(
         ValueError, match=r"judge.url=.*: GET .*/v1/models does not list models: URLError"
     ):
-        find_served("judge", by_url)
+        find_endpoint("judge", by_url)
 
 
 def ask(url: str) -> str:

@@ -49,7 +49,8 @@ def test_overrides_reach_the_tree() -> None:
         ),
         (
             ["cluster.colocated=true", "rollout.tp=4"],
-            r"rollout.engines \* rollout.tp \* rollout.pp = 4: there are parallel.world_size=2 trainer ranks",
+            r"rollout.engines \* rollout.tp \* rollout.pp = 4: there are parallel.world_size=2"
+            r" trainer ranks",
         ),
         (
             ["cluster.colocated=true", "rollout.mode=async"],
@@ -83,7 +84,8 @@ def test_overrides_reach_the_tree() -> None:
         ),
         (
             ["cluster.colocated=true"],
-            r"cluster.colocated=true with rollout.stage_weights=True: .* set rollout.stage_weights=false",
+            r"cluster.colocated=true with rollout.stage_weights=True: .* set"
+            r" rollout.stage_weights=false",
         ),
         (
             ["cluster.colocated=true", "rollout.stage_weights=false"],
@@ -107,13 +109,14 @@ def test_overrides_reach_the_tree() -> None:
         ),
         (
             ["train.router_replay=engine", "drift.routed_experts=false"],
-            r"train.router_replay=engine with drift.routed_experts=False: .* set drift.routed_experts=true",
+            r"train.router_replay=engine with drift.routed_experts=False: .* set"
+            r" drift.routed_experts=true",
         ),
         (
             ["train.freeze_router=true"],
             r"train.router_aux_loss_coef=0.001: a frozen router learns no balance",
         ),
-        (["train.router_bias_rate=-1"], r"train.router_bias_rate=-1.0: must not be negative"),
+        (["train.router_bias_rate=-1"], r"train.router_bias_rate=-1.0: must be at least 0"),
         (["train.mini_batches=7"], r"is not divisible by train.mini_batches=7"),
         (
             ["algorithm.advantage=gae", "critic.mini_batches=7"],

@@ -1,19 +1,26 @@
-"""The rehearsal of every recipe for many GPUs: one whole step with real Megatron ranks, engines and Ray."""
+"""Rehearsals of the recipes for many GPUs: whole steps with real Megatron ranks, engines and Ray."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.support.recipes import LARGE
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 
+MAX_DIFF = 1e-4
+"""Nats between trainer and engines; a step must move log-probs by far more."""
+
 
 @pytest.fixture
 def runs() -> Iterator[list[Run]]:
-    """What they leave behind is killed at the end."""
+    """Runs of the test; what they leave behind is killed at the end."""
     started: list[Run] = []
     yield started
     for run in started:
@@ -22,17 +29,60 @@ def runs() -> Iterator[list[Run]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", LARGE)
-def test_one_step(recipe: str, tmp_path: Path, runs: list[Run]) -> None:
-    run = Run(["train", f"recipe={recipe}", "rehearse=true"], tmp_path / "run")
-    runs.append(run)
-    assert run.finish() == 0, run.tail()
-    run.assert_nothing_left()
+def test_a_step_moves_weights_and_a_restart_goes_on(
+    recipe: str, tmp_path: Path, runs: list[Run]
+) -> None:
     folder = tmp_path / "run_rehearsal"
-    steps = [
-        row for row in run.metrics("../run_rehearsal") if "loss/total" in row or "time/step" in row
-    ]
-    assert steps, sorted(folder.iterdir())
-    print(
-        recipe,
-        {name: steps[-1].get(name) for name in ("time/step", "logprob_diff/mean", "time/sync")},
+    finish(runs, "train", f"recipe={recipe}", "rehearse=true", run_dir=tmp_path / "run")
+    check_step(runs[-1], 1)
+    after_one = load_weights(folder)
+    logprobs_after_one = compute_logprobs(folder)
+
+    again = ("run.steps=2", "run.resume=true")
+    finish(runs, "train", f"recipe={recipe}", "rehearse=true", *again, run_dir=tmp_path / "run")
+    check_step(runs[-1], 2)
+    after_two = load_weights(folder)
+    assert after_one.keys() == after_two.keys()
+    changed = [name for name, value in after_one.items() if not value.equal(after_two[name])]
+    assert len(changed) > len(after_one) / 2, f"{recipe}: only {len(changed)} tensors have changed"
+    moved = (compute_logprobs(folder) - logprobs_after_one).abs().max()
+    assert moved > 10 * MAX_DIFF, "an engine that missed a sync would go unnoticed"
+
+
+def finish(runs: list[Run], *args: str, run_dir: Path) -> None:
+    run = Run(args, run_dir)
+    runs.append(run)
+    assert run.finish(timeout_s=300) == 0, run.tail()
+    run.assert_nothing_left()
+
+
+def check_step(run: Run, step: int) -> None:
+    """The gradient is not zero, engines agree with the trainer, and held-out prompts were tried."""
+    rows = run.metrics("../run_rehearsal")
+    metrics = {name: value for row in rows if row["step"] == step for name, value in row.items()}
+    assert metrics["reward/std"] > 0.1
+    assert metrics["loss/grad_norm"] > 0 and math.isfinite(metrics["loss/total"])
+    assert metrics["logprob_diff/mean"] < MAX_DIFF
+    assert 0 < metrics["sync/canary_diff"] < MAX_DIFF
+    assert metrics["eval/prompts"] > 0
+    print({name: metrics.get(name) for name in ("time/step", "logprob_diff/mean", "time/sync")})
+
+
+def load_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "hf").glob("*.safetensors")):
+        weights |= load_file(path)
+    assert weights
+    return weights
+
+
+def compute_logprobs(folder: Path) -> torch.Tensor:
+    """Log-probs by transformers, which must find every weight of its model in the export."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder / "hf", dtype=torch.float32, output_loading_info=True
     )
+    assert not report["missing_keys"], report["missing_keys"]
+    with torch.no_grad():
+        logprobs = model(torch.arange(1, 9)[None]).logits.log_softmax(-1)
+    assert logprobs.isfinite().all()
+    return logprobs

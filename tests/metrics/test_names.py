@@ -1,6 +1,52 @@
-"""Renamed metrics keep their former names for one version."""
+"""Every logged metric is documented, and renamed ones keep their former names for one version."""
 
-from mcore_rl.metrics.names import with_former_names
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mcore_rl.metrics.names import METRICS, make_document, with_former_names
+from tests.support.policy import ROOT, parse, python_files
+
+NAMES = [name for meanings in METRICS.values() for name in meanings]
+PREFIXES = {name.partition("/")[0] for name in NAMES}
+KEY = re.compile(r"[a-z_]+/[a-z0-9_/*]+")
+ANY = "*"
+"""What a placeholder of an f-string may become."""
+OTHER_KEYS = {"order/*", "report/*/*", "data/arithmetic", "data/gsm8k"}
+"""Strings of the same form that are no metrics."""
+
+
+def test_every_logged_metric_is_documented() -> None:
+    unknown = [
+        f"{path}:{line}: {key}"
+        for path, line, key in logged_keys()
+        if not any(may_be_same(key, name) for name in NAMES)
+    ]
+    assert not unknown, "not in mcore_rl/metrics/names.py:\n" + "\n".join(unknown)
+
+
+def test_every_documented_metric_is_logged() -> None:
+    keys = {key for _, _, key in logged_keys()}
+    unlogged = [name for name in NAMES if not any(may_be_same(key, name) for key in keys)]
+    assert not unlogged, f"nothing logs {unlogged}"
+
+
+def test_the_search_finds_keys_and_patterns() -> None:
+    source = 'm = {"loss/new": 1, f"router/{name}": 2, f"eval/pass_at_{k}": 3}\nopen("a/b.py")'
+    assert [key for _, key in keys_of(ast.parse(source))] == [
+        "loss/new",
+        "router/*",
+        "eval/pass_at_*",
+    ]
+    assert not any(may_be_same("loss/new", name) for name in NAMES)
+    assert may_be_same("router/layer_*/*", "router/layer_<i>/<name>")
+    assert may_be_same("eval/*", "eval/preference/<name>")
+
+
+def test_the_document_is_up_to_date() -> None:
+    remedy = "make it again with the command at its head"
+    assert (ROOT / "docs" / "metrics.md").read_text() == make_document(), remedy
 
 
 def test_a_renamed_metric_is_kept_under_both_names() -> None:
@@ -11,3 +57,46 @@ def test_a_renamed_metric_is_kept_under_both_names() -> None:
 
 def test_metrics_without_a_former_name_stay_as_they_are() -> None:
     assert with_former_names({"loss/policy": 1.0}) == {"loss/policy": 1.0}
+
+
+def logged_keys() -> Iterator[tuple[Path, int, str]]:
+    """(file, line, key) of all strings in the package that look like a metric's name."""
+    for path in python_files("mcore_rl"):
+        if path.name == "names.py" and path.parent.name == "metrics":
+            continue
+        for line, key in keys_of(parse(path)):
+            if key.partition("/")[0] in PREFIXES and key not in OTHER_KEYS:
+                yield path, line, key
+
+
+def keys_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    inside = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr)
+        for part in node.values
+    }
+    for node in ast.walk(tree):
+        text = ""
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in inside
+        ):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else ANY for part in node.values
+            )
+        if KEY.fullmatch(text) and not text.endswith(("/", "_")):
+            yield node.lineno, text
+
+
+def may_be_same(key: str, name: str) -> bool:
+    """Whether a key, with wildcards, and a documented name, with <placeholders>, can agree."""
+    sample = re.sub(r"<\w+>", "x", name)
+    key_pattern = re.escape(key).replace(re.escape(ANY), r"[\w/]+")
+    name_pattern = re.sub(r"<\w+>", r"[\\w/]+", name)
+    return bool(
+        re.fullmatch(key_pattern, sample) or re.fullmatch(name_pattern, key.replace(ANY, "x"))
+    )

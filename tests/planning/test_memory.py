@@ -10,6 +10,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.models import read_models
 from mcore_rl.planning.nearest import nearest_that_fits, too_large, with_settings
 from mcore_rl.planning.rank_memory import RankMemory
 from mcore_rl.slices.hf.config import read_hf_config
@@ -32,7 +33,8 @@ def test_every_recipe_fits_and_its_header_says_what_the_plan_says(recipe: str) -
 
 
 def predict(recipe: str, *settings: str) -> list[RankMemory]:
-    return predict_memory(load_recipe(recipe, list(settings)))
+    config = load_recipe(recipe, list(settings))
+    return predict_memory(config, read_models(config))
 
 
 def total(ranks: list[RankMemory], what: str, side: str = "trainer") -> float:
@@ -107,11 +109,12 @@ def test_fp8_engines_hold_half_the_weights() -> None:
 @pytest.mark.parametrize("gpu_gib", [60, 40, 30])
 def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
     config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
-    assert too_large(config, predict_memory(config))
-    settings = nearest_that_fits(config)
+    models = read_models(config)
+    assert too_large(config, predict_memory(config, models))
+    settings = nearest_that_fits(config, models)
     assert settings
     changed = with_settings(config, settings)
-    assert not too_large(changed, predict_memory(changed))
+    assert not too_large(changed, predict_memory(changed, read_models(changed)))
     for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
         fewer = {k: v for k, v in settings.items() if k != key}
         assert not _fits(config, fewer), f"{key} need not change"
@@ -122,7 +125,7 @@ def _fits(config: Config, settings: dict[str, Any]) -> bool:
         changed = with_settings(config, settings)
     except ValueError:
         return False
-    return not too_large(changed, predict_memory(changed))
+    return not too_large(changed, predict_memory(changed, read_models(changed)))
 
 
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,10 @@
-"""A canary against a real engine: equal weights pass, other weights and a dead engine are named."""
+"""The canary: its probe, and real engines whose weights are right, wrong or become wrong after a
+sync.
+"""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,12 +12,17 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import CanaryConfig
-from mcore_rl.players.canary import Canary
+from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, make_probe
+from mcore_rl.players.colocation import EngineMemory, SharedGpus
+from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
-from mcore_rl.types import StepStats, TokenScores, TrainBatch, WeightVersion
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.stream.controller.sync import SyncController, SyncError
+from mcore_rl.stream.controller.sync_report import SyncReport
+from mcore_rl.types import LogprobOptions, Prompt, StepStats, TokenScores, TrainBatch, WeightVersion
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
-
-pytestmark = pytest.mark.e2e
+from tests.support.sync_stage import Stage, call, open_stage
 
 
 class TransformersTrainer:
@@ -25,14 +33,9 @@ class TransformersTrainer:
 
     @torch.no_grad()
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
-        assert temperature == 1.0
+        assert options.temperature == 1.0
         parts = []
         for tokens in batch.token_ids_T.split(list(batch.lens_N)):
             logprobs = self.model(tokens[None]).logits[0].log_softmax(-1)
@@ -69,6 +72,32 @@ async def ready() -> None:
     """Engines always are, here."""
 
 
+def make_prompt(*token_ids: int) -> Prompt:
+    return Prompt(0, token_ids, (), "unit", "")
+
+
+def test_the_probe_is_made_of_the_first_prompts_that_can_be_scored() -> None:
+    prompts = [make_prompt(5), make_prompt(1, 2, 3), make_prompt(*range(400)), make_prompt(7, 8)]
+    probe = make_probe(prompts, num_sequences=2)
+    assert probe.lens_N == (3, MAX_PROMPT_TOKENS)
+    assert probe.token_ids_T.tolist() == [1, 2, 3, *range(MAX_PROMPT_TOKENS)]
+    assert not probe.loss_mask_T.any()
+    assert make_probe(prompts, num_sequences=9).lens_N == (3, MAX_PROMPT_TOKENS, 2)
+    assert make_probe(prompts[:1], num_sequences=2).lens_N == ()
+
+
+@pytest.mark.parametrize("sequences", [0, 2])
+def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
+    """Neither trainer nor engine exists: a call to one of them would fail."""
+    nobody: Any = None
+    canary = Canary(nobody, CanaryConfig(sequences=sequences), "float32", 1.0, asyncio.run, ready)
+    batch = make_probe([make_prompt(5)], 2) if sequences else make_batch()
+    report = canary.check(WeightVersion(0), batch, ["http://127.0.0.1:9"])
+    assert report.failed == {} and report.metrics() == {}
+    assert asyncio.run(canary.recheck(["http://127.0.0.1:9"])) == report
+
+
+@pytest.mark.e2e
 def test_engines_that_compute_otherwise_are_named(model_path: str, engine: EngineProcess) -> None:
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
     canary = Canary(TransformersTrainer(model), CanaryConfig(), "float32", 20.0, asyncio.run, ready)
@@ -90,7 +119,67 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
         and "canary.tolerance" in report.failed[engine.url]
     )
 
-    nothing = Canary(
-        TransformersTrainer(model), CanaryConfig(sequences=0), "float32", 20.0, asyncio.run, ready
+
+class CorruptingController(SyncController):
+    """After a sync succeeded, the engines in `corrupt` load the weights of another checkpoint."""
+
+    corrupt: Sequence[str] = ()
+    other_checkpoint = Path()
+
+    async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
+        report = await super().sync(version, urls)
+        for url in self.corrupt:
+            path = str(self.other_checkpoint)
+            answer = await asyncio.to_thread(
+                call, url, "/update_weights_from_disk", model_path=path
+            )
+            assert answer["success"], answer
+        return report
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with open_stage(tmp_path_factory.mktemp("stage"), (1, 1), timeout_s=30) as stage:
+        yield stage
+
+
+@pytest.mark.e2e
+def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(stage: Stage) -> None:
+    """One of two engines is corrupted after its first sync; the other dies and is corrupted on its
+    return.
+    """
+    good, bad = stage.engines
+    health = EngineHealth(stage.urls)
+    states = [EngineState(url) for url in stage.urls]
+    loop = EventLoop()
+
+    async def look() -> None:
+        health.note(states)
+
+    links = CorruptingController(stage.ranks, bucket_mib=0.0625, timeout_s=30)
+    links.corrupt, links.other_checkpoint = [bad.url], stage.checkpoints[1]
+    model = Qwen3MoeForCausalLM.from_pretrained(stage.checkpoints[0], dtype=torch.float32).eval()
+    gpus = SharedGpus(EngineMemory((), 30.0), loop.run)
+    canary = Canary(
+        TransformersTrainer(model), CanaryConfig(), "float32", 30.0, loop.run, gpus.for_rollout
     )
-    assert nothing.check(WeightVersion(6), make_batch(), [engine.url]).metrics() == {}
+    weights = EngineSync(links, canary, health, look, loop.run, gpus)
+    weights.sync(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
+    assert health.serving == [good.url]
+    assert "canary.tolerance" in health.why_out(bad.url)
+
+    good.stop()
+    returned = EngineProcess(good.spec)
+    returned.start()
+    try:
+        returned.wait_healthy()
+        states[0] = EngineState(good.url, restarts=1)
+        health.note(states)
+        assert health.serving == []
+        links.corrupt = stage.urls
+        with pytest.raises(SyncError, match=rf"{good.url} claims weights 0.*canary.tolerance"):
+            loop.run(weights.revive())
+        assert health.serving == []
+    finally:
+        returned.stop()
+        loop.close()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.players.groups import Group, GroupBuffer
+from mcore_rl.players.groups import GroupBuffer, SampleGroup
 from mcore_rl.rollout.staleness import staleness_metrics
 from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
 
@@ -24,7 +24,7 @@ def sample(*versions: int, of: int = 0) -> Sample:
     return Sample(prompt(of), 0, (5,) * len(spans), (-1.0,) * len(spans), "stop", spans, "")
 
 
-def finish(group: Group, *versions: int) -> None:
+def finish(group: SampleGroup, *versions: int) -> None:
     group.samples, group.scores = [sample(*versions, of=group.position)], Scores([1.0])
 
 
@@ -34,11 +34,11 @@ def make(
     return GroupBuffer(P, bound, WeightVersion(version), in_order=in_order, waits=waits)
 
 
-def begin_all(buffer: GroupBuffer) -> list[Group]:
+def begin_all(buffer: GroupBuffer) -> list[SampleGroup]:
     return [buffer.begin(i, prompt(i)) for i in range(buffer.room())]
 
 
-def positions(groups: list[Group] | None) -> list[int] | None:
+def positions(groups: list[SampleGroup] | None) -> list[int] | None:
     return None if groups is None else [group.position for group in groups]
 
 

@@ -18,7 +18,7 @@ from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.threads import at_once
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 
 @pytest.fixture
@@ -36,17 +36,15 @@ class EchoRanks:
 
     def __init__(self) -> None:
         self.saved: list[str] = []
+        self.temperatures: list[float | None] = []
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool = False,
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[list[TokenScores]]:
+        self.temperatures.append(options.temperature)
+
         def score(ids_T: torch.Tensor) -> TokenScores:
-            return TokenScores(ids_T.float(), ids_T, ids_T / 2 if sum_squares else None)
+            return TokenScores(ids_T.float(), ids_T, ids_T / 2 if options.sum_squares else None)
 
         return [[score(batch.token_ids_T) for batch in rank] for rank in per_dp]
 
@@ -96,9 +94,25 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
         scores.router_flips_T, batch.token_ids_T
     )
     assert scores.sum_squares_T is None
-    squares_T = trainer.compute_logprobs(batch, sum_squares=True).sum_squares_T
+    squares_T = trainer.compute_logprobs(batch, LogprobOptions(sum_squares=True)).sum_squares_T
     assert squares_T is not None and torch.equal(squares_T, batch.token_ids_T / 2)
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 0.7), (1.0, 1.0)])
+def test_logprobs_are_at_the_rollouts_temperature_unless_another_is_given(
+    tmp_path: Path, asked: float | None, used: float
+) -> None:
+    ranks = EchoRanks()
+    trainer = PackedTrainer(
+        ranks,
+        RunFolder(tmp_path),
+        packing=Packing(1, 1, max_tokens=12),
+        temperature=0.7,
+        checkpoint=CheckpointConfig(),
+    )
+    trainer.compute_logprobs(make_batch((3, 4)), LogprobOptions(temperature=asked))
+    assert ranks.temperatures == [used]
 
 
 def test_checkpoints_are_named_by_step_and_pruned(tmp_path: Path) -> None:

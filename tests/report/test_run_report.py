@@ -1,12 +1,15 @@
 """The report of a run folder written by the logger: numbers, picture, table, samples, last line."""
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
 from mcore_rl.metrics import MetricsLogger
+from mcore_rl.process.disk import DiskFullError
 from mcore_rl.report.curve import moving_average
 from mcore_rl.report.run_report import make_report
 from mcore_rl.report.summary import summarize
@@ -106,3 +109,32 @@ def test_what_is_no_training_run_is_refused(tmp_path: Path) -> None:
 def test_moving_average_starts_at_the_first_value_and_follows() -> None:
     assert moving_average([1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
     assert moving_average([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 1 / 1.5])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_samples_that_a_terminal_cannot_print_are_escaped(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, with_evaluation=False)
+    with MetricsLogger(tmp_path, last_step=3, console=False) as log:
+        log.log_samples(3, [make_sample(1, "a\u2028b \ud83d naïve")], Scores([1.0]))
+    printed = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", printed)
+    make_report(tmp_path)
+    text = printed.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert "\\ud83d" in text and ("naïve" in text or "na\\xefve" in text)
+
+
+def test_a_folder_name_is_no_formula(tmp_path: Path) -> None:
+    """matplotlib reads $...$ as a formula, and \\frac without arguments is an error."""
+    run_dir = tmp_path / "run $\\frac$"
+    write_run(run_dir)
+    make_report(run_dir)
+    assert (run_dir / "reward_curve.png").stat().st_size
+
+
+def test_a_full_disk_is_said_as_such(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "summary.json").symlink_to("/dev/full")
+    with pytest.raises(DiskFullError, match=r"cannot write .*summary.json: no space left"):
+        make_report(tmp_path)

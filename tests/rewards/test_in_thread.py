@@ -37,3 +37,15 @@ def test_who_gives_up_waiting_does_not_wait_for_the_thread() -> None:
 
     asyncio.run(give_up())
     go_on.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("own"), GeneratorExit()])
+def test_an_exit_in_the_thread_is_an_error_of_the_call(error: BaseException) -> None:
+    def work() -> None:
+        raise error
+
+    async def wait() -> None:
+        await asyncio.wait_for(in_thread(work), 20)
+
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        asyncio.run(wait())

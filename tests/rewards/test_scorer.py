@@ -191,3 +191,17 @@ def test_wrong_names_and_signatures_are_refused(reward_file: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Scorer(RewardConfig(path=path, name=name, **options), 100)  # type: ignore[arg-type]
+
+
+def test_a_part_that_is_no_number_counts_as_zero(tmp_path: Path) -> None:
+    """Advantages made of parts (gdpo) must not meet a NaN."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def reward(*, data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'right': float(solution_str), 'form': 1.0}\n"
+    )
+    options = {"parts": ["right", "form"], "weights": [1.0, 1.0]}
+    scores = scores_of(str(path), "reward", "2", "nan", "inf", error_value=-1.0, **options)
+    assert scores.rewards_N == [3.0, -1.0, -1.0]
+    assert scores.parts == {"right": [2.0, 0.0, 0.0], "form": [1.0, 1.0, 1.0]}
+    assert scores.errors == ["", "it is nan", "it is inf"]

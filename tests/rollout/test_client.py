@@ -155,10 +155,8 @@ def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_
     ]
     lost = EngineAddress(f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "lost.log")
     engines, config = (lost, address(engine)), ServedModelConfig(request_timeout_s=60.0)
-    rotation = EngineHealth([each.url for each in engines])
-    teacher = Teacher(
-        ServedEndpoint("teacher", config, engines, rotation, "unused"), EventLoop().run
-    )
+    health = EngineHealth([each.url for each in engines])
+    teacher = Teacher(ServedEndpoint("teacher", config, engines, health, "unused"), EventLoop().run)
     for _ in range(2):  # the second time with prompts in the engine's cache
         scored = [replace(s, logprobs=row) for s, row in zip(others, teacher(others), strict=True)]
         assert logprob_error(model, scored) < 1e-4
@@ -286,16 +284,16 @@ def test_lost_engines(engine, others):
 
 def test_engines_out_of_rotation_get_nothing(engine, tmp_path):
     nowhere = EngineAddress("http://127.0.0.1:9", str(tmp_path / "log"))
-    rotation = EngineHealth([nowhere.url, engine.url])
-    client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str, rotation=rotation)
-    rotation.set_serving([engine.url], {nowhere.url: "weights are mixed"})
+    health = EngineHealth([nowhere.url, engine.url])
+    client = RolloutClient([nowhere, address(engine)], CONFIG, [EOS_ID], str, health=health)
+    health.set_serving([engine.url], {nowhere.url: "weights are mixed"})
     assert len(generate(client, make_prompts(4), 1, Sampling(max_response_len=4))) == 4
-    rotation.set_serving([], {engine.url: "weights are old"})
+    health.set_serving([], {engine.url: "weights are old"})
     with pytest.raises(
         RolloutError, match=r"no engine in rotation .*weights are mixed.*weights are old"
     ):
         generate(client, make_prompts(1), 1, Sampling(max_response_len=4))
-    rotation.set_serving([engine.url], {})
+    health.set_serving([engine.url], {})
     assert len(generate(client, make_prompts(1), 1, Sampling(max_response_len=4))) == 1
 
 

@@ -67,7 +67,7 @@ def test_arguments_hold_every_choice():
         dist_init_addr="a:1",
         deterministic=True,
         custom_weight_loaders=("a.b",),
-        gives_up_memory=True,
+        can_release_memory=True,
         extra_args=("--x", "y"),
     )
     line = " ".join(spec.arguments())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.rollout.served_endpoint import check_served_path, find_served
+from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
 
 
 def test_a_folder_that_holds_no_model_or_no_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -22,8 +22,10 @@ def test_a_server_that_is_not_there_or_wants_a_key_that_is_not_is_refused() -> N
     with pytest.raises(
         ValueError, match=r"judge.url=http://127.0.0.1:9: .* does not list models: URLError"
     ):
-        find_served("judge", ServedModelConfig(url="http://127.0.0.1:9"))
+        find_endpoint("judge", ServedModelConfig(url="http://127.0.0.1:9"))
     with pytest.raises(
         ValueError, match=r"judge.api_key_env=NO_SUCH_KEY: there is no such environment"
     ):
-        find_served("judge", ServedModelConfig(url="http://127.0.0.1:9", api_key_env="NO_SUCH_KEY"))
+        find_endpoint(
+            "judge", ServedModelConfig(url="http://127.0.0.1:9", api_key_env="NO_SUCH_KEY")
+        )

@@ -25,10 +25,10 @@ SAMPLE = Sample(
 EMPTY = Sample(Prompt(3, (1, 2), (), "unit", ""), 0, (), (), "stop", (), "")
 
 
-def make_teacher(rotation: EngineHealth, timeout_s: float) -> Teacher:
+def make_teacher(health: EngineHealth, timeout_s: float) -> Teacher:
     config = ServedModelConfig(path="unused", request_timeout_s=timeout_s)
-    engines = tuple(EngineAddress(life.url, "a.log") for life in rotation.lives)
-    return Teacher(ServedEndpoint("teacher", config, engines, rotation, "unused"), EventLoop().run)
+    engines = tuple(EngineAddress(state.url, "a.log") for state in health.states)
+    return Teacher(ServedEndpoint("teacher", config, engines, health, "unused"), EventLoop().run)
 
 
 def test_nobody_answers_in_time() -> None:
@@ -39,10 +39,10 @@ def test_nobody_answers_in_time() -> None:
 
 
 def test_an_engine_that_starts_again_is_waited_for() -> None:
-    rotation = EngineHealth(["http://a"], weights_stay=True)
-    rotation.note([EngineState("http://a", restarts=1, healthy=False)])
+    health = EngineHealth(["http://a"], weights_stay=True)
+    health.note([EngineState("http://a", restarts=1, healthy=False)])
     with pytest.raises(RolloutError, match=r"in 0.6 s .* last: none of its engines serves"):
-        make_teacher(rotation, 0.6)([SAMPLE])
+        make_teacher(health, 0.6)([SAMPLE])
 
 
 def test_without_a_token_there_is_nothing_to_ask() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import Config, DataConfig, ModelConfig, RunConfig
-from mcore_rl.run.inputs import open_tokenizer
+from mcore_rl.run.inputs import open_policy
 
 
 def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path: Path) -> None:
@@ -25,6 +25,4 @@ def test_a_tokenizer_that_is_code_beside_the_model_is_refused(tmp_path: Path) ->
     with pytest.raises(
         ValueError, match=r"(?s)no tokenizer there that can be opened .*auto_map.*tokenizer.json"
     ):
-        open_tokenizer(
-            Config(model=model, run=run, data=DataConfig(train=["x.jsonl"])), "data.train"
-        )
+        open_policy(Config(model=model, run=run, data=DataConfig(train=["x.jsonl"])), "data.train")

@@ -1,5 +1,6 @@
 """What a rehearsal changes of a recipe, and what it keeps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,12 +8,14 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config import ParallelConfig
 from mcore_rl.config.recipe import leaves, load_recipe, value_of
+from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.run.rehearsal import rehearse, tiny_config
 from mcore_rl.slices.families import family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
 from tests.support.recipes import LARGE
+from tests.support.samples import make_sample
 from tests.support.tiny_models import MODELS, write_model
 
 KINDS = (
@@ -38,6 +41,11 @@ CHANGED = {
     "eval.pass_k",
     "reward.workers",
     "reward.overlong_buffer_len",
+    "reward.noise",
+    "train.optimizer.lr",
+    "train.optimizer.warmup_steps",
+    "critic.optimizer.lr",
+    "critic.optimizer.warmup_steps",
     "train.max_tokens_per_microbatch",
     "train.mini_batches",
     "critic.mini_batches",
@@ -99,6 +107,37 @@ def test_steps_and_restarts_can_be_asked_for(tmp_path: Path) -> None:
     assert (small.run.steps, small.run.resume) == (1, False)
     asked_for = rehearse(large, ["run.steps", "run.resume"])
     assert (asked_for.run.steps, asked_for.run.resume) == (3, True)
+
+
+def test_rewards_differ_and_the_learning_rate_moves_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe's own function is called with its parts, and its failures count."""
+    function = tmp_path / "mine.py"
+    function.write_text(
+        "def reward(*, data_source, solution_str, ground_truth, extra_info):\n"
+        "    if solution_str == 'fail':\n"
+        "        raise ValueError('no')\n"
+        "    return {'right': 2.0, 'form': 4.0}\n"
+    )
+    overrides = [f"run.dir={tmp_path / 'run'}", f"reward.path={function}", "reward.workers=0"]
+    overrides += ["reward.parts=[right,form]", "reward.weights=[1.0,0.5]"]
+    small = rehearse(load_recipe("qwen3_30b_a3b_grpo_8", overrides))
+    assert "every reward gets a pseudo-random number below 1" in capsys.readouterr().err
+    assert small.train.optimizer.lr == 1e-3 and small.train.optimizer.warmup_steps == 0
+    texts = ["a", "b", "c", "fail"]
+    samples = [
+        replace(make_sample(0, text), response_ids=(token,)) for token, text in enumerate(texts)
+    ]
+    with Scorer(small.reward, 16) as scorer:
+        scores = scorer(samples)
+        assert scorer(samples) == scores
+    parts = zip(scores.parts["right"], scores.parts["form"], strict=True)
+    assert scores.rewards_N == pytest.approx([right + 0.5 * form for right, form in parts])
+    assert len(set(scores.rewards_N)) == 4
+    assert all(4.0 <= reward < 5.5 for reward in scores.rewards_N[:3])
+    assert 0 <= scores.rewards_N[3] < 1.5
+    assert scores.errors == ["", "", "", "ValueError: no"]
 
 
 @pytest.mark.parametrize("kind", MODELS)

@@ -111,3 +111,8 @@ def test_folders_are_removed() -> None:
     run("open('/box/a', 'w').write('a')")
     run("while True: pass", wall_s=1.0)
     assert not set(Path(tempfile.gettempdir()).glob("sandbox_*")) - before
+
+
+def test_text_that_is_no_utf8_reaches_the_program_with_escapes() -> None:
+    outcome = run("print(input(), len('\ud83d'))", "a\ud83d\n")
+    assert outcome == Outcome(0, "a\\ud83d 1\n", "")

@@ -14,7 +14,8 @@ from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.slices.plan.shares import RegularHosts
-from mcore_rl.stream.buckets import Bucket, PlacedBucket, holdings, plan_buckets, split_box
+from mcore_rl.stream.buckets import Bucket, plan_buckets, split_box
+from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verify import ROW_WORDS
 from tests.support.sync_layouts import column_cut, make_tensors, row_cut

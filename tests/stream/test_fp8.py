@@ -28,6 +28,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.deployment import record_layouts
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
@@ -187,7 +188,9 @@ def make_config(hf_dir: Path, layout: Mapping[str, int]) -> Config:
 
 
 def make_link(store: LinkStore, config: Config) -> Link:
-    layouts = record_layouts(config, SGLangSizes(**ENGINE)).encode()
+    layouts = record_layouts(
+        config, ModelFacts.read(config.model.path), SGLangSizes(**ENGINE)
+    ).encode()
     return Link(
         "fp8", "127.0.0.1", store.port, 4, ENGINE["tp"], 1 << 16, TIMEOUT_S, layouts=layouts
     )

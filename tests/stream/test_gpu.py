@@ -6,7 +6,8 @@ import torch
 from mcore_rl.device import device, has_cuda
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.shared_region import Slice
-from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
+from mcore_rl.stream.buckets import plan_buckets
+from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from tests.support.processes import Fault, Scene, expected_parameters, run_scene
 from tests.support.sync_layouts import column_cut, expert_cut, row_cut
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes.choice import MakeTransport, make_gloo, make_routes
+from mcore_rl.stream.routes.choice import MakeTransport, make_gloo_transport, make_routed_transport
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Action, Command, Link, Order, Report
+from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
 from tests.support.processes import Fault, FaultyTransport
 from tests.support.sync_layouts import FusedEngine, expert_cut, make_tensors
 
@@ -68,21 +69,21 @@ class Chain:
         self.relay_stores.append(LinkStore.serve("127.0.0.1", TIMEOUT_S))
         port = self.relay_stores[-1].port
         return replace(
-            self.links[i + 1], store_port=port, num_senders=NUM_RANKS, upstream=f"engine-{i}"
+            self.links[i + 1], store_port=port, num_senders=NUM_RANKS, relay=f"engine-{i}"
         )
 
     def move(
-        self, version: int, orders: Mapping[int, Order]
+        self, version: int, orders: Mapping[int, StageRequest]
     ) -> tuple[dict[int, list[Report]], list[dict[str, Report]]]:
         """What the ranks of the engines with orders say, and the trainer ranks, which send to the first."""
         for rank, tensors in enumerate(self._sources):
             newer = expert_cut(make_tensors(seed=version), rank, NUM_SENDERS, "float32")[1]
             for name, tensor in tensors.items():
                 tensor.copy_(newer[name])
-        heads = [self.links[i].engine for i, order in orders.items() if order.upstream is None]
+        heads = [self.links[i].engine for i, order in orders.items() if order.receive_link is None]
         sending = [self._pool.submit(s.send, version, heads, TIMEOUT_S) for s in self._senders]
         for i, order in orders.items():
-            self.stores[i].put_order(self._orders[i], order)
+            self.stores[i].put_stage_request(self._orders[i], order)
             self._orders[i] += 1
         received = {i: [self._report(i, rank) for rank in range(NUM_RANKS)] for i in orders}
         return received, [future.result() for future in sending]
@@ -139,22 +140,20 @@ class Chain:
         )
 
     def _make(
-        self,
-        store: LinkStore,
-        rank: int,
-        link: Link,
-        sizes: Mapping[int, int],
-        deadline_s: float,
-        stream: DeviceStream,
+        self, end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
     ) -> Transport:
-        transport = self._make_transport(store, rank, link, sizes, deadline_s, stream)
-        fault = self._faults.get((link.upstream, link.engine))
-        return FaultyTransport(transport, fault) if fault and fault.rank == rank else transport
+        transport = self._make_transport(end, shared_words, stream)
+        fault = self._faults.get((end.link.relay, end.link.engine))
+        if fault is None or fault.rank != end.rank:
+            return transport
+        return FaultyTransport(transport, fault)
 
 
 @contextmanager
 def chain_of(
-    num_engines: int, make_transport: MakeTransport = make_routes, faults: Faults | None = None
+    num_engines: int,
+    make_transport: MakeTransport = make_routed_transport,
+    faults: Faults | None = None,
 ) -> Iterator[Chain]:
     with ThreadPoolExecutor(16) as pool:
         chain = Chain(pool, num_engines, make_transport, {} if faults is None else faults)
@@ -164,10 +163,10 @@ def chain_of(
             chain.close()
 
 
-def in_a_row(version: int, *relays: Link) -> dict[int, Order]:
+def in_a_row(version: int, *relays: Link) -> dict[int, StageRequest]:
     """Each engine passes on what it gets."""
     links = [None, *relays, None]
-    return {i: Order(version, links[i], links[i + 1]) for i in range(len(relays) + 1)}
+    return {i: StageRequest(version, links[i], links[i + 1]) for i in range(len(relays) + 1)}
 
 
 def errors(reports: Sequence[Report]) -> list[str | None]:
@@ -175,7 +174,9 @@ def errors(reports: Sequence[Report]) -> list[str | None]:
 
 
 @pytest.mark.parametrize(
-    "make_transport", [make_routes, make_gloo], ids=["one machine", "between machines"]
+    "make_transport",
+    [make_routed_transport, make_gloo_transport],
+    ids=["one machine", "between machines"],
 )
 def test_every_engine_of_a_chain_gets_every_version_and_the_trainer_sends_one_copy(
     make_transport: MakeTransport,
@@ -184,9 +185,9 @@ def test_every_engine_of_a_chain_gets_every_version_and_the_trainer_sends_one_co
         first, second = chain.relay(0), chain.relay(1)
         for version in range(3):
             orders = {
-                0: Order(version, None, first),
-                1: Order(version, first, second),
-                2: Order(version, second),
+                0: StageRequest(version, None, first),
+                1: StageRequest(version, first, second),
+                2: StageRequest(version, second),
             }
             received, sent = chain.move(version, orders)
             for i in range(3):
@@ -211,15 +212,20 @@ def test_a_byte_changed_between_engines_fails_only_the_engines_behind() -> None:
         assert errors(received[0]) == [None, None]
         chain.swap(0, 1)
         assert any(error and "has checksum" in error for error in errors(received[1]))
-        assert any(error and "cannot be passed on" in error for error in errors(received[2]))
+        assert any(error and "cannot be forwarded" in error for error in errors(received[2]))
         assert max(report.seconds for report in received[2]) < TIMEOUT_S / 2
 
-        received, _ = chain.move(1, {1: Order(1), 2: Order(1)})
+        received, _ = chain.move(1, {1: StageRequest(1), 2: StageRequest(1)})
         assert errors(received[1] + received[2]) == [None] * 2 * NUM_RANKS
         faults.clear()
         first, second = chain.relay(0), chain.relay(1)
         received, _ = chain.move(
-            2, {0: Order(2, None, first), 1: Order(2, first, second), 2: Order(2, second)}
+            2,
+            {
+                0: StageRequest(2, None, first),
+                1: StageRequest(2, first, second),
+                2: StageRequest(2, second),
+            },
         )
         for i in range(3):
             assert errors(received[i]) == [None, None]
@@ -234,8 +240,8 @@ def test_a_fault_before_the_first_engine_is_heard_of_at_once_by_those_behind() -
         received, _ = chain.move(1, in_a_row(1, relay))
         assert time.monotonic() - began_s < TIMEOUT_S / 2
         assert any(error and "has checksum" in error for error in errors(received[0]))
-        assert any(error and "cannot be passed on" in error for error in errors(received[1]))
-        received, _ = chain.move(1, {1: Order(1)})
+        assert any(error and "cannot be forwarded" in error for error in errors(received[1]))
+        received, _ = chain.move(1, {1: StageRequest(1)})
         assert errors(received[1]) == [None, None]
         chain.swap(1, 1)
 
@@ -244,15 +250,10 @@ def test_padding_travels_as_zeros_so_that_sums_stay_true_when_passed_on() -> Non
     stale = torch.full((10_000,), 7, dtype=torch.int64)
 
     def make_dirty(
-        store: LinkStore,
-        rank: int,
-        link: Link,
-        sizes: Mapping[int, int],
-        deadline_s: float,
-        stream: DeviceStream,
+        end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
     ) -> Transport:
-        transport = make_routes(store, rank, link, sizes, deadline_s, stream)
-        for peer in sizes if rank < link.num_senders else ():
+        transport = make_routed_transport(end, shared_words, stream)
+        for peer in shared_words if end.is_sender else ():
             memory = transport.memory(peer)
             assert memory is not None
             memory.copy_(stale[: len(memory)])

@@ -40,7 +40,7 @@ def test_both_engines_hold_the_version_and_the_trainer_sent_it_once(stage: Stage
     for version in (1, 2, 3):
         report = stage.sync(version)
         assert not report.failed
-        assert [result.upstream for result in report.engines] == [None, stage.urls[0]]
+        assert [result.relay for result in report.engines] == [None, stage.urls[0]]
         sizes = report.metrics()
         assert sizes["sync/mib"] == 2 * sizes["sync/trainer_mib"] > 0
         assert [served_version(url) for url in stage.urls] == [str(version)] * 2
@@ -61,11 +61,11 @@ def test_an_engine_behind_one_that_hangs_is_sent_its_slices_by_the_trainer(stage
         os.kill(hanging, signal.SIGCONT)
     assert set(report.failed) == {head}
     assert stage.sync_controller.in_rotation == (tail,)
-    assert (served_version(tail), report.engines[1].upstream) == ("4", None)
+    assert (served_version(tail), report.engines[1].relay) == ("4", None)
     asyncio.run(stage.sync_controller.connect([head]))
     report = stage.sync(5)
     assert not report.failed
-    assert report.engines[1].upstream is not None
+    assert report.engines[1].relay is not None
     first, second = (checksums(url) for url in stage.urls)
     assert first == second
 

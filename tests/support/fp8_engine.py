@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.receiver import WeightReceiver, _in_this_thread, _loaded_parameters
+from mcore_rl.stream.receiver import WeightReceiver, loaded_parameters, on_calling_thread
 from mcore_rl.stream.wire import Command, Link
 from tests.support.sglang_layout_checks import engine_model
 
@@ -31,9 +31,9 @@ def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
     with engine_model(hf_dir, "bfloat16", SGLangSizes(**sizes), rank) as model:
-        receiver, tensors = WeightReceiver(), _loaded_parameters(model)
+        receiver, tensors = WeightReceiver(), loaded_parameters(model)
         spoil(tensors)
-        load_weights = _in_this_thread(model.load_weights)
+        load_weights = on_calling_thread(model.load_weights)
         print("{}", file=answers, flush=True)
         for line in sys.stdin:
             request = json.loads(line)
@@ -51,7 +51,7 @@ def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
 
 def compare(model: Any, found: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
     """How many parameters are FP8, and which differ in any bit from what SGLang loads from `weights`."""
-    wanted = _loaded_parameters(model)
+    wanted = loaded_parameters(model)
     spoil(wanted)
     model.load_weights(iter(weights.items()))
     assert not any((_bytes(tensor) == 0xFF).all() for tensor in wanted.values())

@@ -22,7 +22,7 @@ from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 from tests.support.distributed import PRELOAD
 from tests.support.saved import saved_tensors
 from tests.support.trainer_processes import ProcessRanks
@@ -54,16 +54,9 @@ class MegatronRanks(ProcessRanks):
         self.call("build", config)
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        *,
-        reference: bool,
-        temperature: float,
-        sum_squares: bool = False,
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[list[TokenScores]]:
-        return _of_owners(
-            self.call("compute_logprobs", per_dp, reference, temperature, sum_squares)
-        )
+        return _of_owners(self.call("compute_logprobs", per_dp, options))
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
@@ -108,16 +101,9 @@ class _MegatronRank:
         self._sender = WeightSender(*self._actor.weight_layout(), self._rank)
 
     def compute_logprobs(
-        self,
-        per_dp: Sequence[Sequence[TrainBatch]],
-        reference: bool,
-        temperature: float,
-        sum_squares: bool,
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[TokenScores] | None:
-        own = per_dp[rank_coordinate().dp]
-        return self._actor.compute_logprobs(
-            own, reference=reference, temperature=temperature, sum_squares=sum_squares
-        )
+        return self._actor.compute_logprobs(per_dp[rank_coordinate().dp], options)
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], temperature: float, num_tokens: int

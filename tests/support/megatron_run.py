@@ -24,7 +24,7 @@ from mcore_rl.config import (
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players.canary import Canary
+from mcore_rl.players.canary import Canary, make_probe
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.players.trainer import PackedTrainer, Packing
@@ -37,6 +37,7 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 from tests.support.megatron_ranks import MegatronRanks
@@ -80,9 +81,10 @@ def start_engines(
     config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]
 ) -> list[EngineProcess]:
     """One of each of `sizes`, options of RolloutConfig."""
+    policy = ModelFacts.read(config.model.path)
     recipes = [replace(config, rollout=replace(config.rollout, **of_one)) for of_one in sizes]
     engines = [
-        EngineProcess(engine_spec(recipe, folder / f"engine{i}.log"))
+        EngineProcess(engine_spec(recipe, policy, folder / f"engine{i}.log"))
         for i, recipe in enumerate(recipes)
     ]
     for engine in engines:
@@ -130,10 +132,14 @@ class MegatronRun:
         self, config: Config, ranks: MegatronRanks, engines: Sequence[EngineProcess], folder: Path
     ) -> None:
         self.config, self._ranks, self._engines = config, ranks, engines
+        self._policy = ModelFacts.read(config.model.path)
         self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
-        self.rotation = EngineHealth([engine.url for engine in engines])
+        self.health = EngineHealth([engine.url for engine in engines])
         self.sync_controller = SyncController(
-            ranks, bucket_mib=0.0625, timeout_s=TIMEOUT_S, record=partial(record_layouts, config)
+            ranks,
+            bucket_mib=0.0625,
+            timeout_s=TIMEOUT_S,
+            record=partial(record_layouts, config, self._policy),
         )
         self.trainer = PackedTrainer(
             ranks,
@@ -145,7 +151,7 @@ class MegatronRun:
 
     def train(self, start_step: int) -> None:
         """Sync, and the steps after `start_step`, each with a sync; the last one's checkpoint is kept."""
-        watched, rotation = self._loop.run, self.rotation
+        watched, health = self._loop.run, self.health
         gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)
         canary = Canary(
             self.trainer,
@@ -155,8 +161,9 @@ class MegatronRun:
             watched,
             gpus.for_rollout,
         )
-        weights = EngineSync(self.sync_controller, canary, rotation, self._look, watched, gpus)
-        weights.sync(WeightVersion(start_step))
+        weights = EngineSync(self.sync_controller, canary, health, self._look, watched, gpus)
+        probe = make_probe(make_prompts(), self.config.canary.sequences)
+        weights.sync(WeightVersion(start_step), probe)
         roles = Roles(
             prompts=ShuffledStream(make_prompts(), self.config.run.seed),
             held_out=[],
@@ -181,8 +188,8 @@ class MegatronRun:
             self.config.rollout,
             [],
             str,
-            experts_shape(self.config),
-            self.rotation,
+            experts_shape(self.config, self._policy),
+            self.health,
         )
 
     async def _look(self) -> None:

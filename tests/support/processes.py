@@ -16,12 +16,18 @@ from torch import Tensor
 from mcore_rl.device import device, set_local_device
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.box import Shard
+from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
-from mcore_rl.stream.routes.choice import MakeTransport, make_gloo, make_gpu_pairs, make_routes
+from mcore_rl.stream.routes.choice import (
+    MakeTransport,
+    make_gloo_transport,
+    make_gpu_pair_transport,
+    make_routed_transport,
+)
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
-from mcore_rl.stream.wire import Action, Command, Link, Order, Report
+from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
 from tests.support.sync_layouts import FusedEngine, make_tensors
 
 ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
@@ -94,8 +100,8 @@ class Scene:
     @property
     def make_transport(self) -> MakeTransport:
         if not self.is_far:
-            return make_routes
-        return make_gpu_pairs if all(self.on_gpu) else make_gloo
+            return make_routed_transport
+        return make_gpu_pair_transport if all(self.on_gpu) else make_gloo_transport
 
 
 def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
@@ -175,16 +181,12 @@ def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
         return []
 
     def make_transport(
-        store: LinkStore,
-        own_rank: int,
-        link: Link,
-        sizes: Mapping[int, int],
-        deadline_s: float,
-        stream: DeviceStream,
+        end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
     ) -> Transport:
-        transport = scene.make_transport(store, own_rank, link, sizes, deadline_s, stream)
-        own_fault = scene.fault is not None and scene.fault.rank == rank
-        return FaultyTransport(transport, scene.fault) if own_fault else transport  # type: ignore[arg-type]
+        transport = scene.make_transport(end, shared_words, stream)
+        if scene.fault is None or scene.fault.rank != rank:
+            return transport
+        return FaultyTransport(transport, scene.fault)
 
     shards, tensors = scene.cut(make_tensors(seed=0), rank, scene.num_senders, "float32")
     if scene.on_gpu[0]:
@@ -227,7 +229,7 @@ def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dic
 
 
 def _stage(link: Link, rank: int, version: int) -> Report:
-    """Order as the controller does, once all have swapped the version before; the report of this rank."""
+    """StageRequest as the controller does, once all have swapped the version before; the report of this rank."""
     store = LinkStore.open(link)
     give_up_s = time.monotonic() + 2 * link.timeout_s
     while (
@@ -235,7 +237,7 @@ def _stage(link: Link, rank: int, version: int) -> Report:
         and time.monotonic() < give_up_s
     ):
         time.sleep(0.005)
-    store.put_order(version, Order(version))
+    store.put_stage_request(version, StageRequest(version))
     while time.monotonic() < give_up_s:
         report = store.take_report("receive", rank)
         if report is not None:

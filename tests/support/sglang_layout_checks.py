@@ -22,11 +22,11 @@ from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.slices.layouts.layout import check_rank
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.receiver import _in_this_thread, _loaded_parameters
+from mcore_rl.stream.receiver import loaded_parameters, on_calling_thread
 
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroupStub:
     """As much of a process group as a model asks for while it is built."""
 
     rank_in_group: int
@@ -69,7 +69,7 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
             for name, shape in hf_tensor_shapes(hf_config).items()
         }
         return trace_load_weights(
-            _in_this_thread(model.load_weights), shapes, _loaded_parameters(model)
+            on_calling_thread(model.load_weights), shapes, loaded_parameters(model)
         )
 
 
@@ -102,7 +102,9 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     parallel = get_parallel()
     names = ("pp", "tp", "attn_tp", "moe_ep", "moe_tp")
     groups = {
-        f"{name}_group": Group(getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size"))
+        f"{name}_group": ProcessGroupStub(
+            getattr(parallel, f"{name}_rank"), getattr(parallel, f"{name}_size")
+        )
         for name in names
     }
     with parallel.override(**groups), get_flags().dp.override(enabled=sizes.dp > 1):

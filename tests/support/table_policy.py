@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.types import (
+    LogprobOptions,
     Prompt,
     Sample,
     Scores,
@@ -23,6 +24,7 @@ from mcore_rl.types import (
 
 VOCABULARY = 5
 RESPONSE_LEN = 3
+LOGPROBS = LogprobOptions()
 
 
 def make_prompts(number: int) -> list[Prompt]:
@@ -61,17 +63,13 @@ class TablePolicy:
         self.version = WeightVersion(0)
 
     def compute_logprobs(
-        self,
-        batch: TrainBatch,
-        *,
-        reference: bool = False,
-        temperature: float | None = None,
-        sum_squares: bool = False,
+        self, batch: TrainBatch, options: LogprobOptions = LOGPROBS
     ) -> TokenScores:
-        self.calls.append("reference" if reference else "logprobs")
+        self.calls.append("reference" if options.reference else "logprobs")
+        weights = self.reference if options.reference else self.weights
         with torch.no_grad():
-            logprobs_TV = self._logprobs(self.reference if reference else self.weights, batch)
-        squares_T = logprobs_TV.exp().square().sum(-1) if sum_squares else None
+            logprobs_TV = self._logprobs(weights, batch)
+        squares_T = logprobs_TV.exp().square().sum(-1) if options.sum_squares else None
         return TokenScores(_of_tokens(logprobs_TV, batch), sum_squares_T=squares_T)
 
     def train_step(self, batch: TrainBatch) -> StepStats:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.training import training_shards
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.routes.choice import make_routes
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
@@ -106,19 +106,13 @@ class _Rank:
         return self._sender.send(version, engines, timeout_s)
 
     def _make_transport(
-        self,
-        store: LinkStore,
-        rank: int,
-        link: Link,
-        sizes: Mapping[int, int],
-        deadline_s: float,
-        stream: DeviceStream,
+        self, end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
     ) -> Transport:
-        transport = make_routes(store, rank, link, sizes, deadline_s, stream)
-        fault = self._faults.pop(link.engine, None)
-        return (
-            FaultyTransport(transport, fault) if fault and fault.rank == self._rank else transport
-        )
+        transport = make_routed_transport(end, shared_words, stream)
+        fault = self._faults.pop(end.link.engine, None)
+        if fault is None or fault.rank != self._rank:
+            return transport
+        return FaultyTransport(transport, fault)
 
 
 def _serve(pipe: Any, layout: TrainLayout, rank: int) -> None:

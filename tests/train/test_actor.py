@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
+from mcore_rl.types import LogprobOptions
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -26,7 +27,7 @@ TP_EP = {"tp": 2, "ep": 2}
 
 
 def logprobs_of(actor: Actor, *, reference: bool = False) -> list[Tensor] | None:
-    scores = actor.compute_logprobs(my_batches(), reference=reference)
+    scores = actor.compute_logprobs(my_batches(), LogprobOptions(reference, temperature=1.0))
     return None if scores is None else [score.logprobs_T for score in scores]
 
 

@@ -1,6 +1,6 @@
 """A run continues exactly from its checkpoint, in any layout; a save cut short does no harm."""
 
-import queue
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
-from mcore_rl.train import checkpoint
+from mcore_rl.train import checkpoint_save
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.checkpoint import INCOMPLETE, _write_buckets
+from mcore_rl.train.checkpoint_save import INCOMPLETE
 from mcore_rl.types import StepStats
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
@@ -35,12 +35,17 @@ def step(actor: Actor) -> StepStats | None:
 def save_midway(
     rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, root: Path
 ) -> Any:
-    """Two steps, save, two more steps before anything of that is written; then a save that this process does
-    not live to finish.
+    """Two steps, save, two more steps before anything of that is written; then a save that this
+    process does not live to finish.
     """
     trained = threading.Event()
-    write = checkpoint._write_buckets
-    checkpoint._write_buckets = lambda *args: (trained.wait(60), write(*args))
+    write = checkpoint_save._write_buckets
+
+    def write_late(*args: Any) -> Any:
+        trained.wait(60)
+        return write(*args)
+
+    checkpoint_save._write_buckets = write_late
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), OPTIMIZER)
     actor.save(root / "step_0", {})
     trained.set()
@@ -69,9 +74,19 @@ def resume(
 
 
 def save_again(rank: int, world_size: int, port: int, model: ModelConfig, root: Path) -> int:
+    """Refuse an incomplete and a damaged checkpoint, load an intact one and save it again."""
     actor = make_actor(rank, world_size, port, model, ParallelConfig(), OPTIMIZER)
     with pytest.raises(ValueError, match="step_4 is not a complete checkpoint"):
         actor.load(root / "step_4")
+    damaged = shutil.copytree(root / "step_0", root / "damaged")
+    file = damaged / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"damaged/__0_0\.distcp: .* does not agree with checksums"
+    ):
+        actor.load(damaged)
     actor.load(root / "step_0")
     actor.save(root / "step_4", {})
     actor.finish_save()
@@ -105,10 +120,3 @@ def test_a_run_continues_in_any_layout(tmp_path: Path) -> None:
     assert run_ranks(save_again, 1, model, tmp_path) == [0]
     assert (tmp_path / "step_4").is_dir()
     assert not (tmp_path / f"step_4{INCOMPLETE}").exists()
-
-
-def test_a_failed_write_is_reported(tmp_path: Path) -> None:
-    results: queue.Queue[Any] = queue.Queue()
-    file = tmp_path / "no such folder" / "part"
-    _write_buckets([], [(str(file), file.name, ([], []))], results)
-    assert isinstance(results.get_nowait(), FileNotFoundError)

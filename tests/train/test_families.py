@@ -14,6 +14,7 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import Rule
 from mcore_rl.slices.hf.carried import carried_tensors
 from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.slices.layouts.training import LocalPart, training_shards
 from mcore_rl.train.shards import local_parts
@@ -164,13 +165,14 @@ def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
     folder: Path, tmp_path: Path
 ) -> None:
     for kind in WITH_MTP:
-        assert carried_tensors(folder / kind, read_hf_config(folder / kind)).keys() == set(BESIDE)
-        assert not set(BESIDE) & open_hf_dir(folder / kind).keys()
+        model = ModelFacts.read(folder / kind)
+        assert carried_tensors(model.path, model.config).keys() == set(BESIDE)
+        assert not set(BESIDE) & open_hf_dir(model).keys()
     add_tensors(write_model("llama", tmp_path), BESIDE[0])
     with pytest.raises(
         ValueError, match=r"'model.layers.4.eh_proj.weight' has no place in the model"
     ):
-        open_hf_dir(tmp_path)
+        open_hf_dir(ModelFacts.read(tmp_path))
 
 
 def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.types import LogprobOptions
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_training import (
@@ -49,7 +50,7 @@ def run_layout(
     coefs: dict[str, Any] = {"router_aux_loss_coef": 0.1, "router_sequence_aux_loss_coef": 0.2}
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), **coefs)
     batches = my_batches(torch.load(Path(model.path) / BATCHES, weights_only=False))
-    scores = actor.compute_logprobs(batches, temperature=0.8, sum_squares=True)
+    scores = actor.compute_logprobs(batches, LogprobOptions(temperature=0.8, sum_squares=True))
     stats = actor.train_step(batches, token_loss, temperature=0.8, num_tokens=NUM_TOKENS)
     return {
         "dp": dist.get_rank() if stats is None else _dp_rank(),

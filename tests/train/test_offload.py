@@ -8,6 +8,7 @@ import torch
 
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.models import read_models
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -56,7 +57,7 @@ def test_nothing_changes_by_it(tmp_path: Path, dtype: str) -> None:
     )
     assert nothing == 0
     config = Config(model=ModelConfig(path=path, dtype=dtype), parallel=ParallelConfig(tp=2, ep=2))
-    predicted = predict_memory(config, "trainer")[0].uses
+    predicted = predict_memory(config, read_models(config), "trainer")[0].uses
     assert weights == pytest.approx(predicted["weights"], rel=0.02)
     state = sum(predicted[part] for part in ("weights", "gradients", "optimizer"))
     assert all_of_it == pytest.approx(state, rel=0.02)

@@ -24,7 +24,7 @@ from mcore_rl.loops.dpo import with_pair_gradient
 from mcore_rl.players.trainer import PackedTrainer, Packing
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.train.actor import Actor
-from mcore_rl.types import StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 from tests.support.distributed import run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
@@ -47,11 +47,10 @@ class Calls:
         self._loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient"))
 
     def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], **options: Any
+        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[list[TokenScores]]:
-        return _of_owners(
-            self._actor.compute_logprobs(per_dp[ps.get_data_parallel_rank()], **options)
-        )
+        own = per_dp[ps.get_data_parallel_rank()]
+        return _of_owners(self._actor.compute_logprobs(own, options))
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int

@@ -1,1 +1,4 @@
-"""Reward models whose score SGLang computes otherwise than transformers; it loads these classes instead."""
+"""Classes for reward models whose score SGLang computes otherwise than transformers.
+
+SGLang loads them in place of its own (see rollout.server).
+"""

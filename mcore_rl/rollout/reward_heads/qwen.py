@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen3: the score has no bias. SGLang's has one, which no checkpoint fills: random numbers."""
+"""Qwen2 and Qwen3 score heads without a bias.
+
+SGLang's heads have a bias that no checkpoint fills, so it would hold random numbers.
+"""
 
 from typing import Any
 

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
-from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import DEQUANTISE
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.checksums import (
@@ -25,7 +24,7 @@ from mcore_rl.slices.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
-from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.folder import (
     INDEX,
     TEMPORARY,
@@ -40,16 +39,14 @@ PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 """safetensors' names of the dtypes that a model is loaded from."""
 
 
-def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
+def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
     """HF tensor name -> file that holds it, after comparing all names and shapes with config.json.
 
     ValueError names the file, the tensor and the remedy for a missing, surplus or misshapen tensor.
     """
-    hf_dir = Path(hf_dir)
-    config = read_hf_config(hf_dir)
-    family = family_of(config)
+    config, family = model.config, model.family
     expected = family.shapes(config)
-    files = checkpoint_files(hf_dir)
+    files = checkpoint_files(model.path)
     where: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
@@ -63,7 +60,7 @@ def open_hf_dir(hf_dir: str | Path) -> dict[str, Path]:
     missing = sorted(expected.keys() - where.keys())
     if missing:
         raise ValueError(
-            f"{hf_dir} lacks {len(missing)} of {len(expected)} tensors, the first is {missing[0]!r}: "
+            f"{model.path} lacks {len(missing)} of {len(expected)} tensors, the first is {missing[0]!r}: "
             f"download the checkpoint again, or correct config.json (files read: {[p.name for p in files]})"
         )
     return where
@@ -96,17 +93,17 @@ def _check_tensor(
 
 
 @torch.no_grad()
-def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], hf_dir: str | Path) -> None:
+def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: ModelFacts) -> None:
     """Fill the shards of local `tensors` from a model directory, reading only their slices; cast as needed.
 
     The directory is checked first, see `open_hf_dir`; a shard that names no tensor of it is a ValueError.
     """
-    where = open_hf_dir(hf_dir)
+    where = open_hf_dir(model)
     by_file: dict[Path, list[Shard]] = defaultdict(list)
     for shard in shards:
         if shard.box.name not in where:
             raise ValueError(
-                f"{hf_dir} has no tensor {shard.box.name!r}, which {shard.tensor!r} is loaded from"
+                f"{model.path} has no tensor {shard.box.name!r}, which {shard.tensor!r} is loaded from"
             )
         by_file[where[shard.box.name]].append(shard)
     for path, members in sorted(by_file.items()):

@@ -1,4 +1,7 @@
-"""SGLang's own HTTP calls for a weight update, one method each; a refused or failed one is an EngineUpdateError."""
+"""SGLang's own HTTP calls for a weight sync, one method each; a failed call raises EngineCallError.
+
+SGLang calls a weight sync a weight update; methods and paths keep its names.
+"""
 
 import base64
 import pickle
@@ -12,32 +15,36 @@ from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.wire import COMMAND_NAME
 
 LOADER = "mcore_rl.stream.receiver.load"
-"""What the engine must be started with: --custom-weight-loader."""
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-"""SGLang's names of the memory that an engine can give up."""
+"""The custom weight loader an engine must be started with (--custom-weight-loader)."""
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+"""SGLang's names of the memory that an engine can release."""
 
 
-class EngineUpdateError(RuntimeError):
-    """An engine refused a call, or could not be reached; the message names both."""
+class EngineCallError(RuntimeError):
+    """An engine failed in a call, or could not be reached; the message names engine and call."""
 
 
-class RefusedError(EngineUpdateError):
-    """The engine answered that it will not."""
+class RefusedError(EngineCallError):
+    """The engine answered that it does not do as asked."""
 
 
 class EngineControl:
-    """One engine at `url`. While its weights are updated, generation is paused or nothing is in flight."""
+    """The HTTP API of the engine at `url`.
+
+    Its weights may change only while generation is paused or no request is in flight.
+    """
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self.url = url
 
     async def parallel_sizes(self) -> SGLangSizes:
-        """Of this one engine."""
+        """Return the sizes of this one engine; EngineCallError if it was started without LOADER."""
         info = await self._call("GET", "/server_info", None)
         loaders = info.get("custom_weight_loader") or []
         if LOADER not in loaders:
-            raise EngineUpdateError(
+            raise EngineCallError(
                 f"engine {self.url} has custom weight loaders {loaders}, needs {LOADER}"
             )
         return SGLangSizes(
@@ -45,14 +52,16 @@ class EngineControl:
         )
 
     async def pause(self) -> None:
-        """Stop generating; requests in flight are kept without their KV cache, which old weights produced."""
+        """Stop generating. Requests in flight are kept, but not their KV cache, which old weights
+        made.
+        """
         await self._post("/pause_generation", mode="retract")
 
     async def resume(self) -> None:
         await self._post("/continue_generation")
 
     async def begin_update(self) -> None:
-        """Also where an update was begun whose end never came."""
+        """Begin a weight update; one that was begun and never ended is ended first."""
         try:
             await self._post("/begin_weight_update", selector="target")
         except RefusedError:
@@ -63,7 +72,7 @@ class EngineControl:
         await self._post("/end_weight_update")
 
     async def run_loader(self, command_u8: Tensor, tp_size: int, *, flush_cache: bool) -> None:
-        """Hand `command_u8` to the custom weight loader of every rank; returns when all are done."""
+        """Hand `command_u8` to the weight loader of every rank; returns when all are done."""
         payload = base64.b64encode(pickle.dumps([(COMMAND_NAME, command_u8)])).decode()
         await self._post(
             "/update_weights_from_tensor",
@@ -74,24 +83,24 @@ class EngineControl:
         )
 
     async def commit(self, version: int) -> None:
-        """From here on, tokens are labelled with `version`."""
+        """Label all tokens sampled from here on with `version`."""
         await self._post(
             "/update_weight_version", new_version=str(version), abort_all_requests=False
         )
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Return once no request is left; what their KV cache held is forgotten."""
+        """Return once no request is left, with the KV cache flushed."""
         await self._call("POST", f"/flush_cache?timeout={timeout_s:g}", None, answers_json=False)
 
     async def release(self, kinds: Collection[str]) -> None:
-        """Give up the GPU memory of `kinds` (WEIGHTS, KV_CACHE) and what is in it.
+        """Release the GPU memory of `kinds` (WEIGHTS, KV_CACHE) and lose its contents.
 
-        The engine must be idle and hold that memory: SGLang's schedulers end where it is not or does not.
+        The engine must be idle and hold that memory; otherwise SGLang's schedulers exit.
         """
         await self._post("/release_memory_occupation", tags=sorted(kinds))
 
     async def occupy(self, kinds: Collection[str]) -> None:
-        """Take back the memory that was released, with nothing in it."""
+        """Take back released memory; its contents are undefined."""
         await self._post("/resume_memory_occupation", tags=sorted(kinds))
 
     async def _post(self, path: str, **body: Any) -> None:
@@ -106,13 +115,13 @@ class EngineControl:
             async with self._http.request(method, self.url + path, json=body) as response:
                 is_json = response.content_type == "application/json"
                 answer = await response.json() if is_json else await response.text()
-                told = isinstance(answer, dict) and "success" in answer
-                if (answers_json and not is_json) or (not response.ok and not told):
-                    raise EngineUpdateError(
+                has_verdict = isinstance(answer, dict) and "success" in answer
+                if (answers_json and not is_json) or (not response.ok and not has_verdict):
+                    raise EngineCallError(
                         f"engine {self.url} answered {path} with {response.status}: {answer!r:.300}"
                     )
         except TimeoutError as error:
-            raise EngineUpdateError(f"engine {self.url} did not answer {path} in time") from error
+            raise EngineCallError(f"engine {self.url} did not answer {path} in time") from error
         except aiohttp.ClientError as error:
-            raise EngineUpdateError(f"engine {self.url} failed in {path}: {error}") from error
+            raise EngineCallError(f"engine {self.url} failed in {path}: {error}") from error
         return answer if isinstance(answer, dict) else {}

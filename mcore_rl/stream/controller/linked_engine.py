@@ -1,4 +1,6 @@
-"""One engine as the controller sees it: orders and commands to its ranks go out, their reports come in."""
+"""One engine as the controller sees it: commands and stage requests go out, its ranks' reports come
+in.
+"""
 
 import asyncio
 import time
@@ -7,16 +9,18 @@ from dataclasses import dataclass, replace
 
 from mcore_rl.stream.controller.engine_control import EngineControl
 from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.wire import Action, Command, Link, Order, Report, encode_command
+from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest, encode_command
 
-_LAST_WORDS_S = 3.0
-"""How long an engine's ranks may take to tell their side once it is known that the transfer failed."""
+_FAILURE_GRACE_S = 3.0
+"""How long an engine's ranks may take to report once the transfer is known to have failed."""
 _POLL_S = 0.001
 
 
 @dataclass(frozen=True)
-class Relay:
-    """How the ranks of an engine pass slices on to `engine`; the store lives as long as the link."""
+class RelayLink:
+    """The link over which an engine forwards slices to `engine`; its store lives as long as this
+    object.
+    """
 
     engine: "LinkedEngine"
     link: Link
@@ -25,17 +29,21 @@ class Relay:
 
 @dataclass
 class LinkedEngine:
-    """Its store lives as long as the link, and the store's keys with it."""
+    """An engine and its link to the trainer ranks, whose store lives as long as this object.
+
+    digest               of the plan that the engine's ranks and the trainer's agreed on
+    served_version       the version last committed on the engine
+    num_stage_requests   stage requests put into the store so far
+    relay_link           the link to the engine it last forwarded to
+    """
 
     link: Link
     store: LinkStore
     tp_size: int
     digest: str = ""
-    """Of the layouts that its ranks and the trainer's agreed on."""
-    serves: int | None = None
-    """The version it was last committed to."""
-    num_orders: int = 0
-    relay: Relay | None = None
+    served_version: int | None = None
+    num_stage_requests: int = 0
+    relay_link: RelayLink | None = None
 
     async def command(
         self, control: EngineControl, action: Action, version: int | None = None
@@ -44,66 +52,72 @@ class LinkedEngine:
         command_u8 = encode_command(Command(self.link, action, version))
         await control.run_loader(command_u8, self.tp_size, flush_cache=action != "connect")
 
-    def reports(self, action: Action) -> list[Report]:
-        """What the ranks said, taken out of the store; a rank that said nothing counts as failed."""
-        return [self.store.take_report(action, rank) or self._silent(rank) for rank in self._ranks]
+    def take_reports(self, action: Action) -> list[Report]:
+        """Take the ranks' reports out of the store; a rank without one counts as failed."""
+        return [
+            self.store.take_report(action, rank) or self._missing_report(rank)
+            for rank in self._ranks
+        ]
 
-    async def reports_by(self, action: Action, deadline_s: float) -> list[Report]:
-        """`reports`, once all are there; who is silent when time.monotonic() passes `deadline_s` has failed.
+    async def wait_reports(self, action: Action, deadline_s: float) -> list[Report]:
+        """Return the ranks' reports; a rank without one at time.monotonic() `deadline_s` counts as
+        failed.
 
-        A stage of a pipeline acts on a command some time after the engine has answered it.
+        A pipeline stage acts on a command some time after the engine has answered it.
         """
-        return await self._collect(action, lambda: False, deadline_s)
+        return await self._wait_reports(action, lambda: False, deadline_s)
 
-    async def order(
-        self, order: Order, has_failed: Callable[[], bool], deadline_s: float
+    async def stage(
+        self, request: StageRequest, has_failed: Callable[[], bool], deadline_s: float
     ) -> list[Report]:
-        """Have the ranks receive beside the decoding; their reports, once all are there.
+        """Have the ranks receive while they decode; return their reports.
 
-        Ranks that are silent when time.monotonic() passes `deadline_s`, or some time after the transfer
-        `has_failed` elsewhere, count as failed.
+        A rank counts as failed if it has not reported when time.monotonic() passes `deadline_s`, or
+        a few seconds after another rank, or the transfer elsewhere (`has_failed`), has failed.
         """
-        self.store.put_order(self.num_orders, order)
-        reports = await self._collect("receive", has_failed, deadline_s)
-        self.store.drop_order(self.num_orders)
-        self.num_orders += 1
+        self.store.put_stage_request(self.num_stage_requests, request)
+        reports = await self._wait_reports("receive", has_failed, deadline_s)
+        self.store.drop_stage_request(self.num_stage_requests)
+        self.num_stage_requests += 1
         return reports
 
-    def relay_to(self, engine: "LinkedEngine", host: str) -> Relay:
-        """The way on to an engine with equal layouts: the last sync's, or a new one by a store on `host`."""
-        own, other = self.link, engine.link
-        if self.relay is None or self.relay.engine is not engine:
-            store = LinkStore.serve(host, own.timeout_s)
+    def relay_link_to(self, engine: "LinkedEngine", host: str) -> RelayLink:
+        """Return the link to an engine of equal layouts: the last sync's, or a new one, served on
+        `host`.
+        """
+        if self.relay_link is None or self.relay_link.engine is not engine:
+            store = LinkStore.serve(host, self.link.timeout_s)
             link = replace(
-                other,
+                engine.link,
                 store_host=host,
                 store_port=store.port,
-                num_senders=own.num_receivers,
+                num_senders=self.link.num_receivers,
                 layouts="",
-                upstream=own.engine,
+                relay=self.link.engine,
             )
-            self.relay = Relay(engine, link, store)
-        return self.relay
+            self.relay_link = RelayLink(engine, link, store)
+        return self.relay_link
 
-    async def _collect(
+    async def _wait_reports(
         self, action: Action, has_failed: Callable[[], bool], deadline_s: float
     ) -> list[Report]:
-        found: dict[int, Report] = {}
-        while len(found) < len(self._ranks) and time.monotonic() < deadline_s:
+        reports: dict[int, Report] = {}
+        while len(reports) < len(self._ranks) and time.monotonic() < deadline_s:
             for rank in self._ranks:
-                report = None if rank in found else self.store.take_report(action, rank)
+                report = None if rank in reports else self.store.take_report(action, rank)
                 if report is not None:
-                    found[rank] = report
-            if has_failed() or any(report.error for report in found.values()):
-                deadline_s = min(deadline_s, time.monotonic() + _LAST_WORDS_S)
-            if len(found) < len(self._ranks):
+                    reports[rank] = report
+            if has_failed() or any(report.error for report in reports.values()):
+                deadline_s = min(deadline_s, time.monotonic() + _FAILURE_GRACE_S)
+            if len(reports) < len(self._ranks):
                 await asyncio.sleep(_POLL_S)
-        return [found.get(rank) or self._silent(rank) for rank in self._ranks]
+        return [reports.get(rank) or self._missing_report(rank) for rank in self._ranks]
 
     @property
     def _ranks(self) -> range:
+        """The engine's ranks, counted over the link."""
         return range(self.link.num_senders, len(self.link.names))
 
-    def _silent(self, rank: int) -> Report:
+    def _missing_report(self, rank: int) -> Report:
         error = "did not report (see the engine's log)"
-        return Report(self.link.names[rank], error=error, peer_lost=True, silent=True)
+        return Report(self.link.names[rank], error=error, peer_lost=True, missing=True)

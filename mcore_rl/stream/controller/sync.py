@@ -1,11 +1,8 @@
-"""The controller's side of a weight sync: engines and trainer ranks link up, a version moves, is committed.
+"""Engines and trainer ranks in; engines linked, synced to a version, and in or out of rotation,
+out.
 
-staged    trainers send | engine ranks receive beside the decoding -> everyone agrees?
-          -> pause -> begin -> swap -> end -> commit version -> resume
-in place  pause -> begin -> trainers send | engine ranks receive -> all agree? -> end -> commit -> resume
-
-An engine of which any rank failed is out of rotation until it was linked and synced anew. If its parameters
-may be a mixture of versions, it also stays paused.
+An engine of which any rank failed is out of rotation until it is linked and synced anew. If its
+parameters may mix versions, it also stays paused.
 """
 
 import asyncio
@@ -18,31 +15,27 @@ import aiohttp
 from mcore_rl.process.http import open_session
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
-from mcore_rl.stream.controller.engine_control import EngineControl, EngineUpdateError
+from mcore_rl.stream.controller.engine_control import EngineCallError, EngineControl
+from mcore_rl.stream.controller.in_place_sync import InPlaceSync
 from mcore_rl.stream.controller.linked_engine import LinkedEngine
-from mcore_rl.stream.controller.sync_report import SyncReport, agreement
-from mcore_rl.stream.controller.update import (
-    GRACE_S,
-    InPlaceUpdate,
-    StagedUpdate,
-    TrainerRanks,
-    Updated,
-)
+from mcore_rl.stream.controller.staged_sync import StagedSync
+from mcore_rl.stream.controller.strategy import GRACE_S, SyncStrategy, SyncTarget, TrainerRanks
+from mcore_rl.stream.controller.sync_report import SyncReport, root_error
 from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.wire import Link
+from mcore_rl.stream.wire import Link, Report
 
 _log = logging.getLogger(__name__)
 
+RecordLayouts = Callable[[SGLangSizes], RecordedLayouts]
+"""The sizes of an engine -> the recorded layouts of both sides of its link."""
+
 
 class SyncError(RuntimeError):
-    """No engine could be brought to the new version, or an engine could not be connected."""
-
-
-Record = Callable[[SGLangSizes], RecordedLayouts]
+    """No engine could be brought to the new version, or an engine could not be linked."""
 
 
 class SyncController:
-    """Keeps the engines on the trainer's weights. All calls must come from one event loop at a time."""
+    """Keeps engines on the trainer's weights. All calls must come from one event loop at a time."""
 
     def __init__(
         self,
@@ -52,28 +45,33 @@ class SyncController:
         timeout_s: float = 120.0,
         staged: bool = True,
         relay: bool = True,
-        record: Record | None = None,
+        record: RecordLayouts | None = None,
     ) -> None:
-        """`host`: this process's address as all ranks reach it; `timeout_s` bounds each connect and sync.
+        """Make a controller without engines.
 
-        `staged`: engines receive beside the decoding, into memory of the size of their weights, and pause to
-        swap only; else they pause for the whole transfer and need a few buckets per trainer rank.
-        `relay`: over staged links, engines with equal layouts pass slices on.
-        `record`: an engine's sizes -> the layouts of both sides, which spares the ranks listing their shards.
+        host       this process's address as all ranks reach it
+        timeout_s  bounds each connect and each sync
+        staged     engines receive while they decode, into memory of the size of their weights, and
+                   pause only to swap; otherwise they pause for the whole transfer and need memory
+                   for a few buckets per trainer rank
+        relay      over staged links, engines with equal layouts forward slices to one another
+        record     recorded layouts spare ranks listing their shards for one another
         """
         self._trainers = trainers
         self._host = host
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._timeout_s = timeout_s
-        self._staged, self._record = staged, record
+        self._staged = staged
+        self._record = record
         self._engines: dict[str, LinkedEngine] = {}
         self._mixed: set[str] = set()
-        """Engines whose parameters may be a mixture of versions; they are paused."""
-        self._update = (
-            StagedUpdate(trainers, timeout_s, self._mixed, host if relay else None)
-            if staged
-            else InPlaceUpdate(trainers, timeout_s, self._mixed)
-        )
+        """Urls of engines whose parameters may mix versions; they are paused."""
+        self._strategy: SyncStrategy
+        if staged:
+            relay_host = host if relay else None
+            self._strategy = StagedSync(trainers, timeout_s, self._mixed, relay_host)
+        else:
+            self._strategy = InPlaceSync(trainers, timeout_s, self._mixed)
 
     @property
     def linked(self) -> tuple[str, ...]:
@@ -83,25 +81,28 @@ class SyncController:
     @property
     def in_rotation(self) -> tuple[str, ...]:
         """Urls of the engines that serve the newest version that any engine serves."""
-        newest = max(
-            (e.serves for e in self._engines.values() if e.serves is not None), default=None
-        )
-        return tuple(
-            url for url, e in self._engines.items() if newest is not None and e.serves == newest
-        )
+        served = {url: engine.served_version for url, engine in self._engines.items()}
+        newest = max((version for version in served.values() if version is not None), default=None)
+        if newest is None:
+            return ()
+        return tuple(url for url, version in served.items() if version == newest)
 
     def agreed_layouts(self, url: str) -> str:
-        """How the ranks of a link came to their layouts, "recorded" or "listed", and the digest of those."""
+        """Return how the link's ranks came to their layouts, "recorded" or "listed", and their
+        digest.
+        """
         return self._engines[url].digest
 
     def served_version(self, url: str) -> int | None:
-        """What the linked engine at `url` was last committed to."""
-        return self._engines[url].serves
+        """Return the version last committed on the linked engine at `url`."""
+        return self._engines[url].served_version
 
     async def connect(self, urls: Sequence[str]) -> None:
-        """Link engines to the trainer ranks: all at the start, later those that failed or come late.
+        """Link engines to the trainer ranks: all at the start, later those that failed or join
+        late.
 
-        SyncError names the rank that could not join and why; links to other engines are not touched.
+        Raises SyncError, which names the rank that could not join and why; other links are not
+        affected.
         """
         async with self._http() as http:
             for url in urls:
@@ -109,18 +110,19 @@ class SyncController:
                 self._engines[url] = await self._connect(EngineControl(http, url))
 
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
-        """Bring the linked engines (or those given) to the trainer's current weights, named `version`.
+        """Bring the linked engines (or those given) to the trainer's current weights, named
+        `version`.
 
-        Engines that fail are unlinked and are in `report.failed`. SyncError if all failed, as they do when
-        the trainer ranks cannot be reached.
+        Engines that fail are unlinked and are in `report.failed`. Raises SyncError if all fail, as
+        they do when the trainer ranks cannot be reached.
         """
         began_s = time.monotonic()
         chosen = self.linked if urls is None else tuple(urls)
         if not chosen or not set(chosen) <= set(self._engines):
             raise SyncError(f"cannot sync {list(chosen)}: linked engines are {list(self.linked)}")
         async with self._http() as http:
-            updated = [Updated(self._engines[url], EngineControl(http, url)) for url in chosen]
-            results = await self._update.run(version, updated)
+            targets = [SyncTarget(self._engines[url], EngineControl(http, url)) for url in chosen]
+            results = await self._strategy.run(version, targets)
         for result in results:
             if result.error is not None:
                 del self._engines[result.url]
@@ -139,44 +141,58 @@ class SyncController:
                     f"engine {control.url} has pp_size={sizes.pp}, which needs a staged sync"
                 )
             deadline_s = time.monotonic() + self._timeout_s
-            store = LinkStore.serve(self._host, self._timeout_s)
-            link = Link(
-                engine=control.url,
-                store_host=self._host,
-                store_port=store.port,
-                num_senders=self._trainers.world_size,
-                num_receivers=sizes.engine_ranks,
-                bucket_bytes=self._bucket_bytes,
-                timeout_s=self._timeout_s,
-                staged=self._staged,
-                layouts="" if self._record is None else self._record(sizes).encode(),
-            )
-            engine = LinkedEngine(link, store, sizes.tp)
+            engine = self._make_engine(control.url, sizes)
             await control.pause()
             await control.begin_update()
-            loading = engine.command(control, "connect")
-            sent, loaded = await asyncio.gather(
-                self._trainers.connect(link), loading, return_exceptions=True
-            )
-            if loaded is None:
-                reports = await engine.reports_by("connect", deadline_s)
-            else:
-                reports = engine.reports("connect")
+            sent, received, answer = await self._meet(control, engine, deadline_s)
             await control.end_update()
             if control.url not in self._mixed:
                 await control.resume()
-        except EngineUpdateError as error:
+        except EngineCallError as error:
             raise SyncError(f"engine {control.url} cannot be linked: {error}") from error
         if isinstance(sent, BaseException):
             raise SyncError(
                 f"engine {control.url} cannot be linked: the trainer ranks failed: {sent}"
             ) from sent
-        error = agreement([*sent, *reports], loaded)
+        error = root_error([*sent, *received], answer)
         if error is not None:
             raise SyncError(f"engine {control.url} cannot be linked: {error}")
         engine.digest = sent[0].digest
         _log.info("engine %s is linked, layouts %s", control.url, engine.digest)
         return engine
+
+    def _make_engine(self, url: str, sizes: SGLangSizes) -> LinkedEngine:
+        """Start the store of a new link to the engine."""
+        store = LinkStore.serve(self._host, self._timeout_s)
+        link = Link(
+            engine=url,
+            store_host=self._host,
+            store_port=store.port,
+            num_senders=self._trainers.world_size,
+            num_receivers=sizes.engine_ranks,
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=self._timeout_s,
+            staged=self._staged,
+            layouts="" if self._record is None else self._record(sizes).encode(),
+        )
+        return LinkedEngine(link, store, sizes.tp)
+
+    async def _meet(
+        self, control: EngineControl, engine: LinkedEngine, deadline_s: float
+    ) -> tuple[Sequence[Report] | BaseException, list[Report], BaseException | None]:
+        """Have all ranks join the link; return the trainer's outcome, engine reports and engine
+        error.
+        """
+        sent, answer = await asyncio.gather(
+            self._trainers.connect(engine.link),
+            engine.command(control, "connect"),
+            return_exceptions=True,
+        )
+        if answer is None:
+            received = await engine.wait_reports("connect", deadline_s)
+        else:
+            received = engine.take_reports("connect")
+        return sent, received, answer
 
     def _http(self) -> aiohttp.ClientSession:
         return open_session(self._timeout_s + GRACE_S)

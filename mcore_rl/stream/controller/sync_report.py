@@ -1,4 +1,4 @@
-"""What a weight sync came to: reports of ranks in, one verdict per engine and the metrics of the sync out."""
+"""Reports of ranks in; one result per engine and the metrics of a weight sync out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,13 @@ from mcore_rl.stream.wire import Report
 
 @dataclass(frozen=True)
 class EngineSyncResult:
-    """What one engine's sync took; `error` is None if it serves the new version.
+    """The outcome of a sync on one engine; `error` is None if the engine serves the new version.
 
-    pause_seconds   from before the engine was told to stop generating to after it was told to go on
-    upstream        the engine that passed the slices on; None if trainer ranks sent them
-    silent          a rank of it said nothing
+    num_bytes         of weights, received by all its ranks
+    transfer_seconds  of its slowest rank
+    pause_seconds     from before the engine was told to pause until after it was told to resume
+    relay             the engine that forwarded the slices; None if trainer ranks sent them
+    missing_reports   a rank sent no report
     """
 
     url: str
@@ -21,13 +23,13 @@ class EngineSyncResult:
     transfer_seconds: float = 0.0
     pause_seconds: float = 0.0
     error: str | None = None
-    upstream: str | None = None
-    silent: bool = False
+    relay: str | None = None
+    missing_reports: bool = False
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """`seconds`: of the whole sync; the transfer is the part in which bytes move."""
+    """The outcome of a sync; `seconds` is its whole duration, of which the transfer is a part."""
 
     version: int
     seconds: float
@@ -40,39 +42,46 @@ class SyncReport:
 
     @property
     def serving(self) -> tuple[str, ...]:
+        """Urls of the engines that serve the new version."""
         return tuple(engine.url for engine in self.engines if engine.error is None)
 
     def metrics(self) -> dict[str, float]:
+        num_bytes = sum(engine.num_bytes for engine in self.engines)
+        trainer_bytes = sum(e.num_bytes for e in self.engines if e.relay is None)
         return {
             "sync/seconds": self.seconds,
             "sync/transfer_seconds": max(engine.transfer_seconds for engine in self.engines),
             "sync/pause_s": max(engine.pause_seconds for engine in self.engines),
-            "sync/mib": sum(engine.num_bytes for engine in self.engines) / 2**20,
-            "sync/trainer_mib": sum(e.num_bytes for e in self.engines if e.upstream is None)
-            / 2**20,
+            "sync/mib": num_bytes / 2**20,
+            "sync/trainer_mib": trainer_bytes / 2**20,
             "sync/engines_failed": float(len(self.failed)),
         }
 
 
-def agreement(reports: Sequence[Report], answer: BaseException | None = None) -> str | None:
-    """None if every rank and the engine report success with one plan, else the error nearest the cause."""
+def root_error(reports: Sequence[Report], answer: BaseException | None = None) -> str | None:
+    """Return None if all ranks and the engine succeeded with one plan, else the error nearest the
+    cause.
+
+    `answer` is the engine's own error, if any. A rank that lost a peer is farther from the cause
+    than one with an error of its own.
+    """
     failed = sorted((r for r in reports if r.error is not None), key=lambda r: r.peer_lost)
     if failed:
-        others = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-        return f"{failed[0].rank}: {failed[0].error}{others}"
+        more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
+        return f"{failed[0].rank}: {failed[0].error}{more}"
     if answer is not None:
         return str(answer)
     digests = {report.digest for report in reports}
     return None if len(digests) == 1 else f"ranks followed different plans: {sorted(digests)}"
 
 
-def summary(url: str, received: Sequence[Report], error: str | None) -> EngineSyncResult:
-    """Of what the ranks of one engine received."""
+def summarize(url: str, received: Sequence[Report], error: str | None) -> EngineSyncResult:
+    """Return the result of one engine from the receive reports of all its ranks."""
     return EngineSyncResult(
         url,
-        sum(report.num_bytes for report in received),
-        sum(report.num_buckets for report in received),
-        max(report.seconds for report in received),
+        num_bytes=sum(report.num_bytes for report in received),
+        num_buckets=sum(report.num_buckets for report in received),
+        transfer_seconds=max(report.seconds for report in received),
         error=error,
-        silent=any(report.silent for report in received),
+        missing_reports=any(report.missing for report in received),
     )

@@ -1,13 +1,14 @@
-"""Two processes of one machine meet; out come words that both see, and counters that tell who is how far.
+"""Two processes of one machine meet; words that both see come out, and counters of each one's
+progress.
 
 sender                       anonymous segment                         receiver
-counts   ----------------->  | written, read | message ... |  <------- counts, reads where it lies
+counts   ----------------->  | written, read | message ... |  <------- counts, reads it in place
 packs into its GPU's memory, if the receiver can read that
-      \\_____ abstract socket: the segment's descriptor and the handle of GPU memory once, _____/
+      \\_____ abstract socket: once, the segment's descriptor and the handle of GPU memory; _____/
                then a byte per message
 
-The segment has no name, so it goes with the last of its two processes, however they end; the end of one
-shows on the socket at once.
+The segment has no name, so it ends with the last of its two processes, however they end. The end of
+either process shows on the socket at once.
 """
 
 import array
@@ -27,35 +28,44 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import export_memory, open_memory
-from mcore_rl.stream.routes.transport import ASK_S, TransferError
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
 from mcore_rl.stream.verify import WORD_BYTES
 
 _COUNTERS_BYTES = mmap.PAGESIZE
-_WRITTEN, _READ = 0, 8
-"""Counters, each on a cache line of its own: messages the sender wrote, the receiver is done with."""
+_WRITTEN = 0
+_READ = 8
+"""Indices of the two counters, each on a cache line of its own: messages the sender wrote, and
+messages the receiver is done with.
+"""
 
 
 def machine_id() -> str:
-    """Equal for two processes exactly if they run on one kernel and see one another's abstract sockets."""
+    """Return an id that is equal for two processes exactly if they can share memory through a
+    channel.
+
+    They can if they run on one kernel and see one another's abstract sockets.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 @dataclass(frozen=True)
 class SegmentSpec:
-    """What a pair of ranks shares: int64 words, in the sender's memory on `device`."""
+    """The memory a pair of ranks shares: `num_words` int64 words on the sender's `device`."""
 
     num_words: int
     device: torch.device
 
     @property
     def host_bytes(self) -> int:
-        """Of the segment, counters included."""
-        return _COUNTERS_BYTES + (self.num_words * WORD_BYTES if self.device.type == "cpu" else 0)
+        """Size in host memory: the counters, and the words unless they lie on a GPU."""
+        words_bytes = self.num_words * WORD_BYTES if self.device.type == "cpu" else 0
+        return _COUNTERS_BYTES + words_bytes
 
 
 class Channel:
-    """One end of what two ranks share."""
+    """One end of the memory that two ranks share."""
 
     def __init__(
         self,
@@ -65,36 +75,39 @@ class Channel:
         *,
         is_sender: bool,
     ) -> None:
-        """`gpu_words_W`: where messages lie if not in the segment."""
+        """`gpu_words_W` is where messages lie if not in `segment`."""
         peer.setblocking(False)
         self._peer = peer
-        self._sign = select.poll()
-        self._sign.register(peer, select.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(peer, select.POLLIN)
         self._counters = memoryview(segment)[:_COUNTERS_BYTES].cast("q")
         if gpu_words_W is None:
-            gpu_words_W = torch.frombuffer(segment, dtype=torch.int64, offset=_COUNTERS_BYTES)
-        self.words_W = gpu_words_W
-        self._own, self._others = (_WRITTEN, _READ) if is_sender else (_READ, _WRITTEN)
+            self.words_W = torch.frombuffer(segment, dtype=torch.int64, offset=_COUNTERS_BYTES)
+        else:
+            self.words_W = gpu_words_W
+        self._own_counter = _WRITTEN if is_sender else _READ
+        self._peer_counter = _READ if is_sender else _WRITTEN
         self.num_started = 0
+        """Messages started on this end, counted by the transport."""
 
     def advance(self) -> None:
-        """One more message is written, or done with; ConnectionError if the other process is gone."""
-        self._counters[self._own] += 1
-        with suppress(BlockingIOError):  # the other end has bytes to wake it, so it will look
+        """Count one more message as written or read; ConnectionError if the peer is gone."""
+        self._counters[self._own_counter] += 1
+        with suppress(BlockingIOError):  # unread bytes already wake the other end
             self._peer.send(b".")
 
     def wait(self, count: int, seconds: float) -> bool:
-        """Whether the other end has come to message `count`, waiting at most `seconds` for a sign of it.
+        """Return whether the other end has come to message `count`, after at most `seconds`.
 
-        ConnectionError if it has not and its process is gone.
+        May return False earlier. Raises ConnectionError if it has not and its process is gone.
         """
-        if self._counters[self._others] >= count:
+        if self._counters[self._peer_counter] >= count:
             return True
-        if self._sign.poll(max(1.0, 1000 * seconds)):
+        if self._poll.poll(max(1.0, 1000 * seconds)):
             ended = not self._peer.recv(4096)
-            if ended and self._counters[self._others] < count:
+            if ended and self._counters[self._peer_counter] < count:
                 raise ConnectionResetError("the process is gone")
-        return self._counters[self._others] >= count
+        return self._counters[self._peer_counter] >= count
 
     def close(self) -> None:
         with suppress(OSError):  # the other end may have gone first
@@ -103,7 +116,7 @@ class Channel:
 
 
 class SegmentServer:
-    """Where the receivers of one machine come to fetch their segments from a sender."""
+    """A sender's abstract socket, where the receivers of its machine fetch their segments."""
 
     def __init__(self) -> None:
         self.name = f"mcore_rl-{uuid4().hex}"
@@ -111,83 +124,91 @@ class SegmentServer:
         self._listener.bind(f"\0{self.name}")
         self._listener.listen()
 
-    def serve(
-        self,
-        rooms: Mapping[int, SegmentSpec],
-        names: tuple[str, ...],
-        waiting: str,
-        deadline_s: float,
-    ) -> dict[int, Channel]:
-        """A channel to each receiver, by rank, in whatever order they come."""
+    def serve(self, end: LinkEnd, segments: Mapping[int, SegmentSpec]) -> dict[int, Channel]:
+        """Return a channel to each receiver in `segments`, by rank; they may come in any order.
+
+        Raises TransferError, which names those that did not come by end.deadline_s.
+        """
+        names = end.link.names
         channels: dict[int, Channel] = {}
         with self._listener:
-            while missing := rooms.keys() - channels.keys():
-                self._listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+            while missing := segments.keys() - channels.keys():
+                self._listener.settimeout(max(0.001, end.deadline_s - time.monotonic()))
                 try:
                     peer = self._listener.accept()[0]
-                    rank = _check_owner(peer)
+                    rank = _check_user(peer)
                 except TimeoutError as error:
                     late = ", ".join(names[rank] for rank in sorted(missing))
-                    message = f"{waiting} waited in vain for {late} to fetch their shared memory"
+                    message = f"{end.name} waited in vain for {late} to fetch their shared memory"
                     raise TransferError(message, peer_lost=True) from error
                 assert rank in missing, f"rank {rank} came to fetch memory that is not for it"
-                channels[rank] = _hand_out(peer, rooms[rank])
+                channels[rank] = _serve_segment(peer, segments[rank])
         return channels
 
 
-def fetch(name: str, rank: int, room: SegmentSpec, sender: str, deadline_s: float) -> Channel:
-    """The receiver's end of its channel to the sender whose doorstep has this name."""
+def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) -> Channel:
+    """Return the receiver's end of the channel to rank `sender`, whose SegmentServer is named
+    `server`.
+
+    Raises TransferError if it cannot be had by end.deadline_s.
+    """
+    name = end.link.names[sender]
     peer = socket.socket(socket.AF_UNIX)
-    peer.settimeout(max(0.001, deadline_s - time.monotonic()))
+    peer.settimeout(max(0.001, end.deadline_s - time.monotonic()))
     try:
-        peer.connect(f"\0{name}")
-        peer.sendall(struct.pack("q", rank))
+        peer.connect(f"\0{server}")
+        peer.sendall(struct.pack("q", end.rank))
         sizes = array.array("q", [0, 0])
         data, descriptors, _, _ = socket.recv_fds(peer, 2 * sizes.itemsize, 1)
         if not descriptors:
             raise ConnectionResetError("the process is gone")
         sizes.frombytes(data)
         num_words, handle_bytes = sizes[-2:]
-        assert num_words == room.num_words, (
-            f"{sender} shares {num_words} words, the plan says {room}"
+        assert num_words == segment.num_words, (
+            f"{name} shares {num_words} words, the plan says {segment}"
         )
-        segment = _map(descriptors[0], room)
-        gpu_words_W = (
-            open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL)) if handle_bytes else None
-        )
+        mapped = _map(descriptors[0], segment)
+        gpu_words_W = None
+        if handle_bytes:
+            gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL))
     except (OSError, RuntimeError) as error:
         peer.close()
-        raise TransferError(f"no shared memory from {sender}: {error}", peer_lost=True) from error
-    return Channel(peer, segment, gpu_words_W, is_sender=False)
+        raise TransferError(f"no shared memory from {name}: {error}", peer_lost=True) from error
+    return Channel(peer, mapped, gpu_words_W, is_sender=False)
 
 
-def _check_owner(peer: socket.socket) -> int:
-    """The rank that a peer says it is; only processes of our own user are let in."""
-    user = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+def _check_user(peer: socket.socket) -> int:
+    """Return the rank that a peer says it is; only processes of the same user are let in."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    user = struct.unpack("3i", credentials)[1]
     assert user == os.getuid(), f"a process of user {user} asked for shared memory"
-    peer.settimeout(ASK_S)
+    peer.settimeout(FAILURE_POLL_S)
     return struct.unpack("q", peer.recv(8, socket.MSG_WAITALL))[0]
 
 
-def _hand_out(peer: socket.socket, room: SegmentSpec) -> Channel:
+def _serve_segment(peer: socket.socket, segment: SegmentSpec) -> Channel:
     descriptor = os.memfd_create("mcore_rl_weights")
-    os.ftruncate(descriptor, room.host_bytes)
-    gpu_words_W, handle = None, b""
-    if room.device.type != "cpu":
-        gpu_words_W = torch.zeros(room.num_words, dtype=torch.int64, device=room.device)
+    os.ftruncate(descriptor, segment.host_bytes)
+    gpu_words_W = None
+    handle = b""
+    if segment.device.type != "cpu":
+        gpu_words_W = torch.zeros(segment.num_words, dtype=torch.int64, device=segment.device)
         try:
             handle = export_memory(gpu_words_W)
         except RuntimeError as error:
             peer.close()
-            raise TransferError(f"memory of {room.device} cannot be shared: {error}") from error
-    socket.send_fds(peer, [struct.pack("qq", room.num_words, len(handle))], [descriptor])
+            raise TransferError(f"memory of {segment.device} cannot be shared: {error}") from error
+    socket.send_fds(peer, [struct.pack("qq", segment.num_words, len(handle))], [descriptor])
     peer.sendall(handle)
-    return Channel(peer, _map(descriptor, room), gpu_words_W, is_sender=True)
+    return Channel(peer, _map(descriptor, segment), gpu_words_W, is_sender=True)
 
 
-def _map(descriptor: int, room: SegmentSpec) -> mmap.mmap:
-    """Closes the descriptor: the mapping keeps the memory. Pages are taken now, not in the first sync."""
+def _map(descriptor: int, segment: SegmentSpec) -> mmap.mmap:
+    """Map the segment and close its descriptor; the mapping keeps the memory.
+
+    Pages are populated now, so that the first sync doesn't wait for them.
+    """
     try:
-        return mmap.mmap(descriptor, room.host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return mmap.mmap(descriptor, segment.host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(descriptor)

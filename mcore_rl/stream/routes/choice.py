@@ -1,63 +1,94 @@
-"""Which way bytes go between two ranks, by what both say of where they are.
+"""Locations of both ends in; the route that bytes take between them, and its transport, out.
 
                       one machine                                        two machines
 host to host          shared memory                                      gloo
 GPU to GPU            sender's GPU memory, if the receiver can read it;  NCCL
                       else NCCL
-GPU and host          as host to host, with a copy per bucket at the GPU's end
+GPU and host          as host to host, with one copy per bucket at the GPU's end
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mcore_rl.device.gpu_memory import DeviceStream, gpu_id, readable_gpus
-from mcore_rl.stream.link_store import LinkStore
-from mcore_rl.stream.routes.channel import Channel, SegmentServer, SegmentSpec, fetch, machine_id
-from mcore_rl.stream.routes.gloo import GlooTransport, route_to
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.routes.channel import (
+    Channel,
+    SegmentServer,
+    SegmentSpec,
+    fetch_channel,
+    machine_id,
+)
+from mcore_rl.stream.routes.gloo import GlooTransport
 from mcore_rl.stream.routes.gpu_pairs import GpuPairTransport
 from mcore_rl.stream.routes.shared_memory import SharedMemoryTransport
 from mcore_rl.stream.routes.transport import Transport
-from mcore_rl.stream.wire import Link
 
-MakeTransport = Callable[[LinkStore, int, Link, Mapping[int, int], float, DeviceStream], Transport]
-"""(store, rank, link, peer -> int64 words of memory to share with it, deadline, stream that packs and places
-messages) -> transport.
+MakeTransport = Callable[[LinkEnd, Mapping[int, int], DeviceStream], Transport]
+"""(end, shared_words, stream) -> transport. All ranks of a link call it.
+
+shared_words  peer -> int64 words of memory to share with it, if any can be; its keys are the peers
+stream        packs and places this rank's messages, on end.device
 """
 
-Way = Literal["shared memory", "shared GPU memory", "NCCL", "gloo"]
+Route = Literal["shared memory", "shared GPU memory", "NCCL", "gloo"]
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """What a rank tells the others of its link about itself."""
+    """Where a rank runs, as it tells the other ranks of its link.
+
+    machine         machine_id()
+    gpu             id of the GPU that holds its tensors; empty for the host
+    readable_gpus   ids of the GPUs whose memory it can read
+    segment_server  a sender's SegmentServer; empty for receivers
+    """
 
     machine: str
     gpu: str = ""
-    """Where its tensors are; empty for the host."""
     readable_gpus: tuple[str, ...] = ()
-    door: str = ""
-    """Where receivers of its machine fetch what they share with it."""
+    segment_server: str = ""
 
 
-def choose_way(sender: RankLocation, receiver: RankLocation) -> Way:
-    is_near = sender.machine == receiver.machine
-    if sender.gpu and receiver.gpu:
-        return "shared GPU memory" if is_near and sender.gpu in receiver.readable_gpus else "NCCL"
-    return "shared memory" if is_near else "gloo"
+def choose_route(sender: RankLocation, receiver: RankLocation) -> Route:
+    same_machine = sender.machine == receiver.machine
+    if not sender.gpu or not receiver.gpu:
+        return "shared memory" if same_machine else "gloo"
+    if same_machine and sender.gpu in receiver.readable_gpus:
+        return "shared GPU memory"
+    return "NCCL"
 
 
-class Routes:
-    """The transport of one rank: each peer's messages take that peer's way."""
+def needs_gloo(senders: Sequence[RankLocation], receivers: Sequence[RankLocation]) -> bool:
+    """Return whether any pair uses gloo, whose group all ranks of a link must make together.
+
+    Which GPU a rank uses makes no difference, so ranks are first reduced to machine and
+    host-or-GPU: time grows with the square of the machines, not of the ranks.
+    """
+    sender_kinds = {RankLocation(sender.machine, sender.gpu and "any") for sender in senders}
+    receiver_kinds = {
+        RankLocation(receiver.machine, receiver.gpu and "any") for receiver in receivers
+    }
+    return any(
+        choose_route(sender, receiver) == "gloo"
+        for sender in sender_kinds
+        for receiver in receiver_kinds
+    )
+
+
+class RoutedTransport:
+    """The transport of one rank: each peer's messages take the route to that peer."""
 
     def __init__(self, transports: Sequence[Transport], by_peer: Mapping[int, Transport]) -> None:
-        self._transports, self._by_peer = transports, by_peer
+        self._transports = transports
+        self._by_peer = by_peer
         self._started: list[Transport] = []
-        """Which way each message went that may be unfinished."""
+        """The transport of each message that may be unfinished, oldest first."""
 
     def memory(self, peer: int) -> Tensor | None:
         return self._by_peer[peer].memory(peer)
@@ -74,9 +105,9 @@ class Routes:
         self._started[-1].recv(tensor_u8, peer, what)
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
-        for (
-            transport
-        ) in self._transports:  # peers hear at once that what came before may be overwritten
+        # A run that waits for nothing tells peers at once that received messages may be
+        # overwritten.
+        for transport in self._transports:
             transport.run(deadline_s, failure, self._started.count(transport))
         while len(self._started) > pending:
             oldest = self._started.pop(0)
@@ -87,107 +118,97 @@ class Routes:
             transport.close()
 
 
-def make_routes(
-    store: LinkStore,
-    rank: int,
-    link: Link,
-    sizes: Mapping[int, int],
-    deadline_s: float,
-    stream: DeviceStream,
-) -> Routes:
-    """All ranks of the link call this; TransferError names those that did not by `deadline_s`."""
-    doorstep = SegmentServer() if rank < link.num_senders else None
-    with store.errors_published("host", rank):
-        device = stream.device
-        own = RankLocation(
-            machine_id(), gpu_id(device), readable_gpus(device), doorstep.name if doorstep else ""
-        )
-        store.publish("host", rank, json.dumps(astuple(own)).encode())
-    everyone = range(len(link.names))
-    answers = store.collect("host", everyone, link.names, link.names[rank], deadline_s)
-    places = [_decode_place(answer) for answer in answers]
-    if doorstep is not None:
-        ways = {peer: choose_way(places[rank], places[peer]) for peer in sizes}
+def make_routed_transport(
+    end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
+) -> RoutedTransport:
+    """Return the transport that takes the best route to each peer in `shared_words`.
+
+    All ranks of the link call this. Raises TransferError, which names those that did not by
+    end.deadline_s.
+    """
+    server = SegmentServer() if end.is_sender else None
+    locations = _exchange_locations(end, "" if server is None else server.name)
+    routes = _routes_of(end, locations, shared_words)
+    segments = _plan_segments(routes, shared_words, end.device)
+    if server is not None:
+        channels = server.serve(end, segments)
     else:
-        ways = {peer: choose_way(places[peer], places[rank]) for peer in sizes}
-    rooms = {
-        peer: SegmentSpec(
-            words, device if ways[peer] == "shared GPU memory" else torch.device("cpu")
-        )
-        for peer, words in sizes.items()
-        if ways[peer] in ("shared memory", "shared GPU memory")
-    }
-    if doorstep is not None:
-        channels = doorstep.serve(rooms, link.names, link.names[rank], deadline_s)
-    else:
-        channels = _fetch_all(rooms, places, rank, link, deadline_s)
-    near = SharedMemoryTransport(rank, link.names, channels, stream)
-    transports: list[Transport] = [near]
-    by_peer: dict[int, Transport] = dict.fromkeys(rooms, near)
-    if needs_gloo(places[: link.num_senders], places[link.num_senders :]):
-        transports.append(_make_gloo(store, rank, link))
-        by_peer |= dict.fromkeys((peer for peer in sizes if ways[peer] == "gloo"), transports[-1])
-    far_gpus = [peer for peer in sizes if ways[peer] == "NCCL"]
-    if far_gpus:
-        transports.append(GpuPairTransport(store, rank, link, far_gpus, device, deadline_s))
-        by_peer |= dict.fromkeys(far_gpus, transports[-1])
-    return Routes(transports, by_peer)
+        channels = _fetch_channels(end, locations, segments)
+    shared_memory = SharedMemoryTransport(end, channels, stream)
+    transports: list[Transport] = [shared_memory]
+    by_peer: dict[int, Transport] = dict.fromkeys(segments, shared_memory)
+    num_senders = end.link.num_senders
+    if needs_gloo(locations[:num_senders], locations[num_senders:]):
+        gloo = GlooTransport(end)
+        transports.append(gloo)
+        by_peer |= dict.fromkeys(_peers_by(routes, "gloo"), gloo)
+    nccl_peers = _peers_by(routes, "NCCL")
+    if nccl_peers:
+        gpu_pairs = GpuPairTransport(end, nccl_peers)
+        transports.append(gpu_pairs)
+        by_peer |= dict.fromkeys(nccl_peers, gpu_pairs)
+    return RoutedTransport(transports, by_peer)
 
 
-def make_gloo(
-    store: LinkStore,
-    rank: int,
-    link: Link,
-    sizes: Mapping[int, int],
-    deadline_s: float,
-    stream: DeviceStream,
+def make_gloo_transport(
+    end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
 ) -> GlooTransport:
-    """Gloo between all ranks, wherever they run."""
-    return _make_gloo(store, rank, link)
+    """Return a transport that takes gloo to all peers, wherever they run."""
+    return GlooTransport(end)
 
 
-def make_gpu_pairs(
-    store: LinkStore,
-    rank: int,
-    link: Link,
-    sizes: Mapping[int, int],
-    deadline_s: float,
-    stream: DeviceStream,
+def make_gpu_pair_transport(
+    end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
 ) -> GpuPairTransport:
-    """NCCL between all ranks, each on a GPU of its own."""
-    return GpuPairTransport(store, rank, link, sizes, stream.device, deadline_s)
+    """Return a transport that takes NCCL to all peers, each of which has a GPU of its own."""
+    return GpuPairTransport(end, shared_words)
 
 
-def _decode_place(data: bytes) -> RankLocation:
-    machine, gpu, readable, door = json.loads(data)
-    return RankLocation(machine, gpu, tuple(readable), door)
+def _exchange_locations(end: LinkEnd, segment_server: str) -> list[RankLocation]:
+    """Return the location of each rank of the link."""
+    with end.store.errors_published("location", end.rank):
+        device = end.device
+        own = RankLocation(machine_id(), gpu_id(device), readable_gpus(device), segment_server)
+        end.store.publish("location", end.rank, json.dumps(astuple(own)).encode())
+    return [_decode_location(data) for data in end.collect("location")]
 
 
-def _fetch_all(
-    rooms: Mapping[int, SegmentSpec],
-    places: Sequence[RankLocation],
-    rank: int,
-    link: Link,
-    deadline_s: float,
+def _decode_location(data: bytes) -> RankLocation:
+    machine, gpu, readable, segment_server = json.loads(data)
+    return RankLocation(machine, gpu, tuple(readable), segment_server)
+
+
+def _routes_of(
+    end: LinkEnd, locations: Sequence[RankLocation], peers: Mapping[int, int]
+) -> dict[int, Route]:
+    """Return peer -> route of the messages between it and this rank."""
+    own = locations[end.rank]
+    if end.is_sender:
+        return {peer: choose_route(own, locations[peer]) for peer in peers}
+    return {peer: choose_route(locations[peer], own) for peer in peers}
+
+
+def _peers_by(routes: Mapping[int, Route], route: Route) -> list[int]:
+    return [peer for peer, chosen in routes.items() if chosen == route]
+
+
+def _plan_segments(
+    routes: Mapping[int, Route], shared_words: Mapping[int, int], device: torch.device
+) -> dict[int, SegmentSpec]:
+    """Return the segments to share, by peer."""
+    segments = {}
+    for peer, route in routes.items():
+        if route == "shared memory":
+            segments[peer] = SegmentSpec(shared_words[peer], torch.device("cpu"))
+        elif route == "shared GPU memory":
+            segments[peer] = SegmentSpec(shared_words[peer], device)
+    return segments
+
+
+def _fetch_channels(
+    end: LinkEnd, locations: Sequence[RankLocation], segments: Mapping[int, SegmentSpec]
 ) -> dict[int, Channel]:
     return {
-        peer: fetch(places[peer].door, rank, room, link.names[peer], deadline_s)
-        for peer, room in rooms.items()
+        peer: fetch_channel(end, peer, locations[peer].segment_server, segment)
+        for peer, segment in segments.items()
     }
-
-
-def needs_gloo(senders: Sequence[RankLocation], receivers: Sequence[RankLocation]) -> bool:
-    """Whether any pair goes by gloo, whose group all ranks of a link make together."""
-    kinds = [
-        {RankLocation(p.machine, p.gpu and "any") for p in places}
-        for places in (senders, receivers)
-    ]
-    return any(
-        choose_way(sender, receiver) == "gloo" for sender in kinds[0] for receiver in kinds[1]
-    )
-
-
-def _make_gloo(store: LinkStore, rank: int, link: Link) -> GlooTransport:
-    tcp_store: Any = store.tcp_store
-    local_host = route_to(link.store_host, link.store_port)
-    return GlooTransport(tcp_store, rank, link.names, local_host, link.timeout_s)

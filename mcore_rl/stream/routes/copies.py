@@ -1,4 +1,4 @@
-"""Pairs of tensors in; one side copied to the other in as few calls, and on a GPU kernels, as can be."""
+"""Pairs of tensors in; one side copied to the other in as few calls and GPU kernels as possible."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -9,19 +9,19 @@ from torch import Tensor
 
 _copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
+_Kind = tuple[torch.dtype, torch.dtype, bool]
+
 
 class Copies:
-    """Copies between tensors of equal shape, cast on the way.
+    """Copies between tensors of equal shape, cast where dtypes differ.
 
-    A GPU does a list of copies in one kernel if each side has one dtype and all tensors are dense, with equal
-    strides in each pair; a single other pair would have all of the list copied one by one. So pairs that are
-    alike in this go together (torch 2.13, ForeachBinaryOpList.cu).
+    A GPU copies a list of pairs in one kernel if each side has one dtype and every pair is dense
+    with equal strides. A single pair that differs makes it copy the whole list one by one, so pairs
+    are grouped by these properties (torch 2.13, ForeachBinaryOpList.cu).
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[Tensor, Tensor]]] = (
-            defaultdict(list)
-        )
+        groups: dict[_Kind, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for left, right in pairs:
             is_dense = left.is_contiguous() and right.is_contiguous()
             groups[left.dtype, right.dtype, is_dense].append((left, right))

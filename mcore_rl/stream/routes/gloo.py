@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -12,30 +13,42 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mcore_rl.stream.routes.transport import ASK_S, TransferError
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.routes.transport import FAILURE_POLL_S, TransferError
 
 ProcessGroupGloo: Any = distributed.ProcessGroupGloo  # stubs lack options and point-to-point verbs
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 
-class GlooTransport:
-    """TCP through a gloo process group of its own, beside any other group of the process.
+@dataclass(frozen=True)
+class _Message:
+    work: Any
+    tensor_u8: Tensor
+    """Must outlive the operation."""
+    what: str
 
-    All pairs of ranks connect at the start: gloo's lazy connections lose messages now and then.
+
+class GlooTransport:
+    """TCP through a gloo process group of all ranks of a link, independent of the process's other
+    groups.
+
+    All pairs of ranks connect at the start, because gloo's lazy connections lose messages now and
+    then.
     """
 
-    def __init__(
-        self, store: Any, rank: int, names: tuple[str, ...], local_host: str, timeout_s: float
-    ) -> None:
-        """`names`: one per rank, for errors; `local_host`: this process's address as the others reach it."""
+    def __init__(self, end: LinkEnd) -> None:
+        """All ranks of the link do this; RuntimeError if one does not within link.timeout_s."""
+        link = end.link
+        local_host = local_address_toward(link.store_host, link.store_port)
         options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        options._timeout = timedelta(seconds=link.timeout_s)
         options._threads = 1
         options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=False)]
-        self._group = ProcessGroupGloo(PrefixStore("gloo", store), rank, len(names), options)
-        self._names = names
-        self._rank = rank
-        self._started: list[tuple[Any, Tensor, str]] = []
+        store = PrefixStore("gloo", end.store.tcp_store)
+        self._group = ProcessGroupGloo(store, end.rank, len(link.names), options)
+        self._end = end
+        self._names = link.names
+        self._started: list[_Message] = []
 
     def memory(self, peer: int) -> None:
         return None
@@ -55,51 +68,49 @@ class GlooTransport:
             self._run(due, deadline_s, failure)
             del self._started[: len(due)]
 
-    def _run(self, due: list[Any], deadline_s: float, failure: Callable[[], str | None]) -> None:
-        # Gloo forgets some sends whose connection broke and then waits out its time, so it waits beside us.
+    def _run(
+        self, due: list[_Message], deadline_s: float, failure: Callable[[], str | None]
+    ) -> None:
+        # Gloo forgets some sends whose connection broke and then waits until its timeout. So it
+        # waits in a thread, while this one checks for failures.
         outcome: SimpleQueue[TransferError | None] = SimpleQueue()
-        Thread(
-            target=self._wait, args=(due, deadline_s, outcome), name="gloo-wait", daemon=True
-        ).start()
+        arguments = (due, deadline_s, outcome)
+        Thread(target=self._wait, args=arguments, name="gloo-wait", daemon=True).start()
         reason = None
         while reason is None:
             with suppress(Empty):
-                self._end(outcome.get(timeout=ASK_S))
+                _raise_if(outcome.get(timeout=FAILURE_POLL_S))
                 return
-            reason = failure() or self._overdue(deadline_s)
-        # Our own timeout closes the connections of our peers, who may tell of that before we do.
+            reason = failure() or _overdue(deadline_s)
+        # A timeout of ours closes our peers' connections, and they may report that before our own
+        # wait returns. Its error says more, so it gets a moment.
         with suppress(Empty):
-            self._end(outcome.get(timeout=ASK_S))
+            _raise_if(outcome.get(timeout=FAILURE_POLL_S))
             return
-        raise TransferError(f"{self._names[self._rank]} stopped waiting: {reason}", peer_lost=True)
-
-    def _end(self, error: TransferError | None) -> None:
-        if error is not None:
-            raise error
-
-    def _overdue(self, deadline_s: float) -> str | None:
-        over_s = time.monotonic() - deadline_s
-        return None if over_s < ASK_S else f"gloo went {over_s:.1f} s over the deadline"
+        raise TransferError(f"{self._end.name} stopped waiting: {reason}", peer_lost=True)
 
     def close(self) -> None:
-        # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go before
-        # buffers. A wait that times out closes all connections of a group.
-        for work, _, _ in self._started:
+        # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go
+        # before buffers. A wait that times out closes all connections of a group.
+        for message in self._started:
             with suppress(RuntimeError):
-                work.wait(timedelta(milliseconds=1))
+                message.work.wait(timedelta(milliseconds=1))
         self._group.abort()
         del self._group
         self._started.clear()
 
     def _wait(
-        self, due: list[Any], deadline_s: float, outcome: "SimpleQueue[TransferError | None]"
+        self,
+        due: list[_Message],
+        deadline_s: float,
+        outcome: "SimpleQueue[TransferError | None]",
     ) -> None:
-        for work, _, what in due:
+        for message in due:
             began_s = time.monotonic()
             try:
-                work.wait(timedelta(seconds=max(0.001, deadline_s - began_s)))
+                message.work.wait(timedelta(seconds=max(0.001, deadline_s - began_s)))
             except RuntimeError as error:
-                outcome.put(self._failure(error, what, time.monotonic() - began_s))
+                outcome.put(self._end.lost(message.what, _reason(error), began_s))
                 return
         outcome.put(None)
 
@@ -108,18 +119,31 @@ class GlooTransport:
             f"{what}: bytes must lie contiguous"
         )
         try:
-            self._started.append((verb([tensor_u8], peer, 0), tensor_u8, what))
+            work = verb([tensor_u8], peer, 0)
         except RuntimeError as error:
-            raise self._failure(error, what, 0.0) from error
-
-    def _failure(self, error: RuntimeError, what: str, waited_s: float) -> TransferError:
-        reason = str(error).split("] ", 1)[-1].split(" This is typically")[0]
-        message = f"{self._names[self._rank]} waited {waited_s:.1f} s for {what}: {reason}"
-        return TransferError(message, peer_lost=True)
+            raise self._end.lost(what, _reason(error), time.monotonic()) from error
+        self._started.append(_Message(work, tensor_u8, what))
 
 
-def route_to(host: str, port: int) -> str:
-    """The local address from which `host` is reached: what other ranks of the cluster can reach us at."""
+def _raise_if(error: TransferError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _overdue(deadline_s: float) -> str | None:
+    over_s = time.monotonic() - deadline_s
+    return None if over_s < FAILURE_POLL_S else f"gloo went {over_s:.1f} s over the deadline"
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return gloo's message without its source location and advice."""
+    return str(error).split("] ", 1)[-1].split(" This is typically")[0]
+
+
+def local_address_toward(host: str, port: int) -> str:
+    """Return the local address from which `host` is reached, at which other ranks can reach this
+    process.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

@@ -1,9 +1,11 @@
-"""Bytes between GPUs that cannot read each other's memory: NCCL, a communicator for each pair of ranks.
+"""Bytes between GPUs that cannot read each other's memory: NCCL, one communicator for each pair of
+ranks.
 
-A pair's messages arrive in the order in which both ends start them. NCCL keeps a stream per communicator: an
-operation begins when the work queued before it on the caller's stream is done, and `run` has that stream
-wait for what arrived. An operation whose peer does not come holds its GPU's queue until its communicator is
-aborted, so all waits here poll, and whoever stops waiting must `close`.
+A pair's messages arrive in the order in which both ends start them. NCCL keeps a stream per
+communicator: an operation begins when the work queued before it on the caller's stream is done, and
+`run` has that stream wait for what arrived. An operation whose peer does not come blocks its GPU's
+queue until its communicator is aborted. So all waits here poll, and whoever stops waiting must call
+`close`.
 """
 
 import time
@@ -18,9 +20,9 @@ import torch
 from torch import Tensor, distributed
 
 from mcore_rl.device.gpu_pair import make_pair_group
+from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.routes.transport import TransferError, wait_until
-from mcore_rl.stream.wire import Link
 
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -40,31 +42,24 @@ class _Message:
 class GpuPairTransport:
     """Connects to every peer at the start, so that no later operation blocks its caller."""
 
-    def __init__(
-        self,
-        store: LinkStore,
-        rank: int,
-        link: Link,
-        peers: Iterable[int],
-        device: torch.device,
-        deadline_s: float,
-    ) -> None:
-        """`peers`, who do the same; `device`: where all messages lie.
+    def __init__(self, end: LinkEnd, peers: Iterable[int]) -> None:
+        """Connect to all `peers`, which do the same; all messages lie on end.device.
 
-        TransferError names the peer that does not come by `deadline_s`.
+        Raises TransferError, which names the peer that does not come by end.deadline_s.
         """
-        self._rank, self._names, self._device = rank, link.names, device
-        meeting_store = LinkStore.open(
-            link
-        ).tcp_store  # who waits in a store keeps all others from it
+        self._end = end
+        self._names = end.link.names
+        self._device = end.device
         self._groups: dict[int, Any] = {}
         self._started: list[_Message] = []
         self._is_closed = False
+        # A thread that waits in a store keeps all others of its client waiting, so pairs meet over
+        # a client of their own.
+        meeting_store = PrefixStore("pair", LinkStore.open(end.link).tcp_store)
         try:
-            for peer in sorted(
-                peers
-            ):  # one order of all pairs, so that no ring of ranks waits for itself
-                self._connect(store, PrefixStore("pair", meeting_store), peer, deadline_s)
+            # All ranks meet their peers in one order, so that no ring of ranks waits for itself.
+            for peer in sorted(peers):
+                self._connect(meeting_store, peer)
         except TransferError:
             self.close()
             raise
@@ -88,40 +83,46 @@ class GpuPairTransport:
 
     def close(self) -> None:
         self._is_closed = True
-        # Aborting ends what is on the GPU; until then the thread keeps its memory.
-        ending = (list(self._groups.values()), self._started)
-        self._groups, self._started = {}, []
-        aborting = Thread(target=_abort, args=ending, name="gpu-abort", daemon=True)
+        # Aborting ends the operations on the GPU; until then the thread keeps their memory.
+        groups = list(self._groups.values())
+        started = self._started
+        self._groups = {}
+        self._started = []
+        aborting = Thread(target=_abort, args=(groups, started), name="gpu-abort", daemon=True)
         aborting.start()
         aborting.join(_ABORT_S)
 
-    def _connect(self, store: LinkStore, meeting_store: Any, peer: int, deadline_s: float) -> None:
-        """NCCL connects in the first operation and blocks there, so a thread of its own does that."""
+    def _connect(self, meeting_store: Any, peer: int) -> None:
+        # NCCL connects in the first operation and blocks there, so a thread starts it.
+        end = self._end
         began_s = time.monotonic()
-        sender, receiver = sorted((self._rank, peer))
+        sender, receiver = sorted((end.rank, peer))
         pair_store = PrefixStore(f"{sender}-{receiver}", meeting_store)
         meeting: Future[_Message] = Future()
-        Thread(
-            target=self._meet, args=(meeting, pair_store, peer), name="gpu-meet", daemon=True
-        ).start()
-        reason = wait_until(
-            lambda s: bool(wait([meeting], max(0.0, s)).done), deadline_s, store.failure
-        )
-        what = f"{self._names[peer]} to meet it over NCCL"
+        arguments = (meeting, pair_store, peer)
+        Thread(target=self._meet, args=arguments, name="gpu-meet", daemon=True).start()
+
+        def has_met(seconds: float) -> bool:
+            return bool(wait([meeting], max(0.0, seconds)).done)
+
+        reason = wait_until(has_met, end.deadline_s, end.store.failure)
         if reason is None and meeting.exception() is not None:
             reason = str(meeting.exception())
         if reason is not None:
-            raise self._failure(what, reason, time.monotonic() - began_s)
-        self._wait(meeting.result(), deadline_s, store.failure)
+            raise end.lost(f"{self._names[peer]} to meet it over NCCL", reason, began_s)
+        self._wait(meeting.result(), end.deadline_s, end.store.failure)
 
     def _meet(self, meeting: "Future[_Message]", pair_store: Any, peer: int) -> None:
-        own = int(self._rank > peer)
+        is_receiver = self._end.rank > peer
+        rank_in_pair = int(is_receiver)
         try:
-            group = self._groups[peer] = make_pair_group(pair_store, own)
+            group = make_pair_group(pair_store, rank_in_pair)
+            self._groups[peer] = group
             token_u8 = torch.zeros(1, dtype=torch.uint8, device=self._device)
-            work = (group.recv if own else group.send)([token_u8], 1 - own, 0)
+            verb = group.recv if is_receiver else group.send
+            work = verb([token_u8], 1 - rank_in_pair, 0)
             meeting.set_result(_Message(work, token_u8, f"{self._names[peer]} to answer over NCCL"))
-            if self._is_closed:  # nobody waited for the end of this
+            if self._is_closed:  # nobody waited for this group, so nobody else aborts it
                 _abort([group], [])
         except Exception as error:
             meeting.set_exception(error)
@@ -131,9 +132,9 @@ class GpuPairTransport:
             f"{what}: bytes must lie contiguous"
         )
         try:
-            work = verb([tensor_u8], int(self._rank < peer), 0)
+            work = verb([tensor_u8], int(self._end.rank < peer), 0)
         except RuntimeError as error:
-            raise self._failure(what, str(error), 0.0) from error
+            raise self._end.lost(what, str(error), time.monotonic()) from error
         self._started.append(_Message(work, tensor_u8, what))
 
     def _wait(
@@ -158,15 +159,11 @@ class GpuPairTransport:
         except RuntimeError as error:
             reason = str(error)
         if reason is not None:
-            raise self._failure(message.what, reason, time.monotonic() - began_s)
-
-    def _failure(self, what: str, reason: str, waited_s: float) -> TransferError:
-        message = f"{self._names[self._rank]} waited {waited_s:.1f} s for {what}: {reason}"
-        return TransferError(message, peer_lost=True)
+            raise self._end.lost(message.what, reason, began_s)
 
 
 def _abort(groups: list[Any], started: list[_Message]) -> None:
     for group in groups:
-        with suppress(RuntimeError):  # those of the others are to end all the same
+        with suppress(RuntimeError):  # a group that fails to abort must not keep the others
             group.abort()
     started.clear()

@@ -1,7 +1,8 @@
-"""Bytes between ranks behind three verbs: send, recv, run. Each link to an engine has its own transport.
+"""Bytes between ranks behind three verbs: send, recv, run. Each link to an engine has its own
+transport.
 
-`send` and `recv` start at once; `run` waits for what was started, which owns its memory until then. What
-`recv` brought is valid until the next `run`.
+`send` and `recv` start a message at once; `run` waits for started messages. A message's memory
+belongs to the transport until its wait is over. Received bytes are valid until the next `run`.
 """
 
 import time
@@ -11,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ASK_S = 0.5
-"""How often a wait looks whether something elsewhere makes it pointless."""
+FAILURE_POLL_S = 0.5
+"""How often a wait checks whether the link has failed elsewhere."""
 
 
 class TransferError(RuntimeError):
-    """Bytes that did not arrive, or arrived wrong; the message names who waited for whom, for what.
+    """Bytes did not arrive, or arrived wrong; the message names who waited for whom, for what.
 
-    `peer_lost` tells that another rank went away or kept us waiting, so that its own report says more.
+    `peer_lost` is set if another rank went away or kept this one waiting; its own report says more.
     """
 
     def __init__(self, message: str, *, peer_lost: bool = False) -> None:
@@ -29,13 +30,14 @@ class TransferError(RuntimeError):
 def wait_until(
     is_done: Callable[[float], bool], deadline_s: float, failure: Callable[[], str | None]
 ) -> str | None:
-    """None once `is_done`, which may wait for a sign of it as many seconds as it is told; else why not.
+    """Return None when `is_done(timeout)` succeeds, otherwise the reason it did not.
 
-    `deadline_s` and `failure` as of Transport.run.
+    `is_done` may block for at most the number of seconds it is given. `deadline_s` and `failure`
+    are as in Transport.run.
     """
     while True:
         left_s = deadline_s - time.monotonic()
-        if is_done(min(left_s, ASK_S)):
+        if is_done(min(left_s, FAILURE_POLL_S)):
             return None
         reason = "the time is up" if left_s <= 0 else failure()
         if reason is not None:
@@ -44,11 +46,14 @@ def wait_until(
 
 class Transport(Protocol):
     def memory(self, peer: int) -> Tensor | None:
-        """int64 words that this rank and `peer` both see; messages between them lie there. None: none is."""
+        """Return the int64 words shared with `peer`, where messages between the two must lie.
+
+        None if nothing is shared; messages may then lie anywhere on `device(peer)`.
+        """
         ...
 
     def device(self, peer: int) -> torch.device:
-        """Where messages between this rank and `peer` must lie."""
+        """Return the device on which messages between this rank and `peer` must lie."""
         ...
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
@@ -60,10 +65,10 @@ class Transport(Protocol):
         ...
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
-        """Wait until at most `pending` of what was started is unfinished, the oldest first.
+        """Wait, oldest message first, until at most `pending` started messages are unfinished.
 
-        TransferError when time.monotonic() passes `deadline_s`. `failure` is asked about twice a second
-        whether something elsewhere makes waiting pointless, and what.
+        Raises TransferError when time.monotonic() passes `deadline_s`, or when `failure`, called
+        about twice a second, returns a reason why waiting is pointless.
         """
         ...
 

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import (
     commit_export,
     empty_tensors,
@@ -69,7 +70,7 @@ def test_ranks_load_their_slices_of_a_sharded_directory(hf_dir, dtype):
     for rank, (shards, tensors) in zip(
         expected, zeros_like_ranks(config, weights, dtype), strict=True
     ):
-        load_into(shards, tensors, hf_dir)
+        load_into(shards, tensors, ModelFacts.read(hf_dir))
         for name, tensor in rank.tensors.items():
             assert torch.equal(tensors[name], tensor.to(dtype)), name
 
@@ -78,7 +79,7 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
     config = read_hf_config(hf_dir) | {"num_experts": 4}
     ranks = zeros_like_ranks(config, read_all(hf_dir), torch.float32)
     for shards, tensors in ranks:
-        load_into(shards, tensors, hf_dir)
+        load_into(shards, tensors, ModelFacts.read(hf_dir))
     shapes = hf_tensor_shapes(config)
     files = plan_export(
         shapes, dict.fromkeys(shapes, "float32"), LAYOUT.world_size, max_file_bytes=1024
@@ -99,7 +100,7 @@ def test_exported_directory_equals_the_source_and_loads_in_transformers(hf_dir, 
     assert exported.keys() == source.keys()
     assert all(torch.equal(exported[name], source[name]) for name in source)
     assert (tmp_path / "tokenizer.json").is_file()
-    assert open_hf_dir(tmp_path).keys() == source.keys()
+    assert open_hf_dir(ModelFacts.read(tmp_path)).keys() == source.keys()
     token_ids = torch.arange(12)[None]
     before, after = (
         AutoModelForCausalLM.from_pretrained(path)(token_ids).logits for path in (hf_dir, tmp_path)
@@ -166,21 +167,21 @@ def broken(tmp_path: Path, change) -> Path:
 )
 def test_missing_surplus_and_misshapen_tensors_are_named(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
-        load_into([], {}, broken(tmp_path, change))
+        load_into([], {}, ModelFacts.read(broken(tmp_path, change)))
 
 
 def test_incomplete_directories_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config.json does not exist"):
-        open_hf_dir(tmp_path)
+        open_hf_dir(ModelFacts.read(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(model_config()))
     with pytest.raises(ValueError, match=r"no .safetensors files"):
-        open_hf_dir(tmp_path)
+        open_hf_dir(ModelFacts.read(tmp_path))
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}}))
     with pytest.raises(ValueError, match=r"gone.safetensors, named in .* does not exist"):
-        open_hf_dir(tmp_path)
+        open_hf_dir(ModelFacts.read(tmp_path))
 
 
 def test_tied_output_weights_in_a_file_are_passed_over(tmp_path):
     path = broken(tmp_path, lambda weights: None)
     (path / "config.json").write_text(json.dumps(model_config(tie_word_embeddings=True)))
-    assert "lm_head.weight" not in open_hf_dir(path)
+    assert "lm_head.weight" not in open_hf_dir(ModelFacts.read(path))

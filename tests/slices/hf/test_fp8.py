@@ -23,7 +23,8 @@ from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts
-from mcore_rl.stream.buckets import PlacedBucket, holdings, plan_buckets
+from mcore_rl.stream.buckets import plan_buckets
+from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from tests.support.fp8_oracle import dequantise, per_block_cast_to_fp8
 
 NAME, SCALES = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv"

@@ -2,31 +2,34 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from mcore_rl.stream.routes.channel import Channel, SegmentServer, SegmentSpec, fetch
+from mcore_rl.stream.routes.channel import Channel, SegmentServer, SegmentSpec, fetch_channel
 from mcore_rl.stream.routes.transport import TransferError
+from tests.support.link_ends import HOST, make_link, open_ends, run_ranks
 
-NAMES = ("trainer rank 0", "rank 0 of engine engine-0")
-ROOM = SegmentSpec(10, torch.device("cpu"))
+SEGMENT = SegmentSpec(10, HOST)
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Channel, Channel]]:
-    """The sender's, the receiver's."""
-    until_s = time.monotonic() + 10
-    doorstep = SegmentServer()
-    with ThreadPoolExecutor(1) as pool:
-        fetching = pool.submit(fetch, doorstep.name, 1, ROOM, NAMES[0], until_s)
-        ours = doorstep.serve({1: ROOM}, NAMES, NAMES[0], until_s)[1]
-        yield ours, fetching.result()
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    """The sender's end and the receiver's."""
+    _store, link = make_link(timeout_s=10)
+    sender, receiver = open_ends(link)
+    server = SegmentServer()
+    channels, channel = run_ranks(
+        [
+            lambda: server.serve(sender, {1: SEGMENT}),
+            lambda: {0: fetch_channel(receiver, 0, server.name, SEGMENT)},
+        ]
+    )
+    yield channels[1], channel[0]
 
 
-def test_words_are_seen_and_counters_heard_by_both(ends: tuple[Channel, Channel]) -> None:
-    sender, receiver = ends
+def test_words_are_seen_and_counters_heard_by_both(pair: tuple[Channel, Channel]) -> None:
+    sender, receiver = pair
     assert not receiver.wait(1, 0.01)
     sender.words_W[:] = torch.arange(10)
     sender.advance()
@@ -38,9 +41,9 @@ def test_words_are_seen_and_counters_heard_by_both(ends: tuple[Channel, Channel]
 
 
 def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(
-    ends: tuple[Channel, Channel],
+    pair: tuple[Channel, Channel],
 ) -> None:
-    sender, receiver = ends
+    sender, receiver = pair
     sender.advance()
     sender.close()
     assert receiver.wait(1, 10)
@@ -51,15 +54,17 @@ def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(
     assert time.monotonic() - began_s < 5
 
 
-def test_those_who_do_not_come_are_named() -> None:
+def test_a_rank_that_does_not_come_is_named() -> None:
+    _store, link = make_link(timeout_s=0.1)
+    sender, receiver = open_ends(link)
     with pytest.raises(
         TransferError, match=r"trainer rank 0 waited in vain for rank 0 of engine engine-0"
     ):
-        SegmentServer().serve({1: ROOM}, NAMES, NAMES[0], time.monotonic() + 0.05)
+        SegmentServer().serve(sender, {1: SEGMENT})
     with pytest.raises(TransferError, match="no shared memory from trainer rank 0"):
-        fetch("mcore_rl-nobody", 1, ROOM, NAMES[0], time.monotonic() + 0.05)
+        fetch_channel(receiver, 0, "mcore_rl-nobody", SEGMENT)
 
 
 def test_only_host_words_take_host_memory() -> None:
     on_gpu = SegmentSpec(1 << 20, torch.device("cuda", 0))
-    assert on_gpu.host_bytes < SegmentSpec(1 << 20, torch.device("cpu")).host_bytes / 1000
+    assert on_gpu.host_bytes < SegmentSpec(1 << 20, HOST).host_bytes / 1000

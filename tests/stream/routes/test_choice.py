@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.stream.routes.choice import RankLocation, Way, choose_way, needs_gloo
+from mcore_rl.stream.routes.choice import RankLocation, Route, choose_route, needs_gloo
 
 HOST_A, HOST_B = RankLocation("a"), RankLocation("b")
 GPU_A0 = RankLocation("a", "gpu-a0", ("gpu-a0", "gpu-a1"))
@@ -33,15 +33,15 @@ PLACES = (HOST_A, HOST_B, GPU_A0, GPU_A1, ALONE_A2, GPU_B0)
     ],
 )
 def test_the_way_follows_from_what_both_ends_say_of_themselves(
-    sender: RankLocation, receiver: RankLocation, way: Way
+    sender: RankLocation, receiver: RankLocation, way: Route
 ) -> None:
-    assert choose_way(sender, receiver) == way
+    assert choose_route(sender, receiver) == way
 
 
 def test_only_the_receiver_needs_to_read_the_other_gpu() -> None:
     sees_all = RankLocation("a", "gpu-a3", ("gpu-a3", "gpu-a2"))
-    assert choose_way(ALONE_A2, sees_all) == "shared GPU memory"
-    assert choose_way(sees_all, ALONE_A2) == "NCCL"
+    assert choose_route(ALONE_A2, sees_all) == "shared GPU memory"
+    assert choose_route(sees_all, ALONE_A2) == "NCCL"
 
 
 some_places = st.lists(st.sampled_from(PLACES), min_size=1, max_size=4)
@@ -51,5 +51,5 @@ some_places = st.lists(st.sampled_from(PLACES), min_size=1, max_size=4)
 def test_ranks_make_a_gloo_group_exactly_if_a_pair_of_theirs_uses_it(
     senders: list[RankLocation], receivers: list[RankLocation]
 ) -> None:
-    ways = {choose_way(sender, receiver) for sender, receiver in product(senders, receivers)}
+    ways = {choose_route(sender, receiver) for sender, receiver in product(senders, receivers)}
     assert needs_gloo(senders, receivers) == ("gloo" in ways)

@@ -1,6 +1,6 @@
-"""The process around one worker object: method calls in, through Ray; results or a short traceback out.
+"""The Ray actor around one worker object: method calls in, results or a short traceback out.
 
-What the process prints, and what its crashes print, goes to one file of its own.
+Whatever its process prints, including the stacks of a crash, goes to a log file of its own.
 """
 
 import faulthandler
@@ -29,18 +29,22 @@ STACK_DUMP_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception of a worker's method on its way to the controller."""
+    """An exception of a worker's method, returned to the controller as a value."""
 
     summary: str
     frames: str
 
 
 class ProcessLost(RuntimeError):
-    """A worker found a process that it watches gone; the message says all, so no frames go with it."""
+    """A process that a worker looks after is gone; the message is complete without a traceback."""
 
 
-class Host:
-    """Owns one worker object; the class that Ray makes an actor of."""
+class RankActor:
+    """Owns one worker object, such as a model's rank or an engine, in a process of its own.
+
+    Ray makes an actor of this class, not of the worker's, so that output is redirected and
+    deadlines are kept before the worker's module is imported.
+    """
 
     def __init__(self, log_path: str) -> None:
         gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
@@ -52,22 +56,22 @@ class Host:
     def build(
         self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object
     ) -> Raised | None:
-        """Make the worker; its module is imported here, after the output was redirected."""
+        """Make the worker. Ray imports its module here, after the output was redirected."""
         return self._answer(deadline_s, self._build, worker_cls, *args, **kwargs)
 
     def call(self, deadline_s: float, method: str, *args: object, **kwargs: object) -> Any:
-        """What the worker's method returns, or the Raised that stands for its exception."""
+        """Return what the worker's method returns, or a Raised if it raises."""
         return self._answer(deadline_s, getattr(self._worker, method), *args, **kwargs)
 
     def pid(self) -> int:
         return os.getpid()
 
     def gpu_ids(self) -> tuple[str, ...]:
-        """Which GPUs of its machine the process has, as CUDA counts them."""
+        """Return the GPUs that Ray assigned to this process, numbered as CUDA does."""
         return tuple(str(gpu) for gpu in ray.get_gpu_ids())
 
     def meeting_point(self) -> tuple[str, int]:
-        """(address of this machine, TCP port that was free a moment ago)."""
+        """Return (address of this machine, TCP port that was free a moment ago)."""
         return node_address(), find_free_port("")
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
@@ -89,19 +93,20 @@ class Host:
 
 
 def node_address() -> str:
-    """This machine as the other processes of the run reach it: the loopback if all of them are here."""
-    others = sum(node["Alive"] for node in ray.nodes()) > 1
-    return ray.util.get_node_ip_address() if others else "127.0.0.1"
+    """Return this machine's address for the run's other processes; loopback if it is alone."""
+    has_other_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
+    return ray.util.get_node_ip_address() if has_other_nodes else "127.0.0.1"
 
 
 def redirect_output(path: Path) -> None:
-    """Send what this process and its children print to `path`, by line; a crash leaves its stack there."""
+    """Append the output of this process and its children, crash stacks included, to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  lives as long as the process
+    # Both stay open as long as the process lives.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
     logging.basicConfig(
@@ -110,12 +115,15 @@ def redirect_output(path: Path) -> None:
 
 
 def summary_of(error: BaseException) -> str:
-    """`ValueError: message`, as the last line of a traceback."""
+    """Return `ValueError: message`, as in the last line of a traceback."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 def short_traceback(error: BaseException) -> str:
-    """The frames of `error` that are not Python's, a library's or this module's, and the one that raised."""
+    """Return the frames of this package and of the user's files, and the innermost frame.
+
+    Frames of Python, of installed libraries and of this module are left out.
+    """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     kept = [f for f in frames[:-1] if _is_ours(f.filename)] + frames[-1:]
     return "".join(traceback.format_list(kept)).rstrip()

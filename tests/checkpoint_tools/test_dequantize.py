@@ -17,6 +17,7 @@ from checkpoint_tools.cli import main
 from mcore_rl.run.serving import find_model
 from mcore_rl.slices.hf.checksums import MANIFEST
 from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
 from tests.support.tiny_models import write_model
@@ -56,7 +57,7 @@ def assert_same_bits(found: Tensor, expected: Tensor, name: str) -> None:
     assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), name
 
 
-def dequantised(values: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
+def dequantized(values: Tensor, scales: Tensor, block: list[int], dtype: torch.dtype) -> Tensor:
     """Value * scale of its block, for the whole matrix at once."""
     factors = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (values.float() * factors[: values.shape[0], : values.shape[1]]).to(dtype)
@@ -94,12 +95,12 @@ def test_fp8_values_times_scales(
     source = write(tmp_path / "fp8", tensors, FP8 | {"weight_block_size": block})
     out, to = tmp_path / "out", getattr(torch, dtype)
     arguments = [str(source), str(out), "--dtype", dtype, "--workers", str(workers)]
-    assert main(["dequantise", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
+    assert main(["dequantize", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
     found = read_all(out)
     assert found.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
     for name, tensor in tensors.items():
         if name + "_scale_inv" in tensors:
-            expected = dequantised(tensor, tensors[name + "_scale_inv"], block, to)
+            expected = dequantized(tensor, tensors[name + "_scale_inv"], block, to)
             finite = ~expected.isnan()
             assert 0.98 < finite.float().mean() <= 1
             assert torch.equal(found[name].isnan(), ~finite), name
@@ -124,7 +125,7 @@ def test_mxfp4_blocks_as_transformers_converts_them(
     biases = {f"{first}_bias": torch.randn(2, 1000).to(torch.bfloat16)}
     source, out = write(tmp_path / "mxfp4", packed | biases, MXFP4), tmp_path / "out"
     arguments = [str(source), str(out), "--dtype", dtype, "--workers", str(workers)]
-    assert main(["dequantise", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
+    assert main(["dequantize", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
     found, to = read_all(out), getattr(torch, dtype)
     assert found.keys() == {first, second, *biases}
     assert found[first].shape == (2, 320, 1000)
@@ -135,7 +136,7 @@ def test_mxfp4_blocks_as_transformers_converts_them(
 
 
 def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
-    """transformers converts the quantised directory by itself, where there is no kernel for it."""
+    """transformers converts the quantized directory by itself, where there is no kernel for it."""
     model = write_model("gpt_oss", tmp_path / "hf")
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in read_all(model).items()}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -144,10 +145,10 @@ def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
         tensors[f"{name}_scales"] = 120 + tensors[f"{name}_scales"] % 4
     settings = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}
     source, out = write(tmp_path / "mxfp4", tensors, MXFP4, **settings), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"quant_method='mxfp4'.*: mcore-rl-ckpt dequantise"):
+    with pytest.raises(ValueError, match=r"quant_method='mxfp4'.*: mcore-rl-ckpt dequanti[sz]e"):
         read_hf_config(source)
-    assert main(["dequantise", str(source), str(out), "--workers", "1"]) == 0
-    assert open_hf_dir(out).keys() == read_all(out).keys()
+    assert main(["dequantize", str(source), str(out), "--workers", "1"]) == 0
+    assert open_hf_dir(ModelFacts.read(out)).keys() == read_all(out).keys()
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
         before, after = (
@@ -158,7 +159,7 @@ def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
     assert torch.equal(before, after)
 
 
-def test_a_quantised_model_of_a_known_family_comes_back(tmp_path: Path, capsys: Any) -> None:
+def test_a_quantized_model_of_a_known_family_comes_back(tmp_path: Path, capsys: Any) -> None:
     """Into FP8 and out of it; only then it can be trained, and it can be served as it is."""
     source, fp8, out = (
         write_source("deepseek_v3", tmp_path / "hf"),
@@ -170,11 +171,8 @@ def test_a_quantised_model_of_a_known_family_comes_back(tmp_path: Path, capsys: 
     assert find_model(fp8, None, lambda *_: None) == fp8
     for command in (["from-hf", str(fp8)], ["to-fp8", str(fp8)]):
         assert main([*command, str(tmp_path / "no")]) == 2
-        assert (
-            "write its weights in bfloat16 first: mcore-rl-ckpt dequantise"
-            in capsys.readouterr().err
-        )
-    assert main(["dequantise", str(fp8), str(out), "--workers", "1", *FOUR_MIB]) == 0
+        assert "write its weights in bfloat16 first" in capsys.readouterr().err
+    assert main(["dequantize", str(fp8), str(out), "--workers", "1", *FOUR_MIB]) == 0
     read_hf_config(out)
     packed, found = read_all(fp8), read_all(out)
     names = [name for name in found if f"{name}_scale_inv" in packed]
@@ -182,13 +180,13 @@ def test_a_quantised_model_of_a_known_family_comes_back(tmp_path: Path, capsys: 
     for name, tensor in found.items():
         expected = packed[name]
         if name in names:
-            expected = dequantised(
+            expected = dequantized(
                 expected, packed[f"{name}_scale_inv"], [128, 128], torch.bfloat16
             )
         assert_same_bits(tensor, expected, name)
     assert main(["from-hf", str(out), str(tmp_path / "megatron"), "--workers", "1"]) == 0
-    assert main(["dequantise", str(out), str(tmp_path / "no")]) == 2
-    assert "has no quantization_config: the model is not quantised" in capsys.readouterr().err
+    assert main(["dequantize", str(out), str(tmp_path / "no")]) == 2
+    assert "has no quantization_config: the model is not quantized" in capsys.readouterr().err
 
 
 Tensors = dict[str, Tensor]
@@ -281,7 +279,7 @@ def mxfp4_tensors() -> Tensors:
             FP8,
             dict,
             {"norm.weight": torch.ones(4)},
-            "quant_method='fp8', but none of 1 tensors is quantised",
+            "quant_method='fp8', but none of 1 tensors is quantized",
         ),
         (
             MXFP4,
@@ -322,7 +320,7 @@ def mxfp4_tensors() -> Tensors:
         (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has scales of it"),
     ],
 )
-def test_what_cannot_be_dequantised_is_refused_by_name(
+def test_what_cannot_be_dequantized_is_refused_by_name(
     tmp_path: Path,
     capsys: Any,
     quantization: Any,
@@ -332,7 +330,7 @@ def test_what_cannot_be_dequantised_is_refused_by_name(
 ) -> None:
     changed = {name: tensor for name, tensor in (tensors() | change).items() if tensor is not None}
     source = write(tmp_path / "source", changed, quantization)
-    assert main(["dequantise", str(source), str(tmp_path / "out")]) == 2
+    assert main(["dequantize", str(source), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -341,7 +339,7 @@ def test_what_cannot_be_dequantised_is_refused_by_name(
 def test_an_expert_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
     source = write(tmp_path / "source", random_mxfp4("e", 1, 1000, 100), MXFP4)
     assert (
-        main(["dequantise", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
+        main(["dequantize", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
     )
     assert "leaves 4096 KiB for each worker" in (error := capsys.readouterr().err)
     assert "each worker, 'e' needs 4980 KiB" in error

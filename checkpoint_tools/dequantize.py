@@ -1,9 +1,9 @@
-"""HuggingFace directory of a quantised model in, the same model with plain weights out; see packed.py."""
+"""A quantized HuggingFace model in, the same model with plain weights out; see packed.py."""
 
 from functools import partial
 from pathlib import Path
 
-import torch  # noqa: F401  (here, so that the workers, which are forks, share its pages)
+import torch  # noqa: F401  (imported before the workers fork, so that they share its pages)
 
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
@@ -19,20 +19,22 @@ from mcore_rl.slices.hf.config import parse_hf_config
 from mcore_rl.slices.hf.folder import write_small_files
 
 HALVES = ("bfloat16", "float16")
-"""Dtypes whose tensors are cast if they have no scales; float32 is the choice of those who published it."""
+"""Tensors of these dtypes without scales are cast; float32 was a deliberate choice and is kept."""
 
 
-def dequantise(
+def dequantize(
     source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort
 ) -> Report:
-    """Write the model of `source_hf`, block FP8 or MXFP4, to `out` in `dtype`; of any architecture.
+    """Write the model of `source_hf`, in block FP8 or MXFP4, to `out` in `dtype`.
 
-    ValueError names the file or tensor that is wrong, or the kind of quantisation that is not supported.
+    The architecture may be any. Raises ValueError with the file or tensor that is wrong, or with
+    the kind of quantization if it is not supported.
     """
     refuse_existing(out)
-    config, file = parse_hf_config(source_hf), source_hf / "config.json"
+    config = parse_hf_config(source_hf)
+    file = source_hf / "config.json"
     if config.get("quantization_config") is None:
-        raise ValueError(f"{file} has no quantization_config: the model is not quantised")
+        raise ValueError(f"{file} has no quantization_config: the model is not quantized")
     checkpoint = open_hf(source_hf)
     packed = find_packed(config, checkpoint.tensors, dtype, file)
     halves = stored_names(packed)

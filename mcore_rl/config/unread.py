@@ -1,0 +1,188 @@
+"""Options that nothing reads in their context: a checked tree in, a refusal of those that are set,
+out.
+
+An option counts as set if it differs from its default. Only what is surely unread is listed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mcore_rl.config.algorithm import (
+    COVARIANCE_LOSSES,
+    DISCOUNTING_ADVANTAGES,
+    LOSSES_WITHOUT_CLIP,
+    RATIO_BOUNDING_LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+)
+from mcore_rl.config.rollout import RolloutConfig
+from mcore_rl.config.run import RewardConfig
+from mcore_rl.config.served_models import ServedModelConfig
+from mcore_rl.config.training import OptimizerConfig
+from mcore_rl.config.tree import defaults_of, shown, value_of
+
+if TYPE_CHECKING:
+    from mcore_rl.config import Config
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Options (or groups, with all their options) that nothing reads because of `context`."""
+
+    options: tuple[str, ...]
+    context: str
+    remedy: str
+
+
+def check_unread(config: "Config") -> None:
+    """Raise ValueError naming the first option that is set although nothing reads it."""
+    _refuse(config, _unread(config))
+
+
+def check_unneeded(config: "Config", *, critic: bool, reference: bool) -> None:
+    """Raise ValueError naming an option of a critic or of a KL that the algorithm does not need."""
+    _refuse(config, _unneeded(config.algorithm, critic, reference))
+
+
+def _refuse(config: "Config", options: Iterator[Unread]) -> None:
+    for unread in options:
+        for option in unread.options:
+            for name, default in defaults_of(type(config), option):
+                value = value_of(config, name)
+                if value != default:
+                    raise ValueError(
+                        f"{name}={shown(value)} with {unread.context}, which has no use for it:"
+                        f" {unread.remedy}, or leave {name} out (by default it is {shown(default)})"
+                    )
+
+
+def _unread(config: "Config") -> Iterator[Unread]:
+    yield from _of_rollout(config.rollout)
+    if not config.algorithm.path:  # a user's advantage or loss may read any option
+        yield from _of_algorithm(config.algorithm)
+    yield from _of_kl(config.algorithm.kl)
+    yield from _of_correction(config.algorithm.correction)
+    yield from _of_reward(config.reward)
+    for role, model in config.served_groups.items():
+        yield from _of_served(role, model)
+    if not config.judge.is_used:
+        context = "judge.path='' and judge.url=''"
+        yield Unread(("reward.judge",), context, "set judge.path or judge.url")
+    if not config.reward_model.is_used:
+        context = "reward_model.path='' and reward_model.url=''"
+        remedy = "set reward_model.path or reward_model.url"
+        yield Unread(("reward.model_tokenizer",), context, remedy)
+    for group, optimizer in config.optimizers.items():
+        yield from _of_optimizer(group, optimizer)
+    if config.cluster.address is not None:
+        context = f"cluster.address={config.cluster.address}"
+        remedy = "give it to `ray start --object-store-memory`"
+        yield Unread(("cluster.object_store_mib",), context, remedy)
+    if config.canary.sequences == 0:
+        yield Unread(("canary.tolerance",), "canary.sequences=0", "set canary.sequences=2")
+
+
+def _unneeded(algorithm: AlgorithmConfig, critic: bool, reference: bool) -> Iterator[Unread]:
+    if not critic:
+        context = f"algorithm.advantage={algorithm.advantage}"
+        yield Unread(("critic",), context, "set algorithm.advantage=gae")
+    if not reference:
+        remedy = "set algorithm.kl.coef above 0"
+        yield Unread(("algorithm.kl.estimator",), "algorithm.kl.coef=0", remedy)
+
+
+def _of_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
+    mode = f"rollout.mode={rollout.mode}"
+    if rollout.mode != "async":
+        options = ("rollout.max_staleness", "rollout.stale", "rollout.partial")
+        yield Unread(options, mode, "choose another rollout.mode")
+    if rollout.mode == "sync":
+        yield Unread(("rollout.max_in_flight",), mode, "choose another rollout.mode")
+    else:
+        yield Unread(("rollout.oversampling",), mode, "choose another rollout.mode")
+    if not rollout.dynamic_sampling:
+        options = ("rollout.oversampling", "rollout.max_rounds")
+        remedy = "set rollout.dynamic_sampling=true"
+        yield Unread(options, "rollout.dynamic_sampling=false", remedy)
+
+
+def _of_algorithm(algorithm: AlgorithmConfig) -> Iterator[Unread]:
+    loss = f"algorithm.loss={algorithm.loss}"
+    advantage = f"algorithm.advantage={algorithm.advantage}"
+    if algorithm.loss in LOSSES_WITHOUT_CLIP:
+        options = ("algorithm.clip_low", "algorithm.clip_high")
+        yield Unread(options, loss, "choose a loss that clips")
+    if algorithm.loss not in RATIO_BOUNDING_LOSSES:
+        remedy = "set algorithm.loss=dppo_tv or dppo_kl"
+        yield Unread(("algorithm.max_ratio",), loss, remedy)
+    if algorithm.loss != "sapo":
+        options = ("algorithm.tau_positive", "algorithm.tau_negative")
+        yield Unread(options, loss, "set algorithm.loss=sapo")
+    if algorithm.loss not in COVARIANCE_LOSSES:
+        remedy = "set algorithm.loss=clip_cov or kl_cov"
+        yield Unread(("algorithm.covariance",), loss, remedy)
+    if algorithm.loss == "clip_cov":
+        yield Unread(("algorithm.covariance.kl_coef",), loss, "set algorithm.loss=kl_cov")
+    if algorithm.loss == "kl_cov":
+        options = ("algorithm.covariance.low", "algorithm.covariance.high")
+        yield Unread(options, loss, "set algorithm.loss=clip_cov")
+    if algorithm.advantage != "gae":
+        yield Unread(("algorithm.gae_lambda",), advantage, "set algorithm.advantage=gae")
+    if algorithm.advantage not in DISCOUNTING_ADVANTAGES:
+        remedy = "set algorithm.advantage=gae or reinforce_plus_plus"
+        yield Unread(("algorithm.gamma",), advantage, remedy)
+
+
+def _of_kl(kl: KLConfig) -> Iterator[Unread]:
+    remedy = "set algorithm.kl.coef above 0"
+    if kl.coef == 0:
+        options = ("algorithm.kl.in_reward", "algorithm.kl.horizon")
+        yield Unread(options, "algorithm.kl.coef=0", remedy)
+    if kl.target == 0:
+        remedy = "set algorithm.kl.target above 0"
+        yield Unread(("algorithm.kl.horizon",), "algorithm.kl.target=0", remedy)
+
+
+def _of_correction(correction: CorrectionConfig) -> Iterator[Unread]:
+    if correction.weight == "none":
+        names = ("low", "high", "bound")
+        options = tuple(f"algorithm.correction.{name}" for name in names)
+        remedy = "set algorithm.correction.weight=token"
+        yield Unread(options, "algorithm.correction.weight=none", remedy)
+    if correction.bound == "truncate":
+        remedy = "set algorithm.correction.bound=mask"
+        yield Unread(("algorithm.correction.low",), "algorithm.correction.bound=truncate", remedy)
+    if correction.reject == "none":
+        remedy = "set algorithm.correction.reject=token or sequence"
+        yield Unread(
+            ("algorithm.correction.reject_above",), "algorithm.correction.reject=none", remedy
+        )
+
+
+def _of_reward(reward: RewardConfig) -> Iterator[Unread]:
+    if reward.overlong_buffer_len == 0:
+        remedy = "set reward.overlong_buffer_len"
+        yield Unread(("reward.overlong_penalty",), "reward.overlong_buffer_len=0", remedy)
+    if not reward.path:
+        yield Unread(("reward.name",), "reward.path=''", "set reward.path")
+
+
+def _of_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:
+    if not model.is_used:
+        context = f"{role}.path='' and {role}.url=''"
+        yield Unread((role,), context, f"set {role}.path or {role}.url")
+    elif model.url:
+        names = (
+            *("engines", "tp", "ep", "pp", "dtype", "kv_cache_len"),
+            *("startup_timeout_s", "restarts", "sglang_args"),
+        )
+        options = tuple(f"{role}.{name}" for name in names)
+        yield Unread(options, f"{role}.url={model.url}", f"set {role}.path instead")
+
+
+def _of_optimizer(group: str, optimizer: OptimizerConfig) -> Iterator[Unread]:
+    if optimizer.schedule == "constant":
+        remedy = f"set {group}.schedule=linear or cosine"
+        yield Unread((f"{group}.min_lr",), f"{group}.schedule=constant", remedy)

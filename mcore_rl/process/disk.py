@@ -1,0 +1,104 @@
+"""A full disk, met while a file is written, in; one line that says where and what to do out."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
+"""How libraries that swallow errno (safetensors, torch's file writer) report the same error."""
+
+
+class DiskFullError(RuntimeError):
+    """No space was left for a file of the run; the message names file, filesystem and remedy."""
+
+
+@contextmanager
+def reporting_full_disk(path: str | Path) -> Iterator[None]:
+    """Raise DiskFullError naming `path` if the body fails because the disk is full or over quota.
+
+    `path` is the file or folder that the body writes. Any other error passes through.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:  # only those that report a full disk are replaced
+        if not is_disk_full(error):
+            raise
+        raise DiskFullError(describe_full_disk(path, error)) from error
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Return True if `error`, or an error it was raised from, reports a full disk or quota."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, OSError) and cause.errno in _NO_SPACE:
+            return True
+        if _NO_SPACE_TEXT.search(str(cause)):
+            return True
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def describe_full_disk(path: str | Path, error: BaseException) -> str:
+    """Return one line: the file, its filesystem, the space that is free, and what to do."""
+    is_quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
+    reason = "the disk quota is used up" if is_quota else "no space left on device"
+    return (
+        f"cannot write {path}: {reason}; {_describe_filesystem(Path(path).absolute())}. Free some"
+        " space (old checkpoints and runs, checkpoint.keep) or choose a run.dir on another"
+        " filesystem, then run the same command again: it continues from the newest checkpoint"
+    )
+
+
+def _describe_filesystem(path: Path) -> str:
+    """Name the filesystem that holds `path` and its free space; neither lookup may fail."""
+    existing = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
+    mount_point = _mount_point(existing)
+    kind = _filesystem_type(mount_point)
+    try:
+        stats = os.statvfs(existing)
+    except OSError as error:
+        return f"its filesystem {mount_point}{kind} does not say how much is free ({error})"
+    free_bytes = stats.f_bavail * stats.f_frsize
+    total_bytes = stats.f_blocks * stats.f_frsize
+    inodes = ""
+    if stats.f_files and not stats.f_favail:
+        inodes = " and no inode"  # many small files can fill a filesystem that has bytes left
+    free = f"{_format_size(free_bytes)} of {_format_size(total_bytes)}{inodes} free"
+    return f"its filesystem {mount_point}{kind} has {free}"
+
+
+def _format_size(num_bytes: int) -> str:
+    size = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def _mount_point(path: Path) -> Path:
+    path = path.resolve()
+    while not path.is_mount() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _filesystem_type(mount_point: Path) -> str:
+    """Return " (type)" from /proc/self/mounts, or "" if it is not listed there."""
+    try:
+        lines = Path("/proc/self/mounts").read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    # The last line wins: a later mount hides an earlier one at the same place.
+    for fields in (line.split() for line in reversed(lines)):
+        if len(fields) >= 3 and fields[1] == str(mount_point).replace(" ", "\\040"):
+            return f" ({fields[2]})"
+    return ""

@@ -1,0 +1,89 @@
+"""A file in; a lock on it that other processes respect, and that the kernel drops when we die."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO)
+"""How filesystems without flock refuse it (some NFS, Lustre, FUSE and object-store mounts)."""
+_held: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
+
+
+class LockedError(ValueError):
+    """Another process holds the lock; `holder` says which."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path} is locked by {holder}")
+        self.holder = holder
+
+
+@contextmanager
+def holding_lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, which is created, until the body ends.
+
+    Raises LockedError if another process, or another call in this one, holds it. On a filesystem
+    without flock, a line on stderr says so and the body runs unlocked.
+
+    No child holds the lock: exec closes the descriptor (O_CLOEXEC), and so does a fork. The file
+    stays behind, as deleting it would let two processes lock two files of the same name.
+    """
+    file = _LockFile(path)
+    try:
+        file.lock()
+        yield
+    finally:
+        file.close()
+
+
+class _LockFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _held.add(self)
+
+    def lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockedError(self._path, self._read_holder()) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            print(
+                f"{self._path} cannot be locked ({error.strerror}): the filesystem has no flock."
+                " Make sure that no other process uses this folder",
+                file=sys.stderr,
+            )
+            return
+        began = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {began}"
+        # The text only serves the message: a full disk must not cost the lock.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, holder.encode(), 0)
+
+    def close(self) -> None:
+        """Close the descriptor, which drops the lock if no one else has a copy of it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _read_holder(self) -> str:
+        text = os.pread(self._fd, 4096, 0).decode(errors="replace").strip()
+        return text or "another process"
+
+
+def _close_in_child() -> None:
+    for file in list(_held):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,66 @@
+"""One rank's end of a link: a link and a rank in; what the handshake and the transports are built
+from out.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.wire import Link
+
+
+@dataclass(frozen=True)
+class LinkEnd:
+    """A rank of a link, and where and until when it meets the other ranks.
+
+    rank        counts over the whole link: senders first, then the engine's ranks
+    deadline_s  time.monotonic() by which all ranks must have connected; each transfer has its own
+    device      where this rank's tensors are
+    """
+
+    store: LinkStore
+    link: Link
+    rank: int
+    deadline_s: float
+    device: torch.device
+
+    @staticmethod
+    def open(link: Link, rank: int, device: torch.device) -> "LinkEnd":
+        """Connect to the link's store; all ranks then have link.timeout_s to meet there."""
+        deadline_s = time.monotonic() + link.timeout_s
+        return LinkEnd(LinkStore.open(link), link, rank, deadline_s, device)
+
+    @property
+    def name(self) -> str:
+        return self.link.names[self.rank]
+
+    @property
+    def is_sender(self) -> bool:
+        return self.rank < self.link.num_senders
+
+    @property
+    def side_rank(self) -> int:
+        """The rank counted among the ranks of its own side."""
+        return self.rank if self.is_sender else self.rank - self.link.num_senders
+
+    def collect(self, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Return what `ranks` (default: all of the link) published on `topic`, as
+        LinkStore.collect.
+        """
+        names = self.link.names
+        if ranks is None:
+            ranks = range(len(names))
+        return self.store.collect(topic, ranks, names, self.name, self.deadline_s)
+
+    def lost(self, what: str, reason: str, began_s: float) -> TransferError:
+        """Return the error of this rank's wait for `what`, which began at time.monotonic()
+        `began_s`.
+        """
+        waited_s = time.monotonic() - began_s
+        return TransferError(
+            f"{self.name} waited {waited_s:.1f} s for {what}: {reason}", peer_lost=True
+        )

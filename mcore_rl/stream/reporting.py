@@ -1,0 +1,42 @@
+"""An action of a rank in; a report of its outcome out, to the link's store."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.wire import Action, Report
+
+_log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def report_outcome(name: str, act: Callable[[], Report]) -> Report:
+    """Return the report of `act`; an error it raises is logged and becomes the report of rank
+    `name`.
+    """
+    began_s = time.monotonic()
+    try:
+        return act()
+    except TransferError as error:
+        _log.exception("weight sync failed on %s", name)
+        message = str(error)
+        peer_lost = error.peer_lost
+    except Exception as error:
+        _log.exception("weight sync failed on %s", name)
+        message = f"{type(error).__name__}: {error}"
+        peer_lost = False
+    return Report(name, seconds=time.monotonic() - began_s, error=message, peer_lost=peer_lost)
+
+
+def publish_report(store: LinkStore, action: Action, rank: int, report: Report) -> bool:
+    """Leave `report` for the controller; return False if its store is gone."""
+    try:
+        store.put_report(action, rank, report)
+    except RuntimeError:
+        _log.exception("the controller's store is gone; this report is lost: %s", report)
+        return False
+    return True

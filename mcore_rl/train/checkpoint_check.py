@@ -1,0 +1,182 @@
+"""A checkpoint folder in, an error on every rank if it is damaged or if loading it could run code.
+
+torch and megatron-core unpickle `.metadata` and the objects in .distcp files (generators, extra
+states) without restriction. Here both are read by restricted unpicklers first, and the load runs
+with the restriction on.
+"""
+
+import io
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_rl.slices.hf.checksums import MANIFEST, Span, read_manifest
+from mcore_rl.slices.megatron_files.integrity import (
+    check_sizes,
+    find_damage,
+    spans_of_rank,
+)
+from mcore_rl.slices.megatron_files.metadata import (
+    COMMON,
+    METADATA,
+    READ_ERRORS,
+    Place,
+    read_metadata,
+    read_places,
+)
+
+EXTRA_STATE = "_extra_state"
+_FORCE_SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_FORCE_UNSAFE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_log = logging.getLogger(__name__)
+
+
+def check_checkpoint(folder: Path, *, verify: bool) -> None:
+    """Check a checkpoint before it is loaded; collective over all ranks.
+
+    verify   compare all files with checksums.json, each byte on one rank
+    Raises ValueError on every rank, with the first rank's message, which names the file.
+    """
+    if verify:
+        _on_all_ranks(_check_sums, folder)
+    _on_all_ranks(_check_pickles, folder)
+
+
+@contextmanager
+def only_safe_pickles() -> Iterator[None]:
+    """Within the block every torch.load of this process is one of `weights_only=True`.
+
+    torch.distributed.checkpoint passes False for objects, and only the environment overrides that.
+    Beside the classes that torch and megatron-core allow, `bytes` is allowed: an empty BytesIO is
+    pickled with it.
+    """
+    previous = {name: os.environ.pop(name, None) for name in (_FORCE_SAFE, _FORCE_UNSAFE)}
+    os.environ[_FORCE_SAFE] = "1"
+    try:
+        with torch.serialization.safe_globals([bytes]):
+            yield
+    finally:
+        del os.environ[_FORCE_SAFE]
+        for name, value in previous.items():
+            if value is not None:
+                os.environ[name] = value
+
+
+def _on_all_ranks(check: Callable[[Path], None], folder: Path) -> None:
+    """Run `check` on every rank. If it fails on any, raise the first failure on all of them."""
+    message = None
+    try:
+        check(folder)
+    except (ValueError, OSError) as error:
+        message = str(error)
+    messages: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    for text in messages:
+        if text is not None:
+            raise ValueError(text)
+
+
+def _check_sums(folder: Path) -> None:
+    """Compare this rank's share of the bytes with checksums.json."""
+    sums = read_manifest(folder)
+    rank = dist.get_rank()
+    if sums is None:
+        if rank == 0:
+            _log.warning("%s has no %s: loaded without verification", folder, MANIFEST)
+        return
+    if rank == 0:
+        check_sizes(folder, sums)
+    for name, spans in spans_of_rank(sums, rank, dist.get_world_size()).items():
+        span = find_damage(folder, name, spans)
+        if span is not None:
+            raise ValueError(
+                f"{folder / name}: {_describe(folder, name, span)} does not agree with {MANIFEST}:"
+                " the file is damaged. Move this checkpoint away to resume from the one before it"
+            )
+
+
+def _describe(folder: Path, name: str, span: Span) -> str:
+    """Name the tensor or object at a span of a file, or else its bytes."""
+    try:
+        for place in _read_places(folder).values():
+            if (place.file, place.start) == (name, span.start):
+                return repr(place.key)
+    except ValueError:
+        pass  # .metadata may be the damaged file
+    return f"the content of bytes {span.start} to {span.stop}"
+
+
+def _check_pickles(folder: Path) -> None:
+    """Read every pickle that loading will read, and refuse what is not on the allow-lists.
+
+    All ranks read `.metadata`, rank 0 reads the common file, and the objects are divided among
+    ranks.
+    """
+    places = _read_places(folder)
+    rank = dist.get_rank()
+    if rank == 0:
+        path = folder / COMMON
+        _load_safely(path, str(path))
+    objects = {
+        (place.file, place.start): place
+        for (_, offset), place in sorted(places.items(), key=lambda entry: entry[0][0])
+        if offset is None
+    }
+    for place in list(objects.values())[rank :: dist.get_world_size()]:
+        _check_object(folder, place)
+
+
+def _read_places(folder: Path) -> Mapping[Any, Place]:
+    path = folder / METADATA
+    metadata = read_metadata(path.read_bytes(), path)
+    try:
+        return read_places(metadata)
+    except READ_ERRORS as error:
+        raise ValueError(f"{path} is damaged: {error or type(error).__name__}") from error
+
+
+def _check_object(folder: Path, place: Place) -> None:
+    path = folder / place.file
+    with path.open("rb") as file:
+        file.seek(place.start)
+        content = io.BytesIO(file.read(place.num_bytes))
+    value = _load_safely(content, f"{path}: object {place.key!r}")
+    if EXTRA_STATE in place.key and _has_bytes(value):
+        raise ValueError(
+            f"{path}: object {place.key!r} holds a state of Transformer Engine's FP8 modules, which"
+            " would be unpickled without restriction and which no model trained here has: not loaded"
+        )
+
+
+def _load_safely(file: Path | io.BytesIO, where: str) -> Any:
+    """Load a file of torch.save by the restricted unpickler. Raises ValueError with `where`."""
+    try:
+        with only_safe_pickles():
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except READ_ERRORS as error:
+        text = str(error) or type(error).__name__
+        refused = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", text)
+        if refused is not None:
+            raise ValueError(
+                f"{where} names {refused[1]}, which no checkpoint needs: not loaded"
+            ) from error
+        raise ValueError(f"{where} is damaged: {text.splitlines()[0]}") from error
+
+
+def _has_bytes(value: Any) -> bool:
+    """Return True if an extra state, or a list of them, is anything but empty."""
+    if isinstance(value, list | tuple):
+        return any(_has_bytes(member) for member in value)
+    if isinstance(value, Tensor):
+        return value.numel() > 0
+    if isinstance(value, io.BytesIO):
+        return bool(value.getvalue())
+    return value is not None

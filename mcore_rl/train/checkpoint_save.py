@@ -1,0 +1,209 @@
+"""A sharded state in, a checkpoint folder out, written by threads while training goes on.
+
+A save goes to `<folder>.incomplete`, which is renamed when every rank has written its part, so a
+folder under its own name is complete. Tensors are first copied to host memory. Peak: one host copy
+of the rank's model and optimizer state.
+"""
+
+import queue
+import shutil
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mcore_rl.device import device, synchronize
+from mcore_rl.process.disk import DiskFullError, reporting_full_disk
+from mcore_rl.slices.hf.checksums import (
+    FileSums,
+    read_manifest,
+    sum_file,
+    sum_small_files,
+    write_manifest,
+)
+
+INCOMPLETE = ".incomplete"
+FILE_MANIFEST = ".checksums.json"
+"""Suffix of the checksums of a single file, until rank 0 merges those of all files."""
+
+
+def start_save(sharded: dict[str, Any], folder: Path) -> "Save":
+    """Copy a sharded state and start writing it; collective over all ranks.
+
+    `folder` counts after `finish` of the save that is returned.
+    """
+    staging = folder.with_name(folder.name + INCOMPLETE)
+    with reporting_full_disk(staging):
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+        dist.barrier()
+        strategy = _ThreadedStrategy(_addresses_in_use(sharded))
+        request = dist_checkpointing.save(sharded, str(staging), strategy, async_sharded_save=True)
+    assert request is not None
+    return Save(request, staging, folder)
+
+
+class Save:
+    """A save under way on this rank."""
+
+    def __init__(self, request: AsyncRequest, staging: Path, folder: Path) -> None:
+        self._request = request
+        self._staging = staging
+        self._folder = folder
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._write, name=f"save {folder.name}", daemon=True)
+        self._thread.start()
+
+    def is_writing(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the files of all ranks and give the folder its name; collective over all ranks.
+
+        Raises DiskFullError on every rank if any rank's disk is full, TimeoutError if this rank's
+        writer needs longer than `timeout_s`. Earlier checkpoints are not touched.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"rank {dist.get_rank()} waited {timeout_s:.0f} s for its writer of {self._staging}"
+            )
+        self._refuse_full_disk()
+        with reporting_full_disk(self._staging):
+            for finalize in self._request.finalize_fns:
+                finalize()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                _merge_checksums(self._staging)
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._staging.rename(self._folder)
+        dist.barrier()
+
+    def _write(self) -> None:
+        if self._request.async_fn is not None:
+            self._error = self._request.async_fn(*self._request.async_fn_args)
+
+    def _refuse_full_disk(self) -> None:
+        """Raise the DiskFullError of any rank's writer on all ranks.
+
+        megatron-core's finalization would raise a traceback of several ranks, on rank 0 alone.
+        """
+        is_full = isinstance(self._error, DiskFullError)
+        message = f"rank {dist.get_rank()} {self._error}" if is_full else None
+        messages: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, message)
+        for text in messages:
+            if text is not None:
+                raise DiskFullError(text)
+
+
+class _ThreadedStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's writer, called from a thread of this process instead of forked processes.
+
+    Forks of a process with CUDA, gloo and Ray threads are fragile, and outlive a killed rank.
+    """
+
+    def __init__(self, in_use: Collection[int]) -> None:
+        """in_use   addresses of the storages that training goes on writing to"""
+        super().__init__("torch_dist", 1)
+        self._in_use = in_use
+
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any
+    ) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+        arguments = (transforms, _on_host(writer.write_buckets, self._in_use), writer.results_queue)
+        return request._replace(async_fn=_write_buckets, async_fn_args=arguments, preload_fn=None)
+
+
+def _addresses_in_use(sharded: Mapping[str, Any]) -> set[int]:
+    """Return the addresses of the storages that the state's tensors lie in."""
+    data = [entry.data for entry in nested_values(sharded) if isinstance(entry, ShardedBase)]
+    tensors = [x for x in data if isinstance(x, Tensor) and x.device.type == device().type]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:
+    """Return megatron-core's write buckets with their tensors in host memory."""
+    staged = []
+    for path, key, (blobs, tensors) in buckets:
+        copies = [(item, _host_copy(tensor, in_use)) for item, tensor in tensors]
+        staged.append((path, key, (blobs, copies)))
+    synchronize()
+    return staged
+
+
+def _host_copy(tensor: Tensor, in_use: Collection[int]) -> Tensor:
+    """Copy a tensor to host memory unless it is a copy, as megatron-core makes of host views."""
+    is_copy = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in in_use
+    return tensor if is_copy else tensor.to("cpu", copy=True)
+
+
+def _write_buckets(
+    transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]"
+) -> Exception | None:
+    """Write every bucket's file and its checksums; return the error of the first that failed.
+
+    megatron-core's finalization takes {bucket number: what was written}, or that error, from
+    `results`.
+    """
+    written: dict[int, Any] = {}
+    for number, bucket in enumerate(buckets):
+        path = Path(bucket[0])
+        try:
+            with reporting_full_disk(path):
+                written[number] = _write_bucket(transforms, number, bucket)
+                _sum_written(path, written[number])
+        except Exception as error:  # whatever it is, finish() raises it on the main thread
+            results.put(error)
+            return error
+    results.put(written)
+    return None
+
+
+def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Sequence[WriteResult]:
+    """Write one file by megatron-core's function, which answers through queues."""
+    answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+    running: queue.Queue[int] = queue.Queue()
+    running.put(number)
+    FileSystemWriterAsync.write_preloaded_data(
+        transforms,
+        number,
+        bucket,
+        answers,
+        running,
+        use_fsync=True,  # type: ignore[arg-type]
+    )
+    _, answer = answers.get_nowait()
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _sum_written(path: Path, items: Sequence[WriteResult]) -> None:
+    """Write the checksums of a new file's items beside it, for `_merge_checksums`."""
+    edges = [item.storage_data.offset for item in items]
+    write_manifest(path.parent, {path.name: sum_file(path, edges)}, path.name + FILE_MANIFEST)
+
+
+def _merge_checksums(folder: Path) -> None:
+    """Write checksums.json from the checksums that all ranks left, and those of the small files."""
+    sums: dict[str, FileSums] = {}
+    for path in sorted(folder.glob(f"*{FILE_MANIFEST}")):
+        sums |= read_manifest(folder, path.name) or {}
+        path.unlink()
+    write_manifest(folder, sums | sum_small_files(folder, sums))

@@ -1,0 +1,115 @@
+"""Options that nothing reads in their context are refused if they are set."""
+
+import functools
+
+import pytest
+import yaml
+
+from mcore_rl.algo.choice import losses
+from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.config import AlgorithmConfig, Config
+from mcore_rl.config.algorithm import LOSSES_WITHOUT_CLIP, RATIO_BOUNDING_LOSSES
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.nearest import with_settings
+
+GAE = "algorithm.advantage=gae"
+
+
+def make(*settings: str) -> Config:
+    pairs = (setting.split("=", 1) for setting in settings)
+    config = with_settings(Config(), {name: yaml.safe_load(value) for name, value in pairs})
+    check_algorithm(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("unread", "remedies"),
+    [
+        ("rollout.oversampling=1.5", ["rollout.dynamic_sampling=true"]),
+        ("rollout.max_rounds=4", ["rollout.dynamic_sampling=true"]),
+        ("rollout.max_staleness=2", ["rollout.mode=async"]),
+        ("rollout.max_in_flight=64", ["rollout.mode=one_step_off"]),
+        ("reward.overlong_penalty=0.5", ["reward.overlong_buffer_len=8"]),
+        ("reward.name=score", ["reward.path=mine.py"]),
+        ("reward.model_tokenizer=/t", ["reward_model.path=/m"]),
+        ("reward.judge.max_tokens=8", ["judge.url=http://judge"]),
+        ("algorithm.max_ratio=5", ["algorithm.loss=dppo_kl"]),
+        ("algorithm.tau_positive=2", ["algorithm.loss=sapo"]),
+        ("algorithm.covariance.share=0.1", ["algorithm.loss=clip_cov"]),
+        ("algorithm.covariance.low=0.5", ["algorithm.loss=clip_cov"]),
+        ("algorithm.covariance.kl_coef=2", ["algorithm.loss=kl_cov"]),
+        ("algorithm.gae_lambda=0.9", [GAE]),
+        ("algorithm.gamma=0.9", [GAE]),
+        ("algorithm.gamma=0.9", ["algorithm.advantage=reinforce_plus_plus"]),
+        ("algorithm.kl.in_reward=true", ["algorithm.kl.coef=0.1"]),
+        ("algorithm.kl.estimator=k1", ["algorithm.kl.coef=0.1"]),
+        (
+            "algorithm.kl.horizon=10",
+            ["algorithm.kl.coef=0.1", "algorithm.kl.in_reward=true", "algorithm.kl.target=0.1"],
+        ),
+        ("algorithm.correction.high=3", ["algorithm.correction.weight=token"]),
+        ("algorithm.correction.bound=mask", ["algorithm.correction.weight=token"]),
+        (
+            "algorithm.correction.low=0.5",
+            ["algorithm.correction.weight=token", "algorithm.correction.bound=mask"],
+        ),
+        ("algorithm.correction.reject_above=0.1", ["algorithm.correction.reject=token"]),
+        ("critic.value_clip=0.1", [GAE]),
+        ("critic.optimizer.lr=1.0e-4", [GAE]),
+        ("critic.parallel.tp=2", [GAE]),
+        ("judge.kv_cache_len=1024", ["judge.path=/m"]),
+        ("train.optimizer.min_lr=1.0e-7", ["train.optimizer.schedule=linear"]),
+        ("dpo.optimizer.min_lr=1.0e-7", ["dpo.optimizer.schedule=cosine"]),
+    ],
+)
+def test_an_option_is_refused_where_nothing_reads_it(unread: str, remedies: list[str]) -> None:
+    name = unread.partition("=")[0]
+    with pytest.raises(
+        ValueError, match=f"^{name}=.* with .*, which has no use for it: set|choose"
+    ):
+        make(unread)
+    assert make(*remedies, unread)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout.mode=async", "rollout.oversampling=2.0"],
+        ["algorithm.loss=sapo", "algorithm.clip_high=0.3"],
+        ["algorithm.loss=kl_cov", "algorithm.covariance.high=9"],
+        ["algorithm.loss=clip_cov", "algorithm.covariance.kl_coef=9"],
+        ["judge.url=http://judge", "judge.tp=2"],
+        ["cluster.address=auto", "cluster.object_store_mib=1024"],
+        ["canary.sequences=0", "canary.tolerance=0.1"],
+    ],
+)
+def test_the_last_setting_is_refused_because_of_the_first(settings: list[str]) -> None:
+    name = settings[-1].partition("=")[0]
+    with pytest.raises(ValueError, match=f"^{name}=.* with {settings[0]}, which has no use for it"):
+        make(*settings)
+
+
+def test_the_error_says_what_to_do() -> None:
+    message = (
+        r"critic.optimizer.lr=0.0001 with algorithm.advantage=grpo, which has no use for it: set"
+        r" algorithm.advantage=gae, or leave critic.optimizer.lr out \(by default it is 1e-05\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_algorithm(load_recipe("tiny_moe_grpo", ["critic.optimizer.lr=1.0e-4"]))
+
+
+def test_a_default_is_never_refused() -> None:
+    assert make("critic.optimizer.lr=1.0e-5", "algorithm.clip_high=0.28", "algorithm.loss=sapo")
+
+
+def test_the_losses_that_read_an_option_are_those_that_are_named() -> None:
+    for name in losses.names:
+        loss = losses[name](AlgorithmConfig(loss=name))
+        constants = loss.keywords if isinstance(loss, functools.partial) else {}
+        assert ("clip_high" not in constants) == (name in LOSSES_WITHOUT_CLIP), name
+        assert ("max_ratio" in constants) == (name in RATIO_BOUNDING_LOSSES), name
+
+
+def test_an_algorithm_of_the_users_own_may_read_any_option_of_its_group() -> None:
+    config = AlgorithmConfig(path="mine.py", loss="mine", max_ratio=5, gamma=0.5)
+    assert Config(algorithm=config).algorithm.max_ratio == 5

@@ -1,0 +1,48 @@
+"""Every pinned package exists for each Python version that the project accepts."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.support.policy import ROOT
+
+PYTHONS = ("3.11", "3.12")
+PLATFORM = "x86_64-manylinux_2_34"
+UNREACHABLE = ("dns error", "Connection refused", "Could not connect", "tcp connect error")
+
+
+def resolve(python: str, folder: Path, *requirements: str) -> str:
+    """Have uv choose a distribution of each requirement; nothing is downloaded but metadata."""
+    command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-deps"]
+    command += ["--python-version", python, "--python-platform", PLATFORM]
+    command += ["--target", str(folder / "target"), *requirements]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    if done.returncode and any(words in done.stderr for words in UNREACHABLE):
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stderr
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_pinned_versions_exist(python: str, tmp_path: Path) -> None:
+    lines = (ROOT / "requirements/cpu.txt").read_text().splitlines()
+    torch = next(line for line in lines if line.startswith("torch=="))
+    others = tmp_path / "cpu.txt"
+    others.write_text("\n".join(line for line in lines if line != torch))
+    files = ("-r", str(others), "-r", "requirements/dev.txt")
+    assert "+ transformers==" in resolve(python, tmp_path, *files, torch.partition("+")[0])
+
+
+def test_a_version_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="no version of numpy==0.0.1"):
+        resolve("3.12", tmp_path, "numpy==0.0.1")
+
+
+def test_the_accepted_versions_are_those_that_are_resolved() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first, last = PYTHONS[0], PYTHONS[-1]
+    major, minor = last.split(".")
+    assert project["requires-python"] == f">={first},<{major}.{int(minor) + 1}"

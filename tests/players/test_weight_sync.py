@@ -1,0 +1,154 @@
+"""Which engines get requests: only those that agree with the trainer, also at a run's start and on
+return.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from mcore_rl.config import CanaryConfig
+from mcore_rl.players import weight_sync
+from mcore_rl.players.canary import Canary, make_probe
+from mcore_rl.players.colocation import EngineMemory, SharedGpus
+from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.stream.controller.sync import SyncError
+from mcore_rl.types import Prompt, WeightVersion
+from tests.support.scoring_engines import OneWeightLinks, OneWeightTrainer, ScoringEngine
+
+FIRST = WeightVersion(0)
+PROBE = make_probe([Prompt(i, (3, 1 + i, 4), (), "unit", "") for i in range(3)], 2)
+
+
+@dataclass
+class Stage:
+    """Two engines and a trainer; `seen` is what the next look at the engines finds."""
+
+    loop: EventLoop
+    engines: list[ScoringEngine]
+    trainer: OneWeightTrainer = field(default_factory=lambda: OneWeightTrainer(0.25))
+    seen: list[EngineState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.urls = [engine.url for engine in self.engines]
+        self.links = OneWeightLinks(self.trainer, self.engines)
+        self.health = EngineHealth(self.urls)
+        watched = self.loop.run
+        gpus = SharedGpus(EngineMemory((), 1.0), watched)
+        canary = Canary(
+            self.trainer, CanaryConfig(), "float32", 5.0, watched, ready=gpus.for_rollout
+        )
+        self.weights = EngineSync(self.links, canary, self.health, self._look, watched, gpus)
+
+    async def _look(self) -> None:
+        self.health.note(self.seen)
+
+    def revive(self) -> bool:
+        return self.loop.run(self.weights.revive())
+
+    def kill_all(self, *, come_back: bool) -> None:
+        """The engines die, as their watch tells; the next look finds them up again, or still gone."""
+        self.health.note([EngineState(url, restarts=1, healthy=False) for url in self.urls])
+        self.seen = [EngineState(url, restarts=1, healthy=come_back) for url in self.urls]
+        for engine in self.engines:
+            engine.weight = 99.0
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    monkeypatch.setattr(weight_sync, "DEATH_SHOWS_S", 0.0)
+    monkeypatch.setattr(weight_sync, "RESTART_POLL_S", 0.01)
+    loop = EventLoop()
+    engines = [ScoringEngine(loop) for _ in range(2)]
+    yield Stage(loop, engines)
+    for engine in engines:
+        loop.run(engine.runner.cleanup())
+    loop.close()
+
+
+def test_the_first_sync_admits_the_engines_that_agree(stage: Stage) -> None:
+    metrics = stage.weights.sync(FIRST, PROBE)
+    assert stage.health.serving == stage.urls
+    assert metrics["sync/engines_failed"] == 0.0
+    assert metrics["sync/canary_diff"] < 1e-6
+    assert [engine.num_requests for engine in stage.engines] == [2, 2]
+
+
+def test_an_engine_corrupted_at_the_first_sync_gets_no_requests(stage: Stage) -> None:
+    good, bad = stage.urls
+    stage.links.corrupt = {bad}
+    metrics = stage.weights.sync(FIRST, PROBE)
+    assert stage.health.serving == [good]
+    assert "claims weights 0" in stage.health.why_out(bad)
+    assert "canary.tolerance" in stage.health.why_out(bad)
+    assert metrics["sync/engines_failed"] == 1.0
+    assert metrics["sync/canary_diff"] > 0.5
+
+
+def test_a_first_sync_without_an_engine_that_agrees_fails(stage: Stage) -> None:
+    stage.links.corrupt = set(stage.urls)
+    with pytest.raises(SyncError, match=rf"{stage.urls[0]} claims .*; .*{stage.urls[1]} claims"):
+        stage.weights.sync(FIRST, PROBE)
+
+
+def test_an_engine_that_disagreed_serves_after_the_next_sync_if_it_agrees_then(
+    stage: Stage,
+) -> None:
+    bad = stage.urls[1]
+    stage.links.corrupt = {bad}
+    stage.weights.sync(FIRST, PROBE)
+    stage.links.corrupt = set()
+    stage.trainer.weight = 0.75
+    assert stage.weights.sync(WeightVersion(1), PROBE)["sync/engines_failed"] == 0.0
+    assert stage.health.serving == stage.urls
+
+
+def test_engines_that_return_serve_once_they_agree_with_the_last_check(stage: Stage) -> None:
+    stage.weights.sync(FIRST, PROBE)
+    stage.kill_all(come_back=True)
+    assert stage.health.serving == []
+    assert stage.revive()
+    assert stage.health.serving == stage.urls
+    assert [engine.num_requests for engine in stage.engines] == [4, 4]
+    assert stage.trainer.num_passes == 1, "the trainer's log-probs of the last check are used again"
+
+
+def test_an_engine_corrupted_on_its_return_gets_no_requests(stage: Stage) -> None:
+    good, bad = stage.urls
+    stage.weights.sync(FIRST, PROBE)
+    stage.kill_all(come_back=True)
+    stage.links.corrupt = {bad}
+    assert stage.revive()
+    assert stage.health.serving == [good]
+    assert "canary.tolerance" in stage.health.why_out(bad)
+
+
+def test_a_return_of_corrupted_engines_alone_ends_the_run(stage: Stage) -> None:
+    stage.weights.sync(FIRST, PROBE)
+    stage.kill_all(come_back=True)
+    stage.links.corrupt = set(stage.urls)
+    with pytest.raises(SyncError, match="canary.tolerance"):
+        stage.revive()
+    assert stage.health.serving == []
+
+
+def test_nothing_is_revived_while_an_engine_serves(stage: Stage) -> None:
+    stage.weights.sync(FIRST, PROBE)
+    first, second = stage.urls
+    stage.health.note([EngineState(second, restarts=1)])
+    assert stage.health.serving == [first]
+    assert not stage.revive()
+
+
+def test_an_engine_that_cannot_be_linked_is_left_out_with_its_reason(stage: Stage) -> None:
+    first, second = stage.urls
+    stage.links.unreachable = {second}
+    stage.weights.sync(FIRST, PROBE)
+    assert stage.health.serving == [first]
+    assert stage.health.why_out(second) == f"engine {second} cannot be linked"
+    stage.links.unreachable = {first, second}
+    stage.kill_all(come_back=True)
+    with pytest.raises(SyncError, match=rf"{first} cannot be linked; .*{second} cannot be linked"):
+        stage.weights.sync(WeightVersion(1), PROBE)

@@ -1,0 +1,83 @@
+"""A full disk becomes one line with place and remedy; other errors pass through."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.process.disk import DiskFullError, is_disk_full, reporting_full_disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 64 KiB."""
+    folder = tmp_path / "small disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_filesystem_is_named_with_its_free_space(small_disk: Path) -> None:
+    path = small_disk / "checkpoints" / "part.bin"
+    with pytest.raises(DiskFullError) as caught, reporting_full_disk(path):
+        path.parent.mkdir()
+        path.write_bytes(bytes(1 << 20))
+    message = str(caught.value)
+    assert message.startswith(f"cannot write {path}: no space left on device; ")
+    assert f"its filesystem {small_disk} (tmpfs) has 0 bytes of 64 KiB free" in message
+    assert "choose a run.dir on another filesystem" in message and "\n" not in message
+
+
+def test_a_device_without_space_needs_no_root() -> None:
+    with (
+        pytest.raises(DiskFullError, match="cannot write /dev/full: no space left on device"),
+        reporting_full_disk("/dev/full"),
+        open("/dev/full", "w") as file,
+    ):
+        file.write("a")
+
+
+def test_a_used_up_quota_is_said_as_such(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFullError, match=r"hf: the disk quota is used up; its file.* free"),
+        reporting_full_disk(tmp_path / "hf"),
+    ):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def test_other_errors_pass_through(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), reporting_full_disk(tmp_path):
+        (tmp_path / "nowhere").read_text()
+    with pytest.raises(KeyboardInterrupt), reporting_full_disk(tmp_path):
+        raise KeyboardInterrupt
+
+
+def test_nested_reports_keep_the_innermost_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFullError, match=r"cannot write .*inner"),
+        reporting_full_disk(tmp_path / "outer"),
+        reporting_full_disk(tmp_path / "inner"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "x"), True),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), True),
+        (OSError(errno.EACCES, "x"), False),
+        (RuntimeError("os error 280"), False),
+    ],
+)
+def test_what_counts_as_a_full_disk(error: Exception, expected: bool) -> None:
+    assert is_disk_full(error) is expected
+    wrapped = RuntimeError("the save failed")
+    wrapped.__cause__ = error
+    assert is_disk_full(wrapped) is expected

@@ -1,0 +1,91 @@
+"""A lock ends with its holder, however that ends, and no child keeps it."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.process.file_lock import LockedError, holding_lock
+
+HOLDER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from mcore_rl.process.file_lock import holding_lock
+
+with holding_lock(Path(sys.argv[1])):
+    if sys.argv[2] == "fork":
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+    else:
+        child = subprocess.Popen(["sleep", "60"], close_fds=False).pid
+    print(child, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    with holding_lock(path):
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on "), holding_lock(path):
+            pass
+        with pytest.raises(LockedError), holding_lock(path):  # the refused one let go of nothing
+            pass
+    with holding_lock(path):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["fork", "exec"])
+def test_an_orphan_of_a_killed_holder_does_not_keep_the_lock(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path), kind],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    try:
+        with pytest.raises(LockedError, match=f"process {holder.pid} on "), holding_lock(path):
+            pass
+        holder.kill()
+        holder.wait()
+        os.kill(child, 0)  # it is alive
+        with holding_lock(path):
+            pass
+    finally:
+        holder.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def _exit() -> None:
+    time.sleep(0)
+
+
+def test_a_forked_child_that_ends_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    path = tmp_path / "run.lock"
+    with holding_lock(path):
+        child = multiprocessing.get_context("fork").Process(target=_exit)
+        child.start()
+        child.join()
+        with pytest.raises(LockedError), holding_lock(path):
+            pass
+
+
+def test_a_filesystem_without_locks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with holding_lock(tmp_path / "run.lock"):
+        pass
+    assert "cannot be locked (Operation not supported)" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""Trainer ranks and engines in threads of this process, called by the real SyncController.
+
+An engine is an HTTP server with SGLang's paths and answers. Behind it run a WeightReceiver per rank, and in
+each trainer rank a WeightSender, as in a run. So a sync takes milliseconds, without SGLang and Megatron.
+"""
+
+import asyncio
+import base64
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.stream.controller.engine_control import LOADER
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.receiver import WeightReceiver
+from mcore_rl.stream.routes.choice import make_routed_transport
+from mcore_rl.stream.routes.transport import Transport
+from mcore_rl.stream.sender import WeightSender
+from mcore_rl.stream.wire import Link, Report, decode_command
+from tests.support.processes import Fault, FaultyTransport
+from tests.support.sync_layouts import FusedEngine, expert_cut, make_tensors
+
+FaultsByLink = dict[tuple[str, str], Fault]
+"""(relay, engine) of a link, relay empty for trainer ranks -> a fault of the sender of that rank."""
+
+
+@dataclass
+class ThreadEngine:
+    """An engine of FusedEngine ranks; `refused` lists paths it answers with success=False."""
+
+    models: list[FusedEngine]
+    receivers: list[WeightReceiver]
+    url: str = ""
+    is_paused: bool = False
+    is_updating: bool = False
+    version: str = "default"
+    calls: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+
+    def holds(self, version: int) -> bool:
+        """Whether every parameter is what the engine's own loader makes of the weights of `version`."""
+        for rank, model in enumerate(self.models):
+            expected = FusedEngine(rank, len(self.models), torch.float32)
+            expected.load_weights(make_tensors(seed=version).items())
+            for name, wanted in expected.named_parameters():
+                if not torch.equal(model.get_parameter(name), wanted):
+                    return False
+        return True
+
+    async def answer(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.calls.append(path)
+        if path == "/server_info":
+            sizes = {"tp_size": len(self.models), "ep_size": 1, "pp_size": 1, "attn_dp_size": 1}
+            return web.json_response({"custom_weight_loader": [LOADER], **sizes})
+        if path in self.refused:
+            return web.json_response({"success": False, "message": "told to refuse"}, status=400)
+        body = await request.json()
+        if path == "/pause_generation":
+            self.is_paused = True
+        elif path == "/continue_generation":
+            self.is_paused = False
+        elif path == "/begin_weight_update":
+            if self.is_updating:
+                return web.json_response({"success": False, "message": "begun"}, status=400)
+            self.is_updating = True
+        elif path == "/end_weight_update":
+            self.is_updating = False
+        elif path == "/update_weights_from_tensor":
+            await self._load(body["serialized_named_tensors"])
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        return web.json_response({"success": True})
+
+    async def _load(self, payloads: Sequence[str]) -> None:
+        """Run the custom weight loader in every rank."""
+
+        def load(rank: int) -> None:
+            ((_, command_u8),) = pickle.loads(base64.b64decode(payloads[rank]))
+            model = self.models[rank]
+            self.receivers[rank].handle(
+                decode_command(command_u8), rank, model.load_weights, dict(model.named_parameters())
+            )
+
+        await asyncio.gather(*(asyncio.to_thread(load, rank) for rank in range(len(payloads))))
+
+
+class ThreadTrainers:
+    """The TrainerRanks that a SyncController calls; the experts are dealt out to them."""
+
+    def __init__(self, num_ranks: int, faults: FaultsByLink) -> None:
+        self.world_size = num_ranks
+        self._tensors = []
+        self._senders = []
+        for rank in range(num_ranks):
+            shards, tensors = expert_cut(make_tensors(seed=0), rank, num_ranks, "float32")
+            self._tensors.append(tensors)
+            self._senders.append(WeightSender(shards, tensors, rank, _faulty(faults)))
+
+    def load(self, version: int) -> None:
+        """Give the trainer ranks the weights of `version`, as a training step would."""
+        for rank, tensors in enumerate(self._tensors):
+            newer = expert_cut(make_tensors(seed=version), rank, self.world_size, "float32")[1]
+            for name, tensor in tensors.items():
+                tensor.copy_(newer[name])
+
+    async def connect(self, link: Link) -> Sequence[Report]:
+        return await asyncio.gather(
+            *(asyncio.to_thread(sender.connect, link) for sender in self._senders)
+        )
+
+    async def send(
+        self, version: int, engines: Sequence[str], timeout_s: float
+    ) -> Sequence[Mapping[str, Report]]:
+        return await asyncio.gather(
+            *(
+                asyncio.to_thread(sender.send, version, engines, timeout_s)
+                for sender in self._senders
+            )
+        )
+
+    def disconnect(self, engine: str) -> None:
+        for sender in self._senders:
+            sender.disconnect(engine)
+
+
+def _faulty(faults: FaultsByLink) -> Any:
+    def make_transport(
+        end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
+    ) -> Transport:
+        transport = make_routed_transport(end, shared_words, stream)
+        fault = faults.get((end.link.relay, end.link.engine))
+        if fault is None or fault.rank != end.rank:
+            return transport
+        return FaultyTransport(transport, fault)
+
+    return make_transport
+
+
+@dataclass
+class ThreadStage:
+    """Trainer ranks, engines, and the faults of their links, which may be changed before a connect."""
+
+    trainers: ThreadTrainers
+    engines: list[ThreadEngine]
+    faults: FaultsByLink
+
+    @property
+    def urls(self) -> list[str]:
+        return [engine.url for engine in self.engines]
+
+
+@contextmanager
+def open_thread_stage(*engine_sizes: int, num_trainers: int = 2) -> Iterator[ThreadStage]:
+    """Serve an engine of so many ranks for each of `engine_sizes`."""
+    faults: FaultsByLink = {}
+    engines = []
+    for num_ranks in engine_sizes:
+        models = [FusedEngine(rank, num_ranks, torch.float32) for rank in range(num_ranks)]
+        receivers = [WeightReceiver(_faulty(faults)) for _ in range(num_ranks)]
+        engines.append(ThreadEngine(models, receivers))
+    loop = asyncio.new_event_loop()
+    runners = [loop.run_until_complete(serve(engine)) for engine in engines]
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    stage = ThreadStage(ThreadTrainers(num_trainers, faults), engines, faults)
+    try:
+        yield stage
+    finally:
+        for engine in engines:
+            stage.trainers.disconnect(engine.url)
+            for receiver in engine.receivers:
+                receiver.close()
+        for runner in runners:
+            asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+async def serve(engine: ThreadEngine) -> web.AppRunner:
+    """Serve `engine` on a free port and set its url."""
+    application = web.Application()
+    application.router.add_route("*", "/{path:.*}", engine.answer)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    engine.url = f"http://{host}:{port}"
+    return runner
