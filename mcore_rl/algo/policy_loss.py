@@ -1,6 +1,5 @@
 """Recipe options in; the losses that train ranks apply to each micro-batch out."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -120,9 +119,7 @@ def policy_loss(
         clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         metrics |= logprob_diff(own_logprobs_T, batch.rollout_logprobs_T, mask_T, **clip)
     if config.correction.weight != "none" or config.correction.reject != "none":
-        weights_T, corrected = _correction(
-            own_logprobs_T, batch, num_tokens_T, sequence_mean, config
-        )
+        weights_T, corrected = _correction(own_logprobs_T, batch, num_tokens_T, tokens, config)
         loss_T = loss_T * weights_T
         metrics |= corrected
     loss_T = loss_T + _kl_loss(logprobs_T, batch, config, metrics)
@@ -135,14 +132,14 @@ def _correction(
     own_logprobs_T: Tensor,
     batch: TrainBatch,
     num_tokens_T: Tensor,
-    sequence_mean: Callable[[Tensor], Tensor],
+    tokens: LossTokens,
     config: AlgorithmConfig,
 ) -> tuple[Tensor, Metrics]:
     """Return (weights_T, metrics_T) that correct for the engine's own probabilities."""
     if batch.rollout_logprobs_T is None:
         raise ValueError("algorithm.correction needs batch.rollout_logprobs_T")
     log_ratio_T = log_ratio(own_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T)
-    return correction_weights(log_ratio_T, num_tokens_T, sequence_mean, config.correction)
+    return correction_weights(log_ratio_T, num_tokens_T, tokens.sequence_mean, config.correction)
 
 
 def _kl_loss(

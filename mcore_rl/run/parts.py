@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
@@ -21,7 +21,14 @@ from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.players.canary import Canary
-from mcore_rl.players.colocation import CRITIC, TRAINER, SharedGpus, SharingCritic, SharingScorer
+from mcore_rl.players.colocation import (
+    ALL,
+    CRITIC,
+    TRAINER,
+    SharedGpus,
+    SharingCritic,
+    SharingScorer,
+)
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.rewards.scorer import Scorer
@@ -87,10 +94,13 @@ def pack(
     )
 
 
-def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: SharedGpus) -> Critic:
+def make_critic(config: Config, started: Started, folder: RunFolder) -> Critic | None:
+    """Return the critic of the loop; None if the run has none."""
+    if started.critic is None:
+        return None
     packing = Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch)
-    critic = PackedCritic(ranks, folder, packing=packing, checkpoint=config.checkpoint)
-    return SharingCritic(critic, gpus) if config.critic.colocated else critic
+    critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
+    return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 
 
 def make_teacher(
@@ -154,7 +164,33 @@ def sample_in_background(
     )
 
 
-def resume(trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Any) -> int:
+def load_models(
+    config: Config,
+    started: Started,
+    folder: RunFolder,
+    parts: Mapping[str, Any],
+    newest: Path | None,
+    with_reference: bool,
+) -> int:
+    """Load trainer, critic and `parts` from the checkpoint `newest`, if there is one.
+
+    The reference is copied before, from the weights that the run began with. Returns the step to
+    continue after.
+    """
+    started.gpus.load(TRAINER, ALL)
+    if with_reference:
+        started.trainer.snapshot_reference()
+    start_step = resume(started.trainer, config, parts, newest)
+    if started.critic is not None and start_step:
+        started.gpus.load(CRITIC, ALL)
+        saved = str(folder.critic_checkpoint(start_step))
+        started.critic.load(saved, verify=config.checkpoint.verify)
+    return start_step
+
+
+def resume(
+    trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Path | None
+) -> int:
     """Load the trainer and `parts`, by their names in the saved state, from `newest`.
 
     Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint

@@ -255,7 +255,9 @@ def test_a_negative_clip_is_refused(loss: str) -> None:
 
 
 def test_options_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.dual_clip=0.5: must be greater than 1, or be 0"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.dual_clip=0.5: must be greater than 1, or be 0"
+    ):
         AlgorithmConfig(dual_clip=0.5)
     with pytest.raises(ValueError, match=r"algorithm.dual_clip=3.0: algorithm.loss=gspo has none"):
         AlgorithmConfig(dual_clip=3.0, loss="gspo")
