@@ -1,6 +1,4 @@
-"""Reward of the arithmetic word problems: 1 if the last number of the response is the answer, else
-0.
-"""
+"""Reward of arithmetic word problems: 1 if the response's last number is the answer, else 0."""
 
 import re
 from collections.abc import Mapping

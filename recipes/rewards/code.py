@@ -1,18 +1,18 @@
-"""Rewards of Python programs: the share of tests that the response's program passes, each run in a
-sandbox.
+"""Rewards of Python programs: the share of tests passed, each run in a sandbox.
 
-The program is the response's last fenced block. The ground truth is a mapping, or its JSON text, of
-one form:
+The program is the last fenced block of the response. The ground truth is a mapping, or its JSON
+text, in one of three forms:
 
-{"inputs": [text, ...], "outputs": [text, ...]}                  standard input and what must be
-                                                                 printed
-{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]} calls of a function, and what it
-must return
-{"asserts": ["assert f(1) == 2", ...]}                           statements that must not raise
+{"inputs": [text, ...], "outputs": [text, ...]}
+    each input is given on standard input; the program must print the output
+{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [...]}
+    the function f is called with the arguments and must return the output
+{"asserts": ["assert f(1) == 2", ...]}
+    each statement must not raise
 
 score    share of tests passed
-passed   the same, for reward.parts
-solved   1 if all are passed
+passed   the same number, for reward.parts
+solved   1 if all tests pass
 """
 
 import json
@@ -24,7 +24,7 @@ from typing import Any
 from mcore_rl.sandbox.run import Limits, run_program
 
 LIMITS = Limits(wall_s=6.0, cpu_s=5, memory_mib=1024, processes=8)
-"""Of each test."""
+"""Limits of the run of each test."""
 BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -39,10 +39,10 @@ def reward(
 
 
 def _tests(program: str, truth: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, str]]:
-    """(program, standard input, expected, mark before the line that is compared; none: all of the
-    output).
+    """Yield (program, standard input, expected output, mark) of each test.
 
-    ValueError if there is no test.
+    The output is compared on the line after the mark; without a mark ("") all of it is compared.
+    Raises ValueError if there is no test.
     """
     if not (truth.get("asserts") or truth.get("inputs")):
         raise ValueError(f"no tests in the ground truth, whose keys are {sorted(truth)}")
@@ -75,5 +75,5 @@ def _passes(program: str, stdin: str, expected: Any, mark: str) -> bool:
 
 
 def _plain(text: str) -> list[str]:
-    """Lines without trailing blanks, and without empty ones at the end."""
+    """Return the lines without trailing blanks, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

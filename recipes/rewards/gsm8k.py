@@ -1,9 +1,8 @@
-"""Rewards of problems whose answer is one number (GSM8K): the final one, and whether it stands
-behind ####.
+"""Rewards of problems whose answer is one number (GSM8K): the number, and its form.
 
-score   1 if the response's final number is the answer: the one behind the last "####", else the
-        last of all
-right   the same, for reward.parts
+score   1 if the response's final number is the answer; it is the number after the last "####", or
+        the last number of all
+right   the same number, for reward.parts
 form    1 if the response ends in "#### <number>", as the data's instruction asks
 """
 
@@ -26,7 +25,7 @@ def reward(
 
 
 def _value(text: str) -> Decimal | None:
-    """The number without currency sign and thousands separators; 3 and 3.0 are equal."""
+    """Return the number without currency sign and thousands separators; 3 and 3.0 are equal."""
     try:
         return Decimal(re.sub(r"[$,\s]", "", text))
     except InvalidOperation:

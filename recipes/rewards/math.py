@@ -1,15 +1,13 @@
-"""Rewards of MATH problems: whether the answer equals the ground truth as mathematics, by
-math-verify.
+"""Rewards of MATH problems: whether math-verify finds answer and ground truth equal.
 
-The answer is the last \\boxed{...} of the response, else what math-verify finds: the last formula
-or number.
+The answer is the last \\boxed{...} of the response, or without one the last formula or number.
 
 score   1 if it is right
-right   the same, for reward.parts
+right   the same number, for reward.parts
 form    1 if the response has a \\boxed{...}
 
-A comparison of formulas can take very long: with reward.workers, reward.timeout_s bounds it and
-counts it as an error; in the controller it is given up after SECONDS and counts as wrong.
+A comparison of formulas can take very long. With reward.workers, reward.timeout_s limits it and
+counts it as an error. In the controller it stops after SECONDS and counts as wrong.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Rewards of multiple-choice questions: the ground truth is a letter, A to J.
 
 score   1 if the response's choice is the answer
-right   the same, for reward.parts
-form    1 if the choice was found where it was meant as one
+right   the same number, for reward.parts
+form    1 if the choice is marked as one (MEANT), not just a letter at the end
 """
 
 import re
@@ -15,7 +15,7 @@ MEANT = (
     rf"<answer>\s*{LETTER}",
     rf"(?i:answer|choice|option)\s*(?i:is|:|=)\s*:?\s*{LETTER}",
 )
-"""Where a choice is meant as one, the most explicit first; of several the last counts."""
+"""Patterns that mark a choice, the most explicit first; of several matches the last counts."""
 
 
 def reward(

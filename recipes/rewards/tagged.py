@@ -1,9 +1,8 @@
-"""Rewards of the form <think>...</think> <answer>...</answer>, and of the answer in it.
+"""Rewards of responses in the form <think>...</think> <answer>...</answer>.
 
-score   1 if the form is kept and the text of the answer is the ground truth, spaces and case aside
-right   1 if the text between the last <answer> tags is the ground truth, whatever the rest looks
-        like
-form    1 if each tag stands once, in order, with nothing before or after
+score   1 if the form is kept and the answer is the ground truth, up to spaces and case
+right   1 if the text in the last <answer> tags is the ground truth, in any form
+form    1 if each tag occurs once, in order, with nothing before or after
 """
 
 import re
