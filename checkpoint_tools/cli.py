@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
 
@@ -151,7 +151,7 @@ def _add_writer(
     commands: Commands, name: str, run: Run, summary: str | None, source: str = "source_hf"
 ) -> argparse.ArgumentParser:
     """Add a command that writes a checkpoint, with the arguments that all such commands take."""
-    shown = {} if summary is None else {"help": summary}
+    shown: dict[str, Any] = {} if summary is None else {"help": summary}
     command = commands.add_parser(name, **shown)
     command.add_argument(source, type=Path, help=SOURCES[source])
     command.add_argument("out", type=Path, help="a folder that does not exist yet")

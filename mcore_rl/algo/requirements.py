@@ -5,6 +5,8 @@ and loss, which are declared where they are registered. Errors name the options,
 remedy.
 """
 
+from collections.abc import Iterator
+
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import (
@@ -15,13 +17,14 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.unread import check_unneeded
+from mcore_rl.config.unread import Unread, refuse
 
 
 def check_algorithm(config: Config) -> None:
     """Raise ValueError if the algorithm is unknown, or the recipe lacks what it needs."""
     needs = needs_of(config.algorithm)
     check_options(config.algorithm, needs)
+    refuse(config, _unread(config, needs))
     check_pairs(config.algorithm, config.train, needs)
     check_teacher(config.algorithm, config.teacher, config.rollout, needs)
     check_replay(config.algorithm, config.train, needs)
@@ -29,7 +32,16 @@ def check_algorithm(config: Config) -> None:
     if shares_critic:
         check_critic_fits(config.critic.parallel, config.parallel)
     check_offload(config, shares_critic)
-    check_unneeded(config, critic=needs.critic, reference=needs.reference)
+
+
+def _unread(config: Config, needs: Needs) -> Iterator[Unread]:
+    """Yield the options that the chosen advantage and loss have no use for."""
+    if not needs.critic:
+        context = f"algorithm.advantage={config.algorithm.advantage}"
+        yield Unread(("critic",), context, "set algorithm.advantage=gae")
+    if not needs.reference:
+        remedy = "set algorithm.kl.coef above 0"
+        yield Unread(("algorithm.kl.estimator",), "algorithm.kl.coef=0", remedy)
 
 
 def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:

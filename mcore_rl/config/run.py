@@ -136,7 +136,8 @@ class EvalConfig(Options, group="eval"):
     """Part of the reward that says whether an answer is right; empty: the reward before
     penalties."""
     correct_at: float | None = None
-    """Least value of a right answer; None: full marks, which are 1 for a single number."""
+    """Least value of a right answer; None: full marks, 1 for a number that rates an answer from 0
+    to 1."""
 
 
 @dataclass

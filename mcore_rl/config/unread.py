@@ -1,10 +1,11 @@
 """Options that nothing reads in their context: a checked tree in, a refusal of those that are set,
 out.
 
-An option counts as set if it differs from its default. Only what is surely unread is listed.
+An option counts as set if it differs from its default. Only what is surely unread is listed. What depends on the needs of an
+advantage or a loss is refused by algo/requirements.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,16 +39,12 @@ class Unread:
 
 def check_unread(config: "Config") -> None:
     """Raise ValueError naming the first option that is set although nothing reads it."""
-    _refuse(config, _unread(config))
+    refuse(config, _unread(config))
 
 
-def check_unneeded(config: "Config", *, critic: bool, reference: bool) -> None:
-    """Raise ValueError naming an option of a critic or of a KL that the algorithm does not need."""
-    _refuse(config, _unneeded(config.algorithm, critic, reference))
-
-
-def _refuse(config: "Config", options: Iterator[Unread]) -> None:
-    for unread in options:
+def refuse(config: "Config", unread_options: Iterable[Unread]) -> None:
+    """Raise ValueError naming the first option of `unread_options` that differs from its default."""
+    for unread in unread_options:
         for option in unread.options:
             for name, default in defaults_of(type(config), option):
                 value = value_of(config, name)
@@ -60,7 +57,7 @@ def _refuse(config: "Config", options: Iterator[Unread]) -> None:
 
 def _unread(config: "Config") -> Iterator[Unread]:
     yield from _of_rollout(config.rollout)
-    if not config.algorithm.path:  # a user's advantage or loss may read any option
+    if not config.algorithm.path:  # nobody knows yet what a loss of the user's own reads
         yield from _of_algorithm(config.algorithm)
     yield from _of_kl(config.algorithm.kl)
     yield from _of_correction(config.algorithm.correction)
@@ -82,15 +79,6 @@ def _unread(config: "Config") -> Iterator[Unread]:
         yield Unread(("cluster.object_store_mib",), context, remedy)
     if config.canary.sequences == 0:
         yield Unread(("canary.tolerance",), "canary.sequences=0", "set canary.sequences=2")
-
-
-def _unneeded(algorithm: AlgorithmConfig, critic: bool, reference: bool) -> Iterator[Unread]:
-    if not critic:
-        context = f"algorithm.advantage={algorithm.advantage}"
-        yield Unread(("critic",), context, "set algorithm.advantage=gae")
-    if not reference:
-        remedy = "set algorithm.kl.coef above 0"
-        yield Unread(("algorithm.kl.estimator",), "algorithm.kl.coef=0", remedy)
 
 
 def _of_rollout(rollout: RolloutConfig) -> Iterator[Unread]:

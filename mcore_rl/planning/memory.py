@@ -72,8 +72,8 @@ def predict_memory(
 def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     parallel = config.parallel
     trainer = _trained(config, models.policy.config, parallel, sends=True)
-    has_colocated_critic = needs_of(config.algorithm).critic and config.critic.colocated
-    critic = _critic(config, models) if has_colocated_critic else []
+    shares_critic = needs_of(config.algorithm).critic and config.critic.colocated
+    critic = _critic(config, models) if shares_critic else []
     engines = _engines(config, models.policy) if config.cluster.colocated else []
     served = {
         role: _served_bytes(model)

@@ -21,7 +21,9 @@ class RecipeModels:
 def read_models(config: Config) -> RecipeModels:
     """Raises ValueError naming the option and the file if a model is missing or not supported."""
     policy = read_policy(config)
-    return RecipeModels(policy, read_critic(config, policy) if needs_of(config.algorithm).critic else None)
+    return RecipeModels(
+        policy, read_critic(config, policy) if needs_of(config.algorithm).critic else None
+    )
 
 
 def read_policy(config: Config) -> ModelFacts:

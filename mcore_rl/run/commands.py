@@ -115,7 +115,7 @@ def run_sft(config: Config) -> None:
     with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
-        start_step = resume(trainer, config, {"prompts": batches}, newest)
+        start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
         packed = pack(config, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
@@ -143,7 +143,7 @@ def run_dpo(config: Config) -> None:
         trainer.wait_built()
         if config.algorithm.preference.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, config, {"pairs": stream}, newest)
+        start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
         packed = pack(config, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
             optimize_preferences(config, stream, batches, packed, log, start_step)

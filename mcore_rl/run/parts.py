@@ -180,7 +180,7 @@ def load_models(
     started.gpus.load(TRAINER, ALL)
     if with_reference:
         started.trainer.snapshot_reference()
-    start_step = resume(started.trainer, config, parts, newest)
+    start_step = resume(started.trainer, config.checkpoint, parts, newest)
     if started.critic is not None and start_step:
         started.gpus.load(CRITIC, ALL)
         saved = str(folder.critic_checkpoint(start_step))
@@ -189,7 +189,10 @@ def load_models(
 
 
 def resume(
-    trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Path | None
+    trainer: TrainerGroup,
+    checkpoint: CheckpointConfig,
+    parts: Mapping[str, Any],
+    newest: Path | None,
 ) -> int:
     """Load the trainer and `parts`, by their names in the saved state, from `newest`.
 
@@ -198,7 +201,7 @@ def resume(
     """
     if newest is None:
         return 0
-    state = trainer.load(str(newest), verify=config.checkpoint.verify)
+    state = trainer.load(str(newest), verify=checkpoint.verify)
     if not state:
         raise ValueError(
             f"{newest} holds a model without the state of a run: choose its HuggingFace directory"

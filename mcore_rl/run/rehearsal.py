@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import (
     Config,
+    CriticConfig,
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
@@ -74,7 +76,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     )
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
-    critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
+    has_critic = needs_of(config.algorithm).critic
+    critic = _smallest_critic(config.critic) if has_critic else config.critic
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
     inputs = _write_inputs(policy.config, layers, folder / "inputs")
@@ -97,12 +100,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             mini_batches=mini_batches,
             optimizer=_moving(config.train.optimizer),
         ),
-        critic=replace(
-            critic,
-            mini_batches=min(critic.mini_batches, SMALLEST),
-            warmup_steps=0,
-            optimizer=_moving(critic.optimizer),
-        ),
+        critic=critic,
         data=replace(
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
         ),
@@ -177,6 +175,17 @@ def _num_layers(layout: ParallelConfig) -> int:
     if layout.last_stage_layers is not None:
         return 2 * (layout.pp - 1) + layout.last_stage_layers
     return 2 * layout.pp * (layout.vpp or 1)
+
+
+def _smallest_critic(critic: CriticConfig) -> CriticConfig:
+    return replace(
+        critic,
+        path="",
+        parallel=_smallest_layout(critic.parallel),
+        mini_batches=min(critic.mini_batches, SMALLEST),
+        warmup_steps=0,
+        optimizer=_moving(critic.optimizer),
+    )
 
 
 def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:

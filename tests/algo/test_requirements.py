@@ -32,7 +32,7 @@ from mcore_rl.config.recipe import list_recipes, load_recipe
             r"critic.colocated=true with 4 ranks by critic.parallel: there are 2 by parallel",
         ),
         (
-            ["cluster.offload=true", "critic.colocated=true"],
+            ["cluster.offload=true"],
             r"cluster.offload=true: nobody else is on",
         ),
         (

@@ -5,7 +5,7 @@ import functools
 import pytest
 import yaml
 
-from mcore_rl.algo.choice import losses
+from mcore_rl.algo.registry import losses
 from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.config.algorithm import LOSSES_WITHOUT_CLIP, RATIO_BOUNDING_LOSSES
@@ -108,8 +108,3 @@ def test_the_losses_that_read_an_option_are_those_that_are_named() -> None:
         constants = loss.keywords if isinstance(loss, functools.partial) else {}
         assert ("clip_high" not in constants) == (name in LOSSES_WITHOUT_CLIP), name
         assert ("max_ratio" in constants) == (name in RATIO_BOUNDING_LOSSES), name
-
-
-def test_an_algorithm_of_the_users_own_may_read_any_option_of_its_group() -> None:
-    config = AlgorithmConfig(path="mine.py", loss="mine", max_ratio=5, gamma=0.5)
-    assert Config(algorithm=config).algorithm.max_ratio == 5
