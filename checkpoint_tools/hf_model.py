@@ -8,7 +8,7 @@ from typing import Any
 from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
-from mcore_rl.slices.families.settings import unquantised
+from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.config import named_dtype, parse_hf_config, read_hf_config
 
@@ -41,7 +41,7 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
             return f"{architecture} is unknown here: names and shapes were not compared with config.json"
         if config.get("quantization_config") is not None:
             tensors = _unpacked(config, tensors, path)
-        config = unquantised(config)
+        config = unquantized(config)
         refuse_unsupported(config, path)
         family, dtype = family_of(config), model_dtype(config, tensors)
         shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)

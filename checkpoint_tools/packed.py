@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
-from mcore_rl.slices.families.settings import DEQUANTISED
+from mcore_rl.slices.families.settings import DEQUANTIZABLE
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.fp8 import FP8, scaled_name
 
@@ -66,10 +66,10 @@ def find_packed(
     """
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method not in DEQUANTISED:
+    if method not in DEQUANTIZABLE:
         raise ValueError(
             f"{file}: quant_method={method!r} in quantization_config: only"
-            f" {' and '.join(map(repr, DEQUANTISED))} can be dequantized"
+            f" {' and '.join(map(repr, DEQUANTIZABLE))} can be dequantized"
         )
     assert isinstance(settings, dict)
     find = (
