@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ ROWS = st.lists(
 """(reward, group, tokens) of each sample."""
 
 
-def make_outcomes(rows: list[tuple[int, int, int]], **fields: torch.Tensor) -> Outcomes:
+def make_outcomes(rows: list[tuple[int, int, int]], **fields: Any) -> Outcomes:
     rewards, groups, lens = (torch.tensor(column) for column in zip(*rows, strict=True))
     return Outcomes(rewards.double(), groups, lens, **fields)
 
