@@ -1,8 +1,8 @@
 """Options that nothing reads in their context: a checked tree in, a refusal of those that are set,
 out.
 
-An option counts as set if it differs from its default. Only what is surely unread is listed. What depends on the needs of an
-advantage or a loss is refused by algo/requirements.py.
+An option counts as set if it differs from its default. Only what is surely unread is listed. What
+depends on the needs of an advantage or a loss is refused by algo/requirements.py.
 """
 
 from collections.abc import Iterable, Iterator
