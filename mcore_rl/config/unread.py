@@ -43,7 +43,7 @@ def check_unread(config: "Config") -> None:
 
 
 def refuse(config: "Config", unread_options: Iterable[Unread]) -> None:
-    """Raise ValueError naming the first option of `unread_options` that differs from its default."""
+    """Raise ValueError naming the first of `unread_options` that differs from its default."""
     for unread in unread_options:
         for option in unread.options:
             for name, default in defaults_of(type(config), option):
