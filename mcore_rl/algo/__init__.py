@@ -1,3 +1,1 @@
-"""Algorithms as pure tensor functions: rewards and log-probs in, advantages and per-token losses
-out.
-"""
+"""Algorithms as pure functions: rewards and log-probs in, advantages and token losses out."""

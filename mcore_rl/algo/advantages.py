@@ -23,11 +23,10 @@ WEIGHT_EPS = 1e-8
 
 @advantages.register("grpo")
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group; GRPO, arXiv:2402.03300, section
-    4.1.2.
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group.
 
-    std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards,
-    gets 0.
+    GRPO, arXiv:2402.03300, section 4.1.2. std is the sample standard deviation (divided by G - 1).
+    A group of one, or of equal rewards, gets 0.
     """
     return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
 
@@ -53,11 +52,10 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("opo")
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths; OPO, arXiv:2505.23585,
-    section 3.
+    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths.
 
-    This baseline has the least variance if a gradient's norm grows with the length. A group of one
-    gets 0.
+    OPO, arXiv:2505.23585, section 3. This baseline has the least variance if a gradient's norm
+    grows with the length. A group of one gets 0.
     """
     groups = Groups.of(outcomes.group_N)
     return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
@@ -65,10 +63,10 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("gpg")
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)); GPG, arXiv:2504.02546,
-    eq. 6.
+    """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)).
 
-    Groups of equal rewards add nothing to the gradient; the factor makes up for them.
+    GPG, arXiv:2504.02546, eq. 6. Groups of equal rewards add nothing to the gradient; the factor
+    makes up for them.
     """
     groups = Groups.of(outcomes.group_N)
     centered_N = groups.centered(outcomes.scores_N)
@@ -107,7 +105,7 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """r_i - mean(r) within each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
+    """r_i - mean(r) in each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
     return normalize(
         outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double()
     )
@@ -142,8 +140,9 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 @advantages.register("remax", Needs(greedy_baseline=True))
 def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """The rewards to go minus the reward of the greedy response; ReMax, arXiv:2310.10505, algorithm
-    1.
+    """The rewards to go minus the reward of the greedy response.
+
+    ReMax, arXiv:2310.10505, algorithm 1.
     """
     if outcomes.greedy_N is None:
         raise ValueError("algorithm.advantage=remax needs the rewards of greedy responses")
@@ -177,11 +176,11 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
 
 @advantages.register("dpo", Needs(pairs=True, old_logprobs=True))
 def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """Minus the gradient of the pairs' loss by each response's log-prob; online DPO,
-    arXiv:2402.04792.
+    """Minus the gradient of the pairs' loss by each response's log-prob.
 
-    Any two samples of a group that differ in reward are a pair; `algorithm.preference` chooses the
-    loss (preferences.py). Samples whose group has equal rewards get 0.
+    Online DPO, arXiv:2402.04792. Any two samples of a group that differ in reward are a pair;
+    `algorithm.preference` chooses the loss (preferences.py). Samples whose group has equal rewards
+    get 0.
     """
     weights_N, _ = weights_of_groups(outcomes, config.preference)
     return outcomes.spread(weights_N)
@@ -217,7 +216,7 @@ def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 
 
 def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
-    """float64 [R], log teacher - log policy; minus its mean over policy samples is the reverse KL."""
+    """float64 [R], log teacher - log policy; minus its mean over samples is the reverse KL."""
     if outcomes.teacher_logprobs_R is None or outcomes.logprobs_R is None:
         raise ValueError(
             "algorithm.advantage=distillation needs log-probs of the policy and of a teacher"

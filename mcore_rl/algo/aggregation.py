@@ -1,8 +1,7 @@
-"""The weight of each token in the loss of one optimizer step: loss mask and lengths in, weights_T
-out.
+"""Loss mask and lengths in; the weight of each token in the loss of one optimizer step out.
 
-Computed once for the whole mini-batch, so that sum(weights_T * loss_T) is the same however the
-sequences are cut into micro-batches or spread over ranks.
+Weights are computed once for the whole mini-batch, so that sum(weights_T * loss_T) is the same
+however the sequences are cut into micro-batches or spread over ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,8 +50,9 @@ def sequence_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | N
 
 @AGGREGATIONS.register("constant")
 def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
-    """1 / (N max_response_len), independent of response lengths; Dr. GRPO, arXiv:2503.20783,
-    section 3.2.
+    """1 / (N max_response_len), independent of response lengths.
+
+    Dr. GRPO, arXiv:2503.20783, section 3.2.
     """
     if max_response_len is None or max_response_len < 1:
         raise ValueError(

@@ -14,23 +14,24 @@ BUILT_IN = (built_in_advantages, built_in_losses)
 
 
 def user_file_of(config: AlgorithmConfig) -> UserFile | None:
-    """Return the file at `algorithm.path` as it was when this process first asked; None without
-    one.
-    """
+    """Return the file at `algorithm.path`, as it was when this process first asked, or None."""
     return _read_once(config.path) if config.path else None
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
-    """Raise ValueError naming the option if the name is unknown or `algorithm.path` cannot be used."""
+    """Return the chosen advantage.
+
+    Raises ValueError naming the option if the name is unknown or `algorithm.path` cannot be used.
+    """
     _register(user_file_of(config))
     return advantages[config.advantage]
 
 
 def loss_of(config: AlgorithmConfig, user_file: UserFile | None) -> PolicyLossMaker:
-    """Return the maker of the chosen loss. Raises ValueError naming the option if the name is
-    unknown.
+    """Return the maker of the chosen loss.
 
-    `user_file` comes from `user_file_of` in the controller: ranks may not see the file itself.
+    Raises ValueError naming the option if the name is unknown. `user_file` comes from
+    `user_file_of` in the controller: ranks may not see the file itself.
     """
     _register(user_file)
     return losses[config.loss]

@@ -1,5 +1,4 @@
-"""Importance weights between the engine that sampled and the trainer that learns: log-probs in,
-weights out.
+"""Log-probs of engine and trainer in; importance weights of the sampled tokens out.
 
 There are three policies: the engine's (rollout), the trainer's with the same or newer weights
 (old), and the one being trained. The policy loss corrects for policy / old, these weights for old /
@@ -21,9 +20,7 @@ MAX_LOG_WEIGHT = 20.0
 
 
 def old_policy(batch: TrainBatch, config: AlgorithmConfig) -> Tensor | None:
-    """Return the log-probs that the ratio of the policy loss starts from; None if the batch is on
-    policy.
-    """
+    """Return the log-probs that the policy loss compares with; None for a batch on policy."""
     return batch.rollout_logprobs_T if config.correction.bypass else batch.old_logprobs_T
 
 

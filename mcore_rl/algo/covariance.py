@@ -1,5 +1,5 @@
-"""Which tokens of a mini-batch Clip-Cov and KL-Cov hold back: advantages and old log-probs in, a
-mask out.
+"""Advantages and old log-probs of a mini-batch in; the tokens that Clip-Cov and KL-Cov hold back
+out.
 
 The mask is computed once for the whole mini-batch, so it does not depend on how the batch is spread
 over ranks. The published code uses the current log-probs of each micro-batch; in the first
@@ -41,10 +41,10 @@ def covariance(advantages_R: Tensor, logprobs_R: Tensor) -> Tensor:
 
 
 def pick_between(covariance_R: Tensor, config: CovarianceConfig, seed: int) -> Tensor:
-    """Clip-Cov: random tokens whose covariance lies between `low` and `high`, up to `share` of all
-    tokens.
+    """Clip-Cov: random tokens whose covariance lies between `low` and `high`.
 
-    At least one token is picked if there is a candidate.
+    Their number is at most `share` of all tokens. At least one token is picked if there is a
+    candidate.
     """
     candidates = ((covariance_R > config.low) & (covariance_R < config.high)).nonzero()[:, 0]
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Two sets of log-probs of the same tokens in; their ratio, and metrics_T of their difference, out."""
+"""Two sets of log-probs of the same tokens in; their ratio and metrics_T of the difference out."""
 
 import logging
 from collections.abc import Mapping
@@ -17,17 +17,13 @@ MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(logprobs_T: Tensor, base_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """logprobs - base, clamped to +-MAX_LOG_RATIO; off the mask 0 without gradient, also where it
-    is NaN.
-    """
+    """logprobs - base, clamped to +-MAX_LOG_RATIO; off the mask 0 without gradient, NaN or not."""
     difference_T = torch.where(mask_T, logprobs_T - base_logprobs_T, 0.0)
     return difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def policy_drift(log_ratio_T: Tensor) -> Metrics:
-    """Compare the policy with the old one: the k3 estimate of KL(old || policy), and the importance
-    ratio.
-    """
+    """Return the k3 estimate of KL(old || policy) and the importance ratio policy / old."""
     log_ratio_T = log_ratio_T.detach()
     ratio_T = log_ratio_T.exp()
     return {"kl/old_new": k3(-log_ratio_T), "ratio/mean": ratio_T, "ratio/token_max": ratio_T}
@@ -41,9 +37,7 @@ def logprob_diff(
     clip_low: float,
     clip_high: float,
 ) -> Metrics:
-    """Compare trainer and engine: |difference| in nats, and the share of ratios outside the clip
-    range.
-    """
+    """Return |trainer - engine| in nats and which ratios of the two leave the clip range."""
     difference_T = torch.where(mask_T, old_logprobs_T - rollout_logprobs_T, 0.0).detach()
     ratio_T = difference_T.exp()
     clipped_T = (ratio_T < 1 - clip_low) | (ratio_T > 1 + clip_high)
@@ -55,8 +49,7 @@ def logprob_diff(
 
 
 def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor | None) -> Metrics:
-    """Attribute |trainer - engine| to causes; stale + router + arithmetic = difference on every
-    token.
+    """Attribute |trainer - engine| of each token to stale, router or arithmetic, which sum to it.
 
     stale        the token was sampled from older weights
     router       same weights, but in some layer the token before it went to other experts
@@ -77,9 +70,7 @@ def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor
 
 
 class DriftError(RuntimeError):
-    """Trainer and engine disagree on the log-probs of sampled tokens by more than the recipe
-    allows.
-    """
+    """Log-probs of trainer and engine differ by more than drift.stop_above."""
 
 
 def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) -> None:
@@ -95,7 +86,10 @@ def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) ->
         name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")
     }
     split = ", ".join(f"{name} {value:.1e}" for name, value in parts.items() if value is not None)
-    message = f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average ({split})"
+    message = (
+        f"step {step}: log-probs of trainer and engine differ by {mean:.1e} nats on average"
+        f" ({split})"
+    )
     if 0 < config.stop_above < mean:
         raise DriftError(
             f"{message}, more than drift.stop_above={config.stop_above}; see docs/debugging.md"

@@ -30,11 +30,9 @@ class Advantages:
         part_weights: Mapping[str, float] | None = None,
         return_lambda: float = 1.0,
     ) -> None:
-        """Raise ValueError if the advantage is unknown, or needs reward parts that the recipe
-        lacks.
+        """Take the algorithm's options, the weights of reward.parts and critic.gae_lambda.
 
-        part_weights    weight of each of the recipe's reward.parts
-        return_lambda   critic.gae_lambda
+        Raises ValueError if the advantage is unknown or needs reward parts that are not given.
         """
         self._config = config
         self._part_weights = part_weights or {}
@@ -44,7 +42,8 @@ class Advantages:
         self._kl_coef = config.kl.coef
         if self._needs.parts and not part_weights:
             raise ValueError(
-                f"algorithm.advantage={config.advantage} needs rewards of several parts: set reward.parts"
+                f"algorithm.advantage={config.advantage} needs rewards of several parts: set"
+                " reward.parts"
             )
 
     def __call__(
@@ -87,9 +86,7 @@ class Advantages:
     def _outcomes(
         self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, kl_R: Tensor | None
     ) -> Outcomes:
-        """Gather what the samples earned; `kl_R` is subtracted from their rewards, times the
-        coefficient.
-        """
+        """Gather rewards and log-probs; `kl_R` times its coefficient is subtracted from rewards."""
         parts = [
             (weight, torch.tensor(scores.parts[name]))
             for name, weight in self._part_weights.items()
@@ -124,7 +121,8 @@ class Advantages:
         num_trained = int(mask_T.sum())
         if values_R.shape != (num_trained,):
             raise ValueError(
-                f"algorithm.advantage={self._config.advantage} returned shape {tuple(values_R.shape)}"
+                f"algorithm.advantage={self._config.advantage} returned shape"
+                f" {tuple(values_R.shape)}"
                 f" for {num_trained} response tokens: expected one number per token"
             )
         return torch.zeros(len(mask_T)).masked_scatter_(mask_T, values_R.float())

@@ -35,7 +35,7 @@ def k2(log_ratio_T: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("k3")
 def k3(log_ratio_T: Tensor) -> Tensor:
-    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative; GRPO's, arXiv:2402.03300, eq. 4."""
+    """exp(-log_ratio) - 1 + log_ratio: unbiased, never negative; GRPO, arXiv:2402.03300, eq. 4."""
     return (-log_ratio_T).expm1() + log_ratio_T
 
 

@@ -12,6 +12,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """
     if not (0 <= num_correct <= num_samples and 1 <= k <= num_samples):
         raise ValueError(
-            f"pass@{k} of {num_samples} samples, {num_correct} correct: need 0 <= c <= n, 1 <= k <= n"
+            f"pass@{k} of {num_samples} samples, {num_correct} correct: need 0 <= c <= n, 1 <= k"
+            " <= n"
         )
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)

@@ -1,6 +1,5 @@
 """Recipe options in; the losses that train ranks apply to each micro-batch out."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -58,12 +57,14 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
         raise
     except Exception as error:  # the user's code may raise anything
         raise ValueError(
-            f"algorithm.loss={config.loss}: {type(error).__name__}: {error}; a loss is registered as a"
+            f"algorithm.loss={config.loss}: {type(error).__name__}: {error}; a loss is registered"
+            " as a"
             " function that takes the options of algorithm and returns the loss"
         ) from error
     if not callable(loss):
         raise ValueError(
-            f"algorithm.loss={config.loss}: made {loss!r:.100} from the options of algorithm, not a function"
+            f"algorithm.loss={config.loss}: made {loss!r:.100} from the options of algorithm, not"
+            " a function"
         )
     _ = PAIR_LOSSES[config.preference.loss]
     _ = KL_ESTIMATORS[config.kl.estimator]
@@ -99,11 +100,15 @@ def policy_loss(
     if old_logprobs_T is None:
         old_logprobs_T = logprobs_T.detach()
     num_tokens_T = sums(mask_T.to(logprobs_T.dtype)).clamp(min=1)
+
+    def sequence_mean(values_T: Tensor) -> Tensor:
+        return sums(values_T.masked_fill(~mask_T, 0.0)) / num_tokens_T
+
     tokens = LossTokens(
         logprobs_T=torch.where(mask_T, logprobs_T, 0.0),
         log_ratio_T=log_ratio(logprobs_T, old_logprobs_T, mask_T),
         advantages_T=batch.advantages_T.masked_fill(~mask_T, 0.0),
-        sequence_mean=lambda values_T: sums(values_T.masked_fill(~mask_T, 0.0)) / num_tokens_T,
+        sequence_mean=sequence_mean,
         held_back_T=batch.held_back_T,
     )
     entropy_T = torch.where(mask_T, entropy_T, 0.0)
@@ -111,19 +116,12 @@ def policy_loss(
     metrics = metrics | {"loss/policy": loss_T.detach(), "loss/entropy": entropy_T.detach()}
     metrics |= policy_drift(tokens.log_ratio_T)
     if batch.rollout_logprobs_T is not None:
-        metrics |= logprob_diff(
-            own_logprobs_T,
-            batch.rollout_logprobs_T,
-            mask_T,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-        )
+        clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+        metrics |= logprob_diff(own_logprobs_T, batch.rollout_logprobs_T, mask_T, **clip)
     if config.correction.weight != "none" or config.correction.reject != "none":
-        weights_T, correction_metrics = _correction(
-            own_logprobs_T, batch, num_tokens_T, tokens.sequence_mean, config
-        )
+        weights_T, corrected = _correction(own_logprobs_T, batch, num_tokens_T, tokens, config)
         loss_T = loss_T * weights_T
-        metrics |= correction_metrics
+        metrics |= corrected
     loss_T = loss_T + _kl_loss(logprobs_T, batch, config, metrics)
     if config.entropy_coef:
         loss_T = loss_T - config.entropy_coef * entropy_T
@@ -134,14 +132,14 @@ def _correction(
     own_logprobs_T: Tensor,
     batch: TrainBatch,
     num_tokens_T: Tensor,
-    sequence_mean: Callable[[Tensor], Tensor],
+    tokens: LossTokens,
     config: AlgorithmConfig,
 ) -> tuple[Tensor, Metrics]:
     """Return (weights_T, metrics_T) that correct for the engine's own probabilities."""
     if batch.rollout_logprobs_T is None:
         raise ValueError("algorithm.correction needs batch.rollout_logprobs_T")
     log_ratio_T = log_ratio(own_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T)
-    return correction_weights(log_ratio_T, num_tokens_T, sequence_mean, config.correction)
+    return correction_weights(log_ratio_T, num_tokens_T, tokens.sequence_mean, config.correction)
 
 
 def _kl_loss(

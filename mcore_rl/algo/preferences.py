@@ -132,7 +132,7 @@ def preference_weights(
 
 
 def pairs_by_turns(num_sequences: int) -> Pairs:
-    """Pair sequences 0, 2, ... (chosen) with 1, 3, ... (rejected); the loss is the mean over pairs."""
+    """Pair sequences 0, 2, ... (chosen) with 1, 3, ... (rejected), all of equal weight."""
     index_N = torch.arange(num_sequences)
     num_pairs = num_sequences // 2
     weights_P = torch.full((num_pairs,), 1 / num_pairs, dtype=torch.float64)

@@ -78,7 +78,7 @@ class Registry(Generic[F]):
         return add
 
     def __getitem__(self, name: str) -> F:
-        """Raise ValueError naming the option, the nearest name and all names if there is no `name`."""
+        """Raise ValueError naming the option, the nearest and all names if `name` is unknown."""
         return self._entry(name)[0]
 
     def needs(self, name: str) -> Needs:

@@ -35,7 +35,7 @@ def check_algorithm(config: Config) -> None:
 
 
 def _unread(config: Config, needs: Needs) -> Iterator[Unread]:
-    """Yield the options that nothing reads, as the chosen advantage and loss have no use for them."""
+    """Yield the options that the chosen advantage and loss have no use for."""
     if not needs.critic:
         context = f"algorithm.advantage={config.algorithm.advantage}"
         yield Unread(("critic",), context, "set algorithm.advantage=gae")
@@ -48,18 +48,20 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
     """Raise ValueError if options of the algorithm contradict the chosen advantage."""
     if algorithm.correction.bypass and needs.sum_squares:
         raise ValueError(
-            f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it needs the"
+            f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it"
+            " needs the"
             " pass that bypass leaves out; set algorithm.correction.bypass=false"
         )
     if algorithm.reward_coef and not needs.teacher:
         raise ValueError(
-            f"algorithm.reward_coef={algorithm.reward_coef} with algorithm.advantage={algorithm.advantage}:"
+            f"algorithm.reward_coef={algorithm.reward_coef} with"
+            f" algorithm.advantage={algorithm.advantage}:"
             " only distillation reads it; set it to 0"
         )
 
 
 def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -> None:
-    """Raise ValueError if advantages that hold the loss of pairs would be changed by another loss."""
+    """Raise ValueError if advantages that hold the pairs' loss meet another loss, or two steps."""
     if not needs.pairs:
         return
     name = f"algorithm.advantage={algorithm.advantage}"
@@ -67,14 +69,16 @@ def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) ->
     if form != ("policy_gradient", "token_sum", False):
         raise ValueError(
             f"{name} with loss={algorithm.loss}, aggregation={algorithm.aggregation} and"
-            f" correction.bypass={algorithm.correction.bypass}: the whole loss of the pairs is in the"
+            f" correction.bypass={algorithm.correction.bypass}: the whole loss of the pairs is in"
+            " the"
             " advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
             " algorithm.correction.bypass=false"
         )
     num_steps = train.mini_batches * train.epochs
     if num_steps > 1:
         raise ValueError(
-            f"{name} with train.mini_batches * train.epochs = {num_steps}: the pairs' gradient is that of"
+            f"{name} with train.mini_batches * train.epochs = {num_steps}: the pairs' gradient is"
+            " that of"
             " the policy before the first of these steps; set both to 1"
         )
 
@@ -88,7 +92,8 @@ def check_teacher(
     name = f"algorithm.advantage={algorithm.advantage}"
     if needs.teacher and not teacher.path:
         raise ValueError(
-            f"{name} with teacher.path='' and teacher.url={teacher.url!r}: a teacher scores token ids,"
+            f"{name} with teacher.path='' and teacher.url={teacher.url!r}: a teacher scores token"
+            " ids,"
             " which needs SGLang's own interface; set teacher.path"
         )
     if teacher.is_used and not needs.teacher:
@@ -98,7 +103,8 @@ def check_teacher(
         )
     if needs.teacher and rollout.temperature != 1:
         raise ValueError(
-            f"{name} with rollout.temperature={rollout.temperature}: a teacher's log-probs are those at"
+            f"{name} with rollout.temperature={rollout.temperature}: a teacher's log-probs are"
+            " those at"
             " temperature 1; set rollout.temperature=1"
         )
 
@@ -108,8 +114,10 @@ def check_replay(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -
     has_old_pass = train.epochs * train.mini_batches > 1 or needs.old_logprobs
     if train.router_replay == "old_pass" and (algorithm.correction.bypass or not has_old_pass):
         raise ValueError(
-            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches}, train.epochs="
-            f"{train.epochs} and algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass"
+            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches},"
+            " train.epochs="
+            f"{train.epochs} and algorithm.correction.bypass={algorithm.correction.bypass}: there"
+            " is no pass"
             " for the old log-probs; set train.router_replay=engine or none"
         )
 
@@ -124,10 +132,11 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
 
 
 def check_offload(config: Config, shares_critic: bool) -> None:
-    """Raise ValueError if memory is to be given up although nobody shares the trainer ranks' GPUs."""
+    """Raise ValueError if ranks are to give up memory although nobody shares their GPUs."""
     shares_served = any(model.is_colocated for model in config.served_models.values())
     if config.cluster.offload and not (config.cluster.colocated or shares_critic or shares_served):
         raise ValueError(
-            "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
+            "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set"
+            " cluster.colocated=true,"
             " critic.colocated=true or cluster.offload=false"
         )

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
-from mcore_rl.config.run import ClusterConfig
 from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
 
@@ -79,11 +78,3 @@ def check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:
                 f"cluster.colocated=true with rollout.{name}={getattr(rollout, name)}: {why};"
                 f" set rollout.{name}={str(needs).lower()}"
             )
-
-
-def check_offload(cluster: ClusterConfig, shares_gpus: bool) -> None:
-    if cluster.offload and not shares_gpus:
-        raise ValueError(
-            "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set"
-            " cluster.colocated=true, critic.colocated=true or cluster.offload=false"
-        )

@@ -104,8 +104,8 @@ class RewardConfig(Options, group="reward"):
     overlong_penalty: float = bounded(1.0, least=0)
     """Subtracted from the reward of a response of the full length."""
     noise: float = bounded(0.0, least=0)
-    """Add to each part of a reward a pseudo-random number in [0, noise) made of prompt and response;
-    rehearse=true sets it, as a random model earns nothing that could move its weights."""
+    """Add to each part of a reward a pseudo-random number in [0, noise) made of prompt and
+    response; rehearse=true sets it, as a random model earns nothing that could move its weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +146,9 @@ class CheckpointConfig(Options, group="checkpoint"):
     """Newest checkpoints that are kept; older ones are deleted."""
     asynchronous: bool = True
     verify: bool = True
-    """Compare a checkpoint with its checksums.json before resuming from it; all ranks read it once together."""
+    """Compare a checkpoint with its checksums.json before resuming from it; all ranks read it once
+    together.
+    """
     export_hf: bool = True
     """Write the final policy to <run.dir>/hf."""
 

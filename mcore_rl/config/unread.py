@@ -1,8 +1,8 @@
 """Options that nothing reads in their context: a checked tree in, a refusal of those that are set,
 out.
 
-An option counts as set if it differs from its default. Only what is surely unread is listed. What depends on the needs of an
-advantage or a loss is refused by algo/requirements.py.
+An option counts as set if it differs from its default. Only what is surely unread is listed. What
+depends on the needs of an advantage or a loss is refused by algo/requirements.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,7 @@ def check_unread(config: "Config") -> None:
 
 
 def refuse(config: "Config", unread_options: Iterable[Unread]) -> None:
-    """Raise ValueError naming the first option of `unread_options` that differs from its default."""
+    """Raise ValueError naming the first of `unread_options` that differs from its default."""
     for unread in unread_options:
         for option in unread.options:
             for name, default in defaults_of(type(config), option):

@@ -35,21 +35,37 @@ THINGS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "eggs
 TEMPLATES = {
     "+": (
         "{name} has {a} {things} and gets {b} more . how many {things} does {name} have now ?",
-        "there are {a} {things} in the box . {name} puts in {b} . how many {things} are in the box ?",
-        "{name} found {a} {things} , {other} found {b} . how many {things} did they find together ?",
+        (
+            "there are {a} {things} in the box . {name} puts in {b} . "
+            "how many {things} are in the box ?"
+        ),
+        (
+            "{name} found {a} {things} , {other} found {b} . "
+            "how many {things} did they find together ?"
+        ),
     ),
     "-": (
         "{name} has {a} {things} and loses {b} . how many {things} are left ?",
-        "there are {a} {things} in the box . {name} takes out {b} . how many {things} are in the box ?",
-        "{name} has {a} {things} and gives {b} to {other} . how many {things} does {name} have now ?",
+        (
+            "there are {a} {things} in the box . {name} takes out {b} . "
+            "how many {things} are in the box ?"
+        ),
+        (
+            "{name} has {a} {things} and gives {b} to {other} . "
+            "how many {things} does {name} have now ?"
+        ),
     ),
     "+-": (
         "{name} has {a} {things} , gets {b} more and loses {c} . how many {things} are left ?",
-        "there are {a} {things} in the box . {name} puts in {b} and takes out {c} . how many are left ?",
+        (
+            "there are {a} {things} in the box . {name} puts in {b} and takes out {c} . "
+            "how many are left ?"
+        ),
     ),
 }
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ ('<|user|> ' if m['role'] == 'user' else '<|assistant|> ') + m['content'] }}"
+    "{% for m in messages %}"
+    "{{ ('<|user|> ' if m['role'] == 'user' else '<|assistant|> ') + m['content'] }}"
     "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
@@ -86,8 +102,8 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
     )
     _write_model(out_dir / "model")
     print(
-        f"{len(train)} training and {len(held_out)} held-out prompts, {len(demonstrated)} demonstrations in"
-        f" {out_dir}"
+        f"{len(train)} training and {len(held_out)} held-out prompts,"
+        f" {len(demonstrated)} demonstrations in {out_dir}"
     )
 
 
@@ -132,7 +148,7 @@ def _make_problem(rng: random.Random) -> Problem:
 
 
 def vocabulary() -> list[str]:
-    """Return special tokens, numbers, then the words of the templates; a token's id is its index."""
+    """Return special tokens, numbers and the words of the templates; a token's id is its index."""
     filled = " ".join(
         t.format(name="", other="", things="", a="", b="", c="")
         for ts in TEMPLATES.values()

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 def prompt_row(
     question: str, answer: str, data_source: str, split: str, index: int
 ) -> dict[str, Any]:
-    """Return one problem in verl's columns: prompt, data_source, ability, reward_model, extra_info."""
+    """Return a row in verl's columns: prompt, data_source, ability, reward_model, extra_info."""
     return {
         "prompt": [{"role": "user", "content": question}],
         "data_source": data_source,

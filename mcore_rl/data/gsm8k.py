@@ -72,6 +72,7 @@ def _download(name: str) -> Path:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ValueError(
-            f"--source {name}: neither a local folder nor reachable on the hub ({type(error).__name__});"
+            f"--source {name}: neither a local folder nor reachable on the hub"
+            f" ({type(error).__name__});"
             " download it elsewhere and give the folder"
         ) from None

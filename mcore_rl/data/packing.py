@@ -22,7 +22,8 @@ def plan_microbatches(
     if lens_N[longest] > max_tokens:
         raise ValueError(
             f"sequence {longest} has {lens_N[longest]} tokens, more than"
-            f" train.max_tokens_per_microbatch={max_tokens}: raise it or shorten prompts or responses"
+            f" train.max_tokens_per_microbatch={max_tokens}: raise it or shorten prompts or"
+            " responses"
         )
     num_bins = -(-len(_first_fit(lens_N, max_tokens)) // unit) * unit
     while (bins := _spread(lens_N, num_bins, max_tokens)) is None:

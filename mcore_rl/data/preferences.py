@@ -1,6 +1,4 @@
-"""Preference files (parquet or jsonl) in; train batches of alternating chosen and rejected
-sequences out.
-"""
+"""Preference files (parquet or jsonl) in; batches of chosen and rejected sequences in turn out."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -54,7 +52,8 @@ def load_pairs(
     short = [(a, b) for a, b in pairs if max(len(a[0]), len(b[0])) <= max_len]
     kept = [(a, b) for a, b in short if a != b]
     logger.info(
-        "%d preference pairs from %s, %d with more than %d tokens and %d of two equal responses dropped",
+        "%d preference pairs from %s, %d with more than %d tokens and %d of two equal responses"
+        " dropped",
         len(kept),
         ", ".join(files),
         len(pairs) - len(short),
@@ -63,14 +62,15 @@ def load_pairs(
     )
     if not kept:
         raise ValueError(
-            f"{', '.join(files)}: none of {len(pairs)} rows is a pair of different conversations of at most"
+            f"{', '.join(files)}: none of {len(pairs)} rows is a pair of different conversations"
+            " of at most"
             f" dpo.max_len={max_len} tokens"
         )
     return kept
 
 
 def conversations(row: Mapping[str, Any], where: str) -> tuple[Messages, Messages]:
-    """(with the chosen answer, with the rejected one).
+    """Return the conversation with the chosen answer and the one with the rejected answer.
 
     `chosen` and `rejected` are texts or lists of messages: the answer alone after `prompt` (a text
     or messages), or the whole conversation.
@@ -90,7 +90,8 @@ def _conversation(row: Mapping[str, Any], name: str, where: str) -> Messages:
         messages = _messages(required(row, "prompt", where), "user") + messages
     if len(messages) < 2 or messages[-1].get("role") != "assistant":
         raise ValueError(
-            f"{where}: `{name}` must end with the assistant's answer to a prompt, is {messages!r:.300}"
+            f"{where}: `{name}` must end with the assistant's answer to a prompt, is"
+            f" {messages!r:.300}"
         )
     return messages
 
@@ -102,7 +103,7 @@ def _messages(value: Any, role: str) -> Messages:
 
 
 def make_pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Lay out pair i as sequences 2 i (chosen) and 2 i + 1 (rejected); the loss is on the answers."""
+    """Lay out pair i as sequences 2 i (chosen) and 2 i + 1 (rejected), with the loss on answers."""
     sequences = [sequence for pair in pairs for sequence in pair]
     batch = answers_batch(sequences)
     return with_loss_weights(batch, "token_sum", max_response_len=max(batch.lens_N))

@@ -20,7 +20,8 @@ def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
         path = Path(name)
         if not path.is_file():
             raise ValueError(
-                f"data file {name} does not exist; `mcore-rl data --help` lists what can be prepared"
+                f"data file {name} does not exist; `mcore-rl data --help` lists what can be"
+                " prepared"
             )
         if path.suffix == ".parquet":
             for i, row in enumerate(pq.read_table(path).to_pylist()):

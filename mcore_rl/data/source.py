@@ -1,4 +1,4 @@
-"""A list in, an endless shuffled stream of its items out, whose position can be saved and restored."""
+"""A list in; an endless shuffled stream of its items, with a position to save, out."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class ShuffledStream(Generic[T]):
-    """Endless epochs of `items`, each in an order drawn from (seed, epoch), or in the given order."""
+    """Endless epochs of `items`, in an order drawn from (seed, epoch) or in the given order."""
 
     def __init__(self, items: Sequence[T], seed: int, shuffle: bool = True) -> None:
         if not items:

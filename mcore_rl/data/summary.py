@@ -44,7 +44,7 @@ def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def summarize_critic(stats: Sequence[StepStats]) -> dict[str, float]:
-    """Merge the critic's optimizer steps; names become critic/<last part>, or critic/router/<name>."""
+    """Merge the critic's optimizer steps, as critic/<last part> or critic/router/<name>."""
     merged = summarize_steps(stats)
     merged["loss"] = merged.pop("loss/total")
     metrics = {}

@@ -45,7 +45,7 @@ class TokenCache:
 
 
 def _read(path: Path, num_rows: int) -> list[list[int]] | None:
-    """Return the rows; None if the file is missing or damaged. Its checksum (CRC-32) is verified."""
+    """Return the rows; None if the file is missing or damaged, by its checksum (CRC-32) too."""
     try:
         with np.load(path, allow_pickle=False) as entry:
             ids = entry["ids"]

@@ -72,9 +72,8 @@ def with_pair_gradient(
     logprobs_T = trainer.compute_logprobs(batch).logprobs_T
     ref_N = None
     if options.needs_reference:
-        of_reference = LogprobOptions(reference=True)
-        ref_logprobs_T = trainer.compute_logprobs(batch, of_reference).logprobs_T
-        ref_N = sum_over_responses(batch, ref_logprobs_T)
+        reference = trainer.compute_logprobs(batch, LogprobOptions(reference=True))
+        ref_N = sum_over_responses(batch, reference.logprobs_T)
     num_tokens_N = sum_over_responses(batch, torch.ones_like(logprobs_T))
     likelihoods = Likelihoods(sum_over_responses(batch, logprobs_T), num_tokens_N, ref_N)
     weights_N, metrics = preference_weights(likelihoods, pairs_by_turns(len(batch.lens_N)), options)

@@ -48,7 +48,8 @@ def write_pairs(rows: Sequence[dict[str, Any]], path: Path, num_prompts: int) ->
     """Write the rows to a parquet file. Raises ValueError if there are none."""
     if not rows:
         raise ValueError(
-            f"none of {num_prompts} prompts has two responses that differ in reward: nothing for {path};"
+            f"none of {num_prompts} prompts has two responses that differ in reward: nothing for"
+            f" {path};"
             " raise rollout.samples_per_prompt or rollout.temperature, or give other prompts"
         )
     write_parquet(rows, path)

@@ -49,7 +49,7 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
         if is_due(step, config.checkpoint.every_steps, config.run.steps):
-            # Save after the step is logged: a resumed run drops the rows beyond its checkpoint, no others.
+            # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
             save_checkpoint(roles, timer, step)
 
 

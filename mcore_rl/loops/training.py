@@ -1,4 +1,4 @@
-"""A step's batch in; its log-probs and values, then the optimizer steps of policy and critic, out."""
+"""A step's batch in; log-probs, values and the optimizer steps of policy and critic out."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +28,10 @@ class StepOptions:
             config.algorithm, needs, config.train, config.critic, config.rollout.max_response_len
         )
 
+    def critic_is_warm(self, step: int) -> bool:
+        """Return whether the policy trains at `step`, beside its critic."""
+        return step > self.critic.warmup_steps
+
 
 def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: TrainBatch) -> TrainBatch:
     """Add the trainer's log-probs and the critic's values, both from before the first optimizer
@@ -48,7 +52,7 @@ def train_policy_and_critic(
     critic = roles.critic
     if critic is None:
         return train_policy(options, roles.trainer, batch, step)
-    is_warm = step > options.critic.warmup_steps
+    is_warm = options.critic_is_warm(step)
     policy_metrics, critic_metrics = roles.both(
         lambda: train_policy(options, roles.trainer, batch, step) if is_warm else {},
         lambda: train_critic(options, critic, batch, step),

@@ -19,7 +19,7 @@ from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.checks import check_engines
-from mcore_rl.players.colocation import ALL, CRITIC, TRAINER, SharingScorer, SharingTrainer
+from mcore_rl.players.colocation import SharingScorer, SharingTrainer
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.process.threads import at_once
 from mcore_rl.report.run_report import make_report
@@ -37,6 +37,7 @@ from mcore_rl.run.parts import (
     connect,
     finish,
     finish_training,
+    load_models,
     make_client,
     make_critic,
     make_log,
@@ -71,21 +72,12 @@ def run_train(config: Config) -> None:
     )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
-        trainer = started.trainer
-        critic = started.critic
         gpus = started.gpus
         served_models = connect(scorer, processes)
-        gpus.load(TRAINER, ALL)
-        if needs.reference:
-            trainer.snapshot_reference()
         parts = {"prompts": prompts, "advantages": inputs.advantages}
-        start_step = resume(trainer, config.checkpoint, parts, newest)
-        if critic is not None and start_step:
-            gpus.load(CRITIC, ALL)
-            saved = str(folder.critic_checkpoint(start_step))
-            critic.load(saved, verify=config.checkpoint.verify)
+        start_step = load_models(config, started, folder, parts, newest, needs.reference)
         client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
-        packed = pack(config, trainer, folder, config.rollout.temperature)
+        packed = pack(config, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
         weights = make_sync(config, inputs.policy, started, packed, watched)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
@@ -105,7 +97,7 @@ def run_train(config: Config) -> None:
                 log=log,
                 background=background,
                 teacher=make_teacher(served_models, watched, gpus),
-                critic=critic and make_critic(config, critic, folder, gpus),
+                critic=make_critic(config, started, folder),
                 both=in_turn if config.critic.colocated else at_once,
             )
             train(config, roles, start_step)
@@ -189,7 +181,7 @@ def run_pairs(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: engines without a trainer, on the weights in model.path, to <run.dir>/eval."""
+    """`mcore-rl eval`: evaluate the weights in model.path without a trainer, to <run.dir>/eval."""
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
@@ -228,7 +220,7 @@ def _run(
     with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
-    """Yield the prepared run folder, the checkpoint to continue from, and the processes of the run."""
+    """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
     if with_engines:
         check_engines(config, policy)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)

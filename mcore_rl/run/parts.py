@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
@@ -21,7 +21,14 @@ from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.players.canary import Canary
-from mcore_rl.players.colocation import CRITIC, TRAINER, SharedGpus, SharingCritic, SharingScorer
+from mcore_rl.players.colocation import (
+    ALL,
+    CRITIC,
+    TRAINER,
+    SharedGpus,
+    SharingCritic,
+    SharingScorer,
+)
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.rewards.scorer import Scorer
@@ -40,8 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
-    """Wait for the models served beside the policy, and connect the scorer to those that give
-    rewards.
+    """Wait for the models served beside the policy, and connect the scorer to those with rewards.
 
     Returns the endpoints by role.
     """
@@ -56,7 +62,7 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 def make_client(
     config: Config, policy: ModelFacts, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
-    """Wait for the engines. Raises ValueError if the tokenizer has no token that ends a response."""
+    """Wait for the engines. Raises ValueError if the tokenizer has no end-of-sequence token."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -88,10 +94,13 @@ def pack(
     )
 
 
-def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: SharedGpus) -> Critic:
+def make_critic(config: Config, started: Started, folder: RunFolder) -> Critic | None:
+    """Return the critic of the loop; None if the run has none."""
+    if started.critic is None:
+        return None
     packing = Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch)
-    critic = PackedCritic(ranks, folder, packing=packing, checkpoint=config.checkpoint)
-    return SharingCritic(critic, gpus) if config.critic.colocated else critic
+    critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
+    return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 
 
 def make_teacher(
@@ -110,7 +119,7 @@ def make_sync(
     packed: PackedTrainer,
     watched: Watched[Any],
 ) -> EngineSync:
-    """Return what brings the trainer's weights to the engines and checks that both compute alike."""
+    """Return the sync of weights to the engines, with the check that both sides compute alike."""
     timeout_s = config.run.call_timeout_s
     engines = started.engines
     gpus = started.gpus
@@ -155,22 +164,48 @@ def sample_in_background(
     )
 
 
-def resume(
-    trainer: TrainerGroup, options: CheckpointConfig, parts: Mapping[str, Any], newest: Any
+def load_models(
+    config: Config,
+    started: Started,
+    folder: RunFolder,
+    parts: Mapping[str, Any],
+    newest: Path | None,
+    with_reference: bool,
 ) -> int:
-    """Load the trainer and `parts`, by their names in the saved state, from the checkpoint
-    `newest`.
+    """Load trainer, critic and `parts` from the checkpoint `newest`, if there is one.
+
+    The reference is copied before, from the weights that the run began with. Returns the step to
+    continue after.
+    """
+    started.gpus.load(TRAINER, ALL)
+    if with_reference:
+        started.trainer.snapshot_reference()
+    start_step = resume(started.trainer, config.checkpoint, parts, newest)
+    if started.critic is not None and start_step:
+        started.gpus.load(CRITIC, ALL)
+        saved = str(folder.critic_checkpoint(start_step))
+        started.critic.load(saved, verify=config.checkpoint.verify)
+    return start_step
+
+
+def resume(
+    trainer: TrainerGroup,
+    checkpoint: CheckpointConfig,
+    parts: Mapping[str, Any],
+    newest: Path | None,
+) -> int:
+    """Load the trainer and `parts`, by their names in the saved state, from `newest`.
 
     Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint
     holds no state of a run.
     """
     if newest is None:
         return 0
-    state = trainer.load(str(newest), verify=options.verify)
+    state = trainer.load(str(newest), verify=checkpoint.verify)
     if not state:
         raise ValueError(
-            f"{newest} holds a model without the state of a run: choose its HuggingFace directory as "
-            "model.path instead, and another run.dir"
+            f"{newest} holds a model without the state of a run: choose its HuggingFace directory"
+            " as model.path instead, and another run.dir"
         )
     for name, part in parts.items():
         part.load_state_dict(state[name])

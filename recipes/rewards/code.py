@@ -11,8 +11,8 @@ one of three forms:
     statements that must not raise
 
 score    share of tests passed
-passed   the same, for reward.parts
-solved   1 if all are passed
+passed   the same number, for reward.parts
+solved   1 if all tests pass
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Rewards of the form <think>...</think> <answer>...</answer>, and of the answer in it.
+"""Rewards of responses in the form <think>...</think> <answer>...</answer>.
 
 score   1 if the form is kept and the text of the answer is the ground truth, spaces and case aside
 right   1 if the text between the last <answer> tags is the ground truth, whatever the form

@@ -221,7 +221,7 @@ def test_distillation_pulls_each_token_to_the_teacher_and_adds_the_task() -> Non
 
 
 def test_the_expected_step_of_distillation_lowers_the_reverse_kl() -> None:
-    """Over a small vocabulary: the sum of p A grad log p is minus the gradient of KL(p || teacher)."""
+    """The sum over a vocabulary of p A grad log p is minus the gradient of KL(p || teacher)."""
     generator = torch.Generator().manual_seed(0)
     logits, other = torch.randn(2, 5, generator=generator, dtype=torch.float64)
     log_q, leaf = other.log_softmax(-1), logits.requires_grad_()

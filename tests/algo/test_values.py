@@ -1,4 +1,4 @@
-"""Generalized advantages and the critic's loss against loops over tokens, and the loss's gradient."""
+"""Generalized advantages and the critic's loss, with its gradient, against loops over tokens."""
 
 from dataclasses import replace
 

@@ -23,13 +23,13 @@ from mcore_rl.config.bounds import (
 from mcore_rl.config.recipe import load_recipe, make_config
 
 UNBOUNDED = {
+    "eval.correct_at",
     "reward.judge.low",
     "reward.judge.high",
     "reward.error_value",
     "algorithm.covariance.low",
     "algorithm.covariance.high",
     "algorithm.entropy_coef",
-    "eval.correct_at",
 }
 """Numbers of either sign and any size."""
 

@@ -16,7 +16,7 @@ CONVERSATIONS = [
 
 
 class Counted:
-    """A tokenizer that counts its calls; without a backend it is asked conversation by conversation."""
+    """A tokenizer without a backend, which is asked one conversation at a time; counts calls."""
 
     chat_template = "unused"
 

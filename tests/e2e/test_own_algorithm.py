@@ -1,4 +1,4 @@
-"""A user's own advantage and loss train the tiny recipe, on ranks that load them from the controller."""
+"""A user's advantage and loss train the tiny recipe, on ranks that get them from the controller."""
 
 import re
 from collections.abc import Callable

@@ -169,6 +169,8 @@ def test_the_penalty_is_part_of_the_reward(reward_file: str) -> None:
         scores = scorer(make_samples("7", num_tokens=15))
     assert scores.rewards_N == [1.5]
     assert scores.metrics()["reward/part/overlong_penalty"] == -0.5
+    assert scores.unpenalized_N == scores.select([0]).unpenalized_N == [2.0]
+    assert scores.joined(Scores([3.0])).unpenalized_N == [2.0, 3.0]
 
 
 def test_wrong_names_and_signatures_are_refused(reward_file: str) -> None:

@@ -1,0 +1,130 @@
+"""Scores become advantages of a batch: groups, KL in the reward, energies, parts, greedy ones."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.config import AlgorithmConfig, KLConfig
+from mcore_rl.data.batch import make_train_batch
+from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, VersionSpan, WeightVersion
+
+
+def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
+    return [
+        Sample(
+            Prompt(index, (1, 2), (), "unit", "4"), 0, (3,) * n, (-0.5,) * n, "stop",
+            (VersionSpan(0, n, WeightVersion(0)),) if n else (), "",
+        )
+        for n, index in zip(lens, prompts, strict=True)
+    ]  # fmt: skip
+
+
+def advantages_of(
+    advantages: Advantages, scores: Scores, samples: list[Sample], batch: TrainBatch
+) -> Tensor:
+    advantages_T = advantages(scores, samples, batch)[0].advantages_T
+    assert advantages_T is not None
+    return advantages_T
+
+
+def test_samples_of_a_prompt_are_its_group_and_empty_ones_count() -> None:
+    samples = make_samples([1, 2, 0, 1], [11, 5, 11, 5])
+    batch = make_train_batch(samples)
+    advised, metrics = Advantages(AlgorithmConfig(advantage="dr_grpo"))(
+        Scores([1.0, 3.0, 0.0, 2.0]), samples, batch
+    )
+    advantages_T = advised.advantages_T
+    assert advantages_T is not None
+    assert advantages_T.tolist() == [0, 0, 0.5, 0, 0, 0.5, 0.5, 0, 0, -0.5]
+    assert advantages_T.dtype == torch.float32 and metrics == {}
+
+
+def test_a_kl_penalty_can_be_taken_from_the_reward() -> None:
+    samples = make_samples([2, 1], [0, 0])
+    old, ref = torch.randn(2, 7, generator=torch.Generator().manual_seed(0))
+    batch = replace(make_train_batch(samples), old_logprobs_T=old, ref_logprobs_T=ref)
+    config = AlgorithmConfig(advantage="dr_grpo", kl=KLConfig(0.5, "k1", in_reward=True))
+    advised, metrics = Advantages(config)(Scores([1.0, 0.0]), samples, batch)
+    advantages_T = advised.advantages_T
+    assert advantages_T is not None
+    assert metrics["kl/coef"] == 0.5
+    assert metrics["kl/reward"] == pytest.approx(
+        (old - ref)[batch.loss_mask_T].mean().item(), abs=1e-6
+    )
+    penalties = 0.5 * (old - ref)
+    first, second = 1 - penalties[2] - penalties[3], -penalties[6]
+    expected = (first - second) / 2
+    torch.testing.assert_close(
+        advantages_T[batch.loss_mask_T], torch.stack([expected, expected, -expected])
+    )
+    loss, metrics = make_policy_loss(config)(
+        old, old * 0, replace(batch, advantages_T=advantages_T)
+    )
+    torch.testing.assert_close(loss, metrics["loss/policy"])
+    assert metrics["kl/ref"][batch.loss_mask_T].all()
+    with pytest.raises(ValueError, match=r"algorithm.kl.in_reward needs log-probs"):
+        Advantages(config)(Scores([1.0, 0.0]), samples, replace(batch, ref_logprobs_T=None))
+
+
+def test_the_coefficient_of_a_kl_in_the_reward_is_steered_to_its_target() -> None:
+    samples = make_samples([2, 1], [0, 0])
+    batch = make_train_batch(samples)
+    batch = replace(batch, old_logprobs_T=torch.zeros(7), ref_logprobs_T=torch.full((7,), -0.3))
+    kl = KLConfig(0.5, "k1", in_reward=True, target=0.2, horizon=10)
+    first = Advantages(AlgorithmConfig(kl=kl))
+
+    def coef_after(advantages: Advantages, batch: TrainBatch) -> float:
+        advantages(Scores([1.0, 0.0]), samples, batch)
+        return advantages.state_dict()["kl_coef"]
+
+    assert coef_after(first, batch) == pytest.approx(
+        0.5 * (1 + 0.2 * 2 / 10)
+    )  # 0.3 / 0.2 - 1, clipped
+    near = replace(batch, ref_logprobs_T=torch.full((7,), -0.19))
+    assert coef_after(first, near) == pytest.approx(0.52 * (1 - 0.05 * 2 / 10))
+    resumed = Advantages(AlgorithmConfig(kl=kl))
+    resumed.load_state_dict(first.state_dict())
+    assert coef_after(resumed, batch) == coef_after(first, batch)
+    assert coef_after(Advantages(AlgorithmConfig(kl=replace(kl, target=0.0))), batch) == 0.5
+    with pytest.raises(ValueError, match=r"algorithm.kl.target=0.2 with in_reward=False"):
+        KLConfig(0.5, target=0.2)
+
+
+def test_the_energy_of_a_token_is_the_norm_of_its_gradient_by_the_logits() -> None:
+    samples = make_samples([2, 2], [0, 0])
+    logits = torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    log_p = logits.log_softmax(-1)
+    batch = make_train_batch(samples)
+    batch = replace(batch, old_logprobs_T=log_p[:, 3], sum_squares_T=log_p.exp().square().sum(-1))
+    leaf = logits.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(leaf.log_softmax(-1)[:, 3].sum(), leaf)
+    energy = gradient.square().sum(-1)
+    baseline = Advantages(AlgorithmConfig(advantage="optimal_token_baseline"))
+    advantages_T = advantages_of(baseline, Scores([1.0, 0.0]), samples, batch)
+    first = energy[2] / (energy[2] + energy[6])
+    both = (energy[2] + energy[3]) / (energy[2] + energy[3] + energy[6] + energy[7])
+    expected = torch.stack([1 - first, 1 - both, -first, -both]).float()
+    torch.testing.assert_close(advantages_T[batch.loss_mask_T], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> None:
+    samples = make_samples([1, 1], [0, 0])
+    batch = make_train_batch(samples)
+    scores = Scores([1.2, 0.2], {"right": [1.0, 0.0], "form": [0.2, 0.2]}, greedy_N=[0.5, 0.5])
+    gdpo = Advantages(AlgorithmConfig(advantage="gdpo"), {"right": 1.0, "form": 1.0})
+    assert advantages_of(gdpo, scores, samples, batch)[batch.loss_mask_T].tolist() == pytest.approx(
+        [0.7071, -0.7071], abs=1e-4
+    )
+    remax = Advantages(AlgorithmConfig(advantage="remax"))
+    assert advantages_of(remax, scores, samples, batch)[
+        batch.loss_mask_T
+    ].tolist() == pytest.approx([0.7, -0.3])
+    with pytest.raises(ValueError, match=r"algorithm.advantage=remax needs the rewards of greedy"):
+        remax(Scores([1.0, 0.0]), samples, batch)
+    with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):
+        Advantages(AlgorithmConfig(advantage="gdpo"))

@@ -1,0 +1,67 @@
+"""Preference data of a policy's own responses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_rl.algo.policy_loss import sft_loss
+from mcore_rl.loops.pairs import sample_pairs, write_pairs
+from mcore_rl.types import Prompt, Sample, Scores
+from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
+
+
+class Cut(TablePolicy):
+    """Every response whose first token is 0 is cut off."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
+    ) -> list[Sample]:
+        samples = super().generate(prompts, num_samples, greedy=greedy, seed=seed)
+        return [
+            replace(s, finish_reason="length" if s.response_ids[0] == 0 else "stop")
+            for s in samples
+        ]
+
+
+def reward_of(text: str, target: int) -> float:
+    return text.split().count(str(target)) / 3
+
+
+def test_a_better_response_is_chosen_over_a_worse_one() -> None:
+    prompts = make_prompts(6)
+    rows = sample_pairs(Cut(sft_loss), repeats_the_prompt, prompts, 8, 2, seed=0)
+    assert rows
+    for row in rows:
+        target = int(row["prompt"][0]["content"]) % 5
+        chosen, rejected = row["chosen"][0]["content"], row["rejected"][0]["content"]
+        assert reward_of(chosen, target) > reward_of(rejected, target)
+        assert not chosen.startswith("0") and not rejected.startswith("0")
+    by_prompt = [row["prompt"][0]["content"] for row in rows]
+    assert by_prompt == sorted(by_prompt) and max(map(by_prompt.count, by_prompt)) == 2
+
+
+def test_failed_and_equal_rewards_make_no_pair() -> None:
+    def failing(samples: Sequence[Sample]) -> Scores:
+        scores = repeats_the_prompt(samples)
+        return replace(scores, errors=["failed"] * len(samples))
+
+    def equal(samples: Sequence[Sample]) -> Scores:
+        return Scores([1.0] * len(samples))
+
+    for reward in (failing, equal):
+        assert sample_pairs(TablePolicy(sft_loss), reward, make_prompts(2), 4, 1, seed=0) == []
+
+
+def test_rows_are_written_and_none_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = sample_pairs(TablePolicy(sft_loss), repeats_the_prompt, make_prompts(3), 6, 1, seed=0)
+    path = tmp_path / "pairs" / "train.parquet"
+    write_pairs(rows, path, 3)
+    assert pq.read_table(path).to_pylist() == rows
+    assert f"{len(rows)} pairs from 3 prompts in {path}" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"none of 3 prompts has two responses that differ in rew"):
+        write_pairs([], path, 3)

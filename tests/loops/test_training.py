@@ -1,0 +1,141 @@
+"""Which passes a step makes before it trains, how batches are cut, and who trains when."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.config import (
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    CovarianceConfig,
+    CriticConfig,
+    KLConfig,
+    TrainConfig,
+)
+from mcore_rl.data.batch import make_train_batch
+from mcore_rl.loops.training import (
+    StepOptions,
+    add_logprobs,
+    add_logprobs_and_values,
+    mini_batches,
+    train_policy,
+    train_policy_and_critic,
+)
+from mcore_rl.roles import Roles
+from mcore_rl.types import StepStats, TrainBatch
+from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
+
+
+class CountingCritic:
+    """Values are the token ids; counts its optimizer steps."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def compute_values(self, batch: TrainBatch) -> Tensor:
+        return batch.token_ids_T.float()
+
+    def train_step(self, batch: TrainBatch) -> StepStats:
+        self.num_steps += 1
+        return StepStats(0.5, 1.0, 1e-5, sum(batch.lens_N), {"value": 1.0})
+
+    def save(self, step: int) -> None: ...
+
+
+def options_of(algorithm: AlgorithmConfig, **config: Any) -> StepOptions:
+    return StepOptions.of(Config(algorithm=algorithm, **config), needs_of(algorithm))
+
+
+def sampled(algorithm: AlgorithmConfig) -> tuple[TablePolicy, TrainBatch]:
+    """A policy and a batch of 8 sequences with advantages."""
+    policy = TablePolicy(make_policy_loss(algorithm))
+    samples = policy.generate(make_prompts(4), 2, greedy=False, seed=0)
+    batch, _ = Advantages(AlgorithmConfig())(
+        repeats_the_prompt(samples), samples, make_train_batch(samples)
+    )
+    policy.calls.clear()
+    return policy, batch
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train", "calls"),
+    [
+        (AlgorithmConfig(), TrainConfig(), []),
+        (AlgorithmConfig(), TrainConfig(mini_batches=2), ["logprobs"]),
+        (AlgorithmConfig(), TrainConfig(epochs=2), ["logprobs"]),
+        (AlgorithmConfig(correction=CorrectionConfig(bypass=True)), TrainConfig(epochs=2), []),
+        (AlgorithmConfig(kl=KLConfig(0.1)), TrainConfig(), ["reference"]),
+        (
+            AlgorithmConfig(kl=KLConfig(0.1, in_reward=True)),
+            TrainConfig(),
+            ["logprobs", "reference"],
+        ),
+        (AlgorithmConfig(loss="kl_cov"), TrainConfig(), ["logprobs"]),
+        (AlgorithmConfig(advantage="distillation"), TrainConfig(), ["logprobs"]),
+    ],
+)
+def test_a_pass_is_made_if_something_reads_it(
+    algorithm: AlgorithmConfig, train: TrainConfig, calls: list[str]
+) -> None:
+    policy, batch = sampled(algorithm)
+    batch = add_logprobs(options_of(algorithm, train=train), policy, batch)
+    assert policy.calls == calls
+    assert (batch.old_logprobs_T is not None) == ("logprobs" in calls)
+    assert (batch.ref_logprobs_T is not None) == ("reference" in calls)
+
+
+def test_sums_of_squares_come_with_the_pass_for_the_old_log_probs() -> None:
+    algorithm = AlgorithmConfig(advantage="optimal_token_baseline")
+    policy, batch = sampled(algorithm)
+    batch = add_logprobs(options_of(algorithm), policy, batch)
+    assert batch.sum_squares_T is not None
+    torch.testing.assert_close(batch.sum_squares_T, torch.full((len(batch.token_ids_T),), 0.2))
+
+
+def test_every_sequence_is_in_one_mini_batch_of_each_epoch() -> None:
+    _, batch = sampled(AlgorithmConfig())
+    batch = replace(batch, advantages_T=torch.arange(40.0))
+    parts = list(mini_batches(batch, 3, 2, seed=5))
+    assert len(parts) == 6
+    for epoch in (parts[:3], parts[3:]):
+        values = torch.cat([part.advantages_T for part in epoch if part.advantages_T is not None])
+        assert sorted(values.tolist()) == list(range(40))
+
+
+def test_tokens_are_held_back_in_each_mini_batch_by_the_loss_that_needs_it() -> None:
+    algorithm = AlgorithmConfig(loss="kl_cov", covariance=CovarianceConfig(share=0.25))
+    policy, batch = sampled(algorithm)
+    options = options_of(algorithm, train=TrainConfig(mini_batches=2))
+    metrics = train_policy(options, policy, add_logprobs(options, policy, batch), seed=1)
+    assert [
+        int(part.held_back_T.sum()) for part in policy.batches if part.held_back_T is not None
+    ] == [
+        3,
+        3,
+    ]
+    assert metrics["clip/held_back_share"] == pytest.approx(0.25)
+    assert metrics["train/optimizer_steps"] == 2
+
+
+@pytest.mark.parametrize(("step", "policy_trains"), [(1, False), (2, False), (3, True)])
+def test_the_policy_waits_for_its_critic(step: int, policy_trains: bool) -> None:
+    algorithm = AlgorithmConfig(advantage="gae")
+    policy, batch = sampled(algorithm)
+    critic = CountingCritic()
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    both = Roles.__dataclass_fields__["both"].default
+    roles = Roles(**fields | {"trainer": policy, "critic": critic, "both": both})
+    options = options_of(algorithm, critic=CriticConfig(warmup_steps=2, epochs=2, mini_batches=2))
+    batch = add_logprobs_and_values(options, roles, batch)
+    assert batch.values_T is not None and batch.values_T.tolist() == batch.token_ids_T.tolist()
+    metrics = train_policy_and_critic(options, roles, batch, step)
+    assert critic.num_steps == 4 and metrics["critic/loss"] == 0.5
+    assert policy.calls == ["train"] * policy_trains
+    assert ("loss/policy" in metrics) == policy_trains
