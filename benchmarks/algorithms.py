@@ -1,7 +1,8 @@
-"""Held-out accuracy that each algorithm reaches from one warm start, over seeds; the last line is JSON.
+"""Seeds in, the held-out accuracy that each algorithm reaches from one warm start out.
 
-All train the quickstart's model on its problems. A run that is there already is not made again, so that a
-killed benchmark goes on where it was; --out names the folder. Prints a table and draws the reward curves.
+All train the quickstart's model on its problems. A run that exists is not repeated, so a killed
+benchmark continues where it was; --out names the folder. Prints a table, draws the reward curves
+and ends with a line of JSON.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from mcore_rl.report.curve import moving_average
-from variants import Folders, step_rows, summaries_of, train_variants
+from variants import Folders, read_summaries, step_rows, train_variants
 
 ALGORITHMS: dict[str, list[str]] = {
     "GRPO": [],
@@ -55,11 +56,11 @@ def report(folders: Folders) -> None:
     print("| algorithm | warm start | after training, by seed | gain in the mean | samples |")
     print("|---|---|---|---|---|")
     figures = {}
-    for name, of_seeds in folders.items():
-        summaries = summaries_of(of_seeds)
-        before = statistics.fmean(s["warm_start_accuracy"] for s in summaries)
-        after = [s["final_accuracy"] for s in summaries]
-        samples = [num_samples(folder) for folder in of_seeds]
+    for name, seed_folders in folders.items():
+        summaries = read_summaries(seed_folders)
+        before = statistics.fmean(summary["warm_start_accuracy"] for summary in summaries)
+        after = [summary["final_accuracy"] for summary in summaries]
+        samples = [num_samples(folder) for folder in seed_folders]
         gain = statistics.fmean(after) - before
         by_seed = ", ".join(f"{100 * value:.1f} %" for value in after)
         print(
@@ -71,18 +72,20 @@ def report(folders: Folders) -> None:
 
 
 def num_samples(folder: Path) -> float:
-    """All that were drawn to train on, groups that were left out included."""
+    """Return how many samples were drawn to train on, including those of groups left out."""
     return sum(row.get("sampling/samples", row["rollout/samples"]) for row in step_rows(folder))
 
 
+def reward_curve(folder: Path) -> list[float]:
+    return [row.get("sampling/reward_mean", row["reward/mean"]) for row in step_rows(folder)]
+
+
 def draw(folders: Folders, path: Path) -> None:
+    """Draw each algorithm's reward, the mean over seeds, to an image file."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, of_seeds in folders.items():
-        curves = [
-            [row.get("sampling/reward_mean", row["reward/mean"]) for row in step_rows(folder)]
-            for folder in of_seeds
-        ]
+    for name, seed_folders in folders.items():
+        curves = [reward_curve(folder) for folder in seed_folders]
         means = [statistics.fmean(values) for values in zip(*curves, strict=False)]
         axes.plot(range(1, len(means) + 1), moving_average(means), label=name)
     axes.set(xlabel="step", ylabel="reward, mean over seeds, smoothed", ylim=(0, 1))

@@ -1,7 +1,8 @@
-"""Tokens per second of a GRPO step, this system and of TRL's; the last line is JSON with the ratio.
+"""A number of steps in, tokens per second of a GRPO step of this system and of TRL out.
 
-Both train the same float32 model (1 M parameters, 4 layers, 8 experts) on the same prompts, 4 x 8 samples of
-64 new tokens per step, on the same cores, one after the other. A step is all between two optimizer steps.
+Both train the same float32 model (1 M parameters, 4 layers, 8 experts) on the same prompts, with 4
+x 8 samples of 64 new tokens per step, on the same cores, one after the other. A step is everything
+between the ends of two optimizer steps. The last line is JSON with the ratio.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main() -> None:
         "--steps",
         type=int,
         default=20,
-        help=f"steps of each system, {WARMUP_STEPS} warm-up included",
+        help=f"steps of each system, including {WARMUP_STEPS} of warm-up",
     )
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("overrides", nargs="*", help="key=value, for this system's recipe")
@@ -45,17 +46,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="grpo_step_") as name:
         folder = Path(name)
         make_workload(folder)
-        trl = {
-            threads: run_trl(folder, args.steps, threads) for threads in range(1, args.cores + 1)
-        }
+        trl: dict[int, float] = {}
+        for threads in range(1, args.cores + 1):
+            trl[threads] = run_trl(folder, args.steps, threads)
         ours = run_ours(folder, args.steps, args.overrides)
     threads = min(trl, key=lambda count: trl[count])
     report(ours, trl[threads], threads)
 
 
 def report(ours_s: float, trl_s: float, trl_threads: int) -> None:
-    """Prints a table, then one JSON object; arguments are seconds per step."""
-    ours, trl = TOKENS_PER_STEP / ours_s, TOKENS_PER_STEP / trl_s
+    """Print a table, then one JSON object; arguments are seconds per step."""
+    ours = TOKENS_PER_STEP / ours_s
+    trl = TOKENS_PER_STEP / trl_s
     print(f"{'system':24s}{'s/step':>10s}{'tokens/s':>12s}")
     print(f"{'mcore_rl':24s}{ours_s:10.3f}{ours:12.0f}")
     print(f"{f'TRL, {trl_threads} threads':24s}{trl_s:10.3f}{trl:12.0f}")
@@ -64,7 +66,10 @@ def report(ours_s: float, trl_s: float, trl_threads: int) -> None:
 
 
 def install_trl() -> None:
-    """TRL and what only it needs go beside the environment; torch and transformers are this system's."""
+    """Install TRL and the packages only it needs beside the environment.
+
+    torch and transformers are this system's.
+    """
     stamp = TRL_SITE / ".installed"
     if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
         return
@@ -87,7 +92,7 @@ def install_trl() -> None:
 
 
 def run_trl(folder: Path, num_steps: int, threads: int) -> float:
-    """Median seconds per step of TRL with `threads` compute threads."""
+    """Return the median seconds per step of TRL with `threads` compute threads."""
     command = [sys.executable, str(ROOT / "benchmarks" / "grpo_trl.py"), "--folder", str(folder)]
     output = run(
         [*command, "--steps", str(num_steps), "--threads", str(threads)],
@@ -100,7 +105,10 @@ def run_trl(folder: Path, num_steps: int, threads: int) -> float:
 
 
 def run_ours(folder: Path, num_steps: int, overrides: list[str]) -> float:
-    """Median seconds per step of `mcore-rl train`, from metrics.jsonl, without the last step, which saves."""
+    """Return the median seconds per step of `mcore-rl train`, by its metrics.jsonl.
+
+    The last step, which saves, does not count.
+    """
     run_dir = folder / "run"
     settings = {
         "run.dir": run_dir,
@@ -142,7 +150,7 @@ def check_length(system: str, response_len: float) -> None:
 
 
 def run(command: list[str], **environment: str) -> str:
-    """Standard output of a command run from the repository; a failure shows its standard error."""
+    """Run a command in the repository and return its output; exit with its errors if it fails."""
     env = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False

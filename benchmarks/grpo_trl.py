@@ -1,8 +1,9 @@
-"""TRL's GRPOTrainer on the benchmark's workload: folder, steps and threads in, a JSON line of seconds out."""
+"""Folder, steps and threads in, a JSON line with the seconds of TRL's GRPOTrainer per step out."""
 
 import argparse
 import json
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from grpo_workload import LEARNING_RATE, NUM_PROMPTS, RESPONSE_LEN, SAMPLES_PER_
 
 
 class StepClock(TrainerCallback):
-    """Seconds from the end of one optimizer step to the end of the next: generation, rewards, update."""
+    """Measures seconds from the end of one optimizer step to the end of the next.
+
+    They cover generation, rewards and update.
+    """
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -24,9 +28,7 @@ class StepClock(TrainerCallback):
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        return [
-            later - earlier for earlier, later in zip(self.ends[:-1], self.ends[1:], strict=True)
-        ]
+        return [later - earlier for earlier, later in pairwise(self.ends)]
 
 
 def make_config(folder: Path, num_steps: int) -> GRPOConfig:

@@ -1,4 +1,4 @@
-"""The benchmark's workload, equal for both systems: prompts, tokenizer, a 1 M parameter MoE, a reward."""
+"""A folder in; prompts, tokenizer, an MoE of 1 M parameters and a reward, for both systems, out."""
 
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,17 @@ SHAPE: dict[str, Any] = {
 
 
 def make_workload(folder: Path) -> None:
-    """Writes train.parquet and model/ (tokenizer, config.json, float32 weights) into `folder`."""
+    """Write train.parquet and model/ (tokenizer, config.json, float32 weights) to `folder`."""
     prepare_arithmetic(folder, seed=0)
     model = make_model(AutoTokenizer.from_pretrained(folder / "model"))
     model.save_pretrained(folder / "model")
 
 
 def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
-    """Random float32 weights that never sample the end of a sequence."""
+    """Return a model of random float32 weights that never samples the end of a sequence."""
     torch.manual_seed(0)
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos = tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
     assert isinstance(eos, int) and isinstance(pad, int), f"eos {eos}, pad {pad}"
     config = Qwen3MoeConfig(vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad, **SHAPE)
     model = Qwen3MoeForCausalLM(config).float()
@@ -47,7 +48,10 @@ def make_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def _never_sample(model: Qwen3MoeForCausalLM, token_id: int) -> None:
-    """Gives every response its full length: only `token_id` looks at residual coordinate 0, a constant."""
+    """Keep a token from being sampled, so that every response has its full length.
+
+    Residual coordinate 0 becomes a constant, and only the output row of `token_id` looks at it.
+    """
     for name, weight in model.named_parameters():
         if name.endswith("embed_tokens.weight"):
             weight[:, 0] = 1.0
@@ -62,5 +66,5 @@ def _never_sample(model: Qwen3MoeForCausalLM, token_id: int) -> None:
 
 
 def reward(*, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
-    """Cheap, and different from sample to sample, so that no group's advantages vanish."""
+    """Return a cheap score that differs between samples, so that no group's advantages vanish."""
     return len(set(solution_str)) / max(len(solution_str), 1)

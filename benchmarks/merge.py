@@ -1,10 +1,10 @@
-"""Merging a Megatron checkpoint of 2 GiB, saved at TP2 PP2 EP2, into HuggingFace files: memory, and speed.
+"""A Megatron checkpoint of 2 GiB at TP2 PP2 EP2 in, time and memory of its conversion out.
 
-megatron-core itself writes the checkpoint, on four gloo ranks. Then, in turn: `cp -r`, and `mcore-rl-ckpt
-to-hf` as a process of its own, from start to end. Before each, twice the memory that it will write is touched
-and given back: on a virtual machine the first use of a page can cost more than all that is done with it, and
-which of the two would pay is chance. Last a merge is killed (SIGKILL) in the middle and run again, and the
-results are compared. Prints a table, and last one JSON object.
+megatron-core itself writes the checkpoint, on four gloo ranks. Then `cp -r` and `mcore-rl-ckpt
+to-hf`, as whole processes, take turns. Before each, twice the memory that it will write is touched
+and given back: on a virtual machine the first use of a page can cost more than everything else
+done with it, and chance would decide which of the two pays. Last, a merge is killed (SIGKILL) in
+the middle and run again, and the results are compared. Prints a table, and last a JSON object.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from mcore_rl.process.ports import find_free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 4
-EVERY_S = 0.01
+SAMPLE_EVERY_S = 0.01
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -73,7 +73,9 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
-    hf_dir, checkpoint = folder / "hf", folder / "step_000001"
+    """Measure in `folder` and print the results."""
+    hf_dir = folder / "hf"
+    checkpoint = folder / "step_000001"
     if not checkpoint.exists():
         make_checkpoint(hf_dir, checkpoint, args.layers)
     num_bytes = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -85,31 +87,28 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
         "--workers",
         str(args.workers),
     ]
-    copies, merges = [], []
+    copies: list[float] = []
+    merges: list[float] = []
     for _ in range(args.repeats):
-        copies.append(
-            seconds_of(["cp", "-r", str(checkpoint), str(fresh(folder / "copy"))], num_bytes)
-        )
-        fresh(folder / "copy")
-        merges.append(
-            seconds_of(command("to-hf", checkpoint, fresh(folder / "merged"), *options), num_bytes)
-        )
-    peak = peak_of_merge(checkpoint, fresh(folder / "merged"), options)
-    kept = kill_and_rerun(checkpoint, fresh(folder / "killed"), options)
-    same = (folder / "merged/checksums.json").read_text() == (
-        folder / "killed/checksums.json"
-    ).read_text()
-    equal = (
-        subprocess.run(command("verify", checkpoint, folder / "killed", *options[2:])).returncode
-        == 0
-    )
+        copy = ["cp", "-r", str(checkpoint), str(removed(folder / "copy"))]
+        copies.append(time_process(copy, num_bytes))
+        removed(folder / "copy")
+        merge = command("to-hf", checkpoint, removed(folder / "merged"), *options)
+        merges.append(time_process(merge, num_bytes))
+    peak = peak_of_merge(checkpoint, removed(folder / "merged"), options)
+    kept = kill_and_rerun(checkpoint, removed(folder / "killed"), options)
+    merged_sums = (folder / "merged/checksums.json").read_text()
+    same = merged_sums == (folder / "killed/checksums.json").read_text()
+    verify = command("verify", checkpoint, folder / "killed", *options[2:])
+    equal = subprocess.run(verify).returncode == 0
     ratio = median(copies) / median(merges)
+    num_processes = args.workers + 1
     rows = {
         "checkpoint": f"{show_bytes(num_bytes)}, {LAYOUT}",
         "cp -r, seconds": f"{median(copies):.2f} of {[round(s, 2) for s in copies]}",
-        "to-hf, seconds": f"{median(merges):.2f} of {[round(n, 2) for n in merges]}, whole process",
+        "to-hf, seconds": f"{median(merges):.2f} of {[round(s, 2) for s in merges]}, whole process",
         "throughput to cp": f"{ratio:.0%}",
-        "peak memory of to-hf": f"{show_bytes(peak)}: Pss of {args.workers + 1} processes, every 10 ms",
+        "peak memory of to-hf": f"{show_bytes(peak)}: Pss of {num_processes} processes per 10 ms",
         "killed in the middle": kept,
         "the rerun's files": f"those of the first merge: {same}; equal to the checkpoint: {equal}",
     }
@@ -127,11 +126,12 @@ def measure(folder: Path, args: argparse.Namespace) -> None:
 
 
 def make_checkpoint(hf_dir: Path, checkpoint: Path, num_layers: int) -> None:
-    """A random model in bfloat16, and the HuggingFace directory, without weights, that it began from."""
+    """Save a random model in bfloat16, and its HuggingFace directory without weights."""
     hf_dir.mkdir(parents=True, exist_ok=True)
     (hf_dir / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": num_layers}))
     (hf_dir / "tokenizer_config.json").write_text("{}")
-    context, port = mp.get_context("spawn"), find_free_port("127.0.0.1")
+    context = mp.get_context("spawn")
+    port = find_free_port("127.0.0.1")
     ranks = [
         context.Process(target=save_rank, args=(rank, port, hf_dir, checkpoint))
         for rank in range(RANKS)
@@ -175,13 +175,14 @@ def command(name: str, *arguments: object) -> list[str]:
     return [sys.executable, "-m", "checkpoint_tools.cli", name, *map(str, arguments)]
 
 
-def fresh(folder: Path) -> Path:
+def removed(folder: Path) -> Path:
+    """Remove a folder, if it exists, and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 
 
-def seconds_of(arguments: Sequence[str], num_bytes: int) -> float:
-    """Of the whole process, which writes `num_bytes`."""
+def time_process(arguments: Sequence[str], num_bytes: int) -> float:
+    """Return the seconds of a whole process that writes `num_bytes`."""
     os.sync()
     touch = mp.Process(target=touch_pages, args=(2 * num_bytes,))
     touch.start()
@@ -198,14 +199,13 @@ def touch_pages(num_bytes: int) -> None:
 
 
 def peak_of_merge(checkpoint: Path, out: Path, options: Sequence[str]) -> int:
-    """Peak memory of the process and its workers together, sampled from outside."""
-    process, peak = (
-        subprocess.Popen(command("to-hf", checkpoint, out, *options), stdout=subprocess.DEVNULL),
-        0,
-    )
+    """Return the peak memory of the process and its workers together, sampled from outside."""
+    merge = command("to-hf", checkpoint, out, *options)
+    process = subprocess.Popen(merge, stdout=subprocess.DEVNULL)
+    peak = 0
     while process.poll() is None:
         peak = max(peak, sum(map(proportional_bytes, [process.pid, *children(process.pid)])))
-        time.sleep(EVERY_S)
+        time.sleep(SAMPLE_EVERY_S)
     if process.returncode:
         raise SystemExit(f"to-hf ended with {process.returncode}")
     return peak
@@ -220,9 +220,8 @@ def children(process_id: int) -> list[int]:
 
 
 def kill_and_rerun(checkpoint: Path, out: Path, options: Sequence[str]) -> str:
-    """What the rerun said that it kept."""
-    partial = out.with_name(out.name + ".partial")
-    fresh(partial)
+    """Kill a merge in the middle and rerun it; return what the rerun reports."""
+    partial = removed(out.with_name(out.name + ".partial"))
     process = subprocess.Popen(command("to-hf", checkpoint, out, *options))
     while finished_units(partial / ".journal") < 10:
         if process.poll() is not None:
@@ -233,10 +232,9 @@ def kill_and_rerun(checkpoint: Path, out: Path, options: Sequence[str]) -> str:
     units = finished_units(partial / ".journal")
     if out.exists():
         raise SystemExit(f"{out} exists after the kill")
-    told = subprocess.run(
-        command("to-hf", checkpoint, out, *options), check=True, capture_output=True, text=True
-    )
-    return f"after {units} units, rerun: {told.stdout.strip().split(': ', 1)[1]}"
+    rerun = command("to-hf", checkpoint, out, *options)
+    finished = subprocess.run(rerun, check=True, capture_output=True, text=True)
+    return f"after {units} units, rerun: {finished.stdout.strip().split(': ', 1)[1]}"
 
 
 def finished_units(journal: Path) -> int:

@@ -1,7 +1,8 @@
-"""Seconds and peak memory that one rank takes to make its own part of the plan: the shipped recipes, and
-8,192 trainer ranks to 2,048. Prints a table, and last one JSON object with seconds per case.
+"""Shipped recipes in, seconds and peak memory that a rank takes to make its part of a plan out.
 
-A few ranks spread over each side are planned, each from layouts made anew; the best of three counts.
+The largest case has 8,192 trainer ranks and 2,048 engine ranks. A few ranks spread over each side
+are planned, each from new layouts; the best of three counts. Prints a table, and last a JSON
+object with seconds per case.
 """
 
 import argparse
@@ -40,7 +41,7 @@ CASES: dict[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank took; `num_slices` boxes are in its plan."""
+    """Time and memory that one rank took, and the number of boxes in its plan."""
 
     seconds: float
     peak_bytes: int
@@ -58,7 +59,8 @@ def main() -> None:
         for is_trainer in (True, False):
             costs = [measure(settings, is_trainer, i, args.ranks) for i in range(args.ranks)]
             slowest = max(cost.seconds for cost in costs)
-            peak, slices = max(c.peak_bytes for c in costs), max(c.num_slices for c in costs)
+            peak = max(cost.peak_bytes for cost in costs)
+            slices = max(cost.num_slices for cost in costs)
             side = "trainer" if is_trainer else "engine"
             print(
                 f"{name:40s}{side:10s}{slowest * 1e3:10.1f}{peak / 2**20:10.1f}{slices:12d}",
@@ -70,7 +72,7 @@ def main() -> None:
 
 
 def measure(settings: list[str], is_trainer: bool, i: int, num_samples: int) -> Cost:
-    """Plan sample number `i` of `num_samples` ranks of a side."""
+    """Plan for the rank that is number `i` of `num_samples` spread over a side."""
     deployment = _deployment(settings)
     num_ranks = (deployment.source if is_trainer else deployment.target).num_ranks
     rank = i * (num_ranks - 1) // max(1, num_samples - 1)

@@ -1,14 +1,15 @@
-"""How far engine and trainer are apart with and without router replay; the last line is JSON.
+"""Dtypes in, the difference of engine and trainer log-probs with and without router replay out.
 
-Trains the tiny model with a learning rate so small that no weight changes, so that every run compares the
-log-probs of the same samples under the same weights: what is left is arithmetic, and tokens that went to
-other experts.
+Trains the tiny model with a learning rate so small that no weight changes. So every run compares
+the log-probs of the same samples under the same weights, which differ only by arithmetic and by
+tokens that went to other experts. The last line is JSON.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -54,13 +55,9 @@ def main() -> None:
                     f"model.path={model}",
                     f"model.dtype={dtype}",
                     f"train.router_replay={replay}",
-                ]
-                options += [
                     f"run.steps={args.steps}",
                     f"run.dir={folder}",
                     "rollout.deterministic=true",
-                ]
-                options += [
                     "checkpoint.export_hf=false",
                     "canary.sequences=0",
                     *STILL,
@@ -68,25 +65,32 @@ def main() -> None:
                 ]
                 call("train", RECIPE, *files, *options)
             results[f"{dtype} {replay}"] = summarize(folder)
-    print(
-        f"{'model.dtype, router_replay':28}{'mean':>10}{'max':>10}{'router':>10}{'flips':>8}{'replaced':>10}"
-    )
-    for name, row in results.items():
-        print(
-            f"{name:28}{row['mean']:10.2e}{row['max']:10.2e}{row['router']:10.2e}{row['flips']:8.2%}"
-            f"{row['replaced']:10.2%}"
-        )
+    print_table(results)
     print(json.dumps({"steps": args.steps, "runs": results}))
 
 
 def summarize(folder: Path) -> dict[str, float]:
-    """Means over the steps, of `max` the largest; `replaced` counts the tokens that replay sent elsewhere."""
+    """Return the mean of each metric over the steps, and of "max" the largest.
+
+    "replaced" is the share of tokens that replay sent to other experts.
+    """
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
-    found = {short: [row[name] for row in rows] for short, name in METRICS.items()}
-    replaced = fmean(row.get("router/replaced_share", 0.0) for row in rows)
-    return {s: max(v) if s == "max" else fmean(v) for s, v in found.items()} | {
-        "replaced": replaced
-    }
+    summary: dict[str, float] = {}
+    for short, name in METRICS.items():
+        values = [row[name] for row in rows]
+        summary[short] = max(values) if short == "max" else fmean(values)
+    summary["replaced"] = fmean(row.get("router/replaced_share", 0.0) for row in rows)
+    return summary
+
+
+def print_table(results: Mapping[str, Mapping[str, float]]) -> None:
+    title = "model.dtype, router_replay"
+    print(f"{title:28}{'mean':>10}{'max':>10}{'router':>10}{'flips':>8}{'replaced':>10}")
+    for name, row in results.items():
+        print(
+            f"{name:28}{row['mean']:10.2e}{row['max']:10.2e}{row['router']:10.2e}"
+            f"{row['flips']:8.2%}{row['replaced']:10.2%}"
+        )
 
 
 def call(*words: str) -> None:

@@ -1,7 +1,8 @@
-"""Seconds per weight sync: this system against gather-and-broadcast and SGLang's own updates; last line JSON.
+"""Model sizes in, seconds per weight sync out: this system, gather-and-broadcast, SGLang's updates.
 
-One model, one pair of layouts (TP = EP over the trainer ranks, one SGLang engine), all on this machine over
-loopback; the methods take turns, and the engine's weights are compared after each.
+One model in one pair of layouts (TP = EP over the trainer ranks, one SGLang engine), all on this
+machine over loopback. The methods take turns, and the engine's weights are compared after each.
+The last line is JSON.
 """
 
 import argparse
@@ -30,9 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 OURS = "this"
 GATHER = "gather and broadcast"
 DISTRIBUTED = "sglang distributed"
-"""From whole tensors that trainer rank 0 holds already: without the gathering."""
+"""Sends whole tensors that trainer rank 0 already holds, so without the time to gather them."""
 DISK = "sglang disk"
-"""Gathered, written and loaded, all through the page cache."""
+"""Gathers, writes and loads, all through the page cache."""
 DISK_LOAD = "sglang disk, load only"
 
 
@@ -40,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", default="64,512,2048", help="MiB of weights, comma-separated")
     parser.add_argument(
-        "--kinds", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}: expert matrices"
+        "--kinds", default=",".join(SHAPES), help=f"expert matrices, of {', '.join(SHAPES)}"
     )
     parser.add_argument(
         "--repeats", type=int, default=5, help="syncs per method; the median counts"
@@ -137,15 +138,18 @@ def baselines(
 
 
 def take_turns(methods: dict[str, Callable[[], float]], url: str, repeats: int) -> dict[str, float]:
-    """Median seconds per method, the first turn left out; all must leave the same weights in the engine."""
+    """Return the median seconds per method, without the first turn.
+
+    Asserts that all methods leave the same weights in the engine.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     expected = None
     for turn in range(repeats + 1):
         for name, method in methods.items():
             taken_s = method()
             if turn == 0:
-                found = post(url, "/weights_checker", action="checksum")["ranks"]
-                weights = [rank["checksums"] for rank in found]
+                engine_ranks = post(url, "/weights_checker", action="checksum")["ranks"]
+                weights = [rank["checksums"] for rank in engine_ranks]
                 expected = expected or weights
                 assert weights == expected, f"{name} left other weights in the engine than {OURS}"
             else:
@@ -160,7 +164,7 @@ def report(
     raw: dict[str, float],
     connect_s: float,
 ) -> dict[str, float]:
-    """Prints the case's table; returns its figures."""
+    """Print the case's table and return its figures."""
     mib = sum(engine.num_bytes for engine in reports[0].engines) / 2**20
     print(f"\n{case.name}: {mib:.0f} MiB per sync, connected in {connect_s:.2f} s")
     for name, value in {**seconds, **{f"raw {k}": v for k, v in raw.items()}}.items():

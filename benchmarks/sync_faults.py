@@ -1,9 +1,10 @@
-"""Weight syncs during which a process is killed or stopped at a random moment; last line JSON with outcomes.
+"""Random faults during weight syncs in, their outcomes out: a process is killed or stopped.
 
-Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of the engine that passes
-slices on (relay), that of the other one (receiver), all processes of the other one. After each fault: no
-engine in rotation has weights other than its version's; the sync ended by its deadline; what survived syncs
-on; the victim, restarted or continued, is readmitted.
+Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of the engine that
+passes slices on (relay), the rank of the other engine (receiver), all processes of the other
+engine. Asserted after each fault: no engine in rotation has weights other than its version's, the
+sync ended by its deadline, the survivors sync on, and the victim is readmitted once restarted or
+continued. The last line is JSON.
 """
 
 import argparse
@@ -33,16 +34,17 @@ VICTIMS = ("sender", "relay", "receiver", "engine")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 TIMEOUT_S = 8.0
 DEADLINE_S = 2 * (TIMEOUT_S + 10) + 5
-"""The SyncController's own deadline for a sync with engines left behind, with the least time for a swap."""
+"""The SyncController's deadline for a sync that leaves engines behind, with the least swap time."""
 SLACK_S = 5.0
 MAX_SYNCS = 3
 
 
 class Stage:
-    """Trainer ranks and two engines; version v has the model's weights, negated if v is odd."""
+    """Trainer ranks and two engines. Version v has the model's weights, negated if v is odd."""
 
     def __init__(self, case: Case, folder: Path) -> None:
-        self._case, self._model = case, write_config(case, folder / "model")
+        self._case = case
+        self._model = write_config(case, folder / "model")
         self.engines = [self._start(folder / f"engine{i}.log") for i in range(2)]
         for engine in self.engines:
             engine.wait_healthy()
@@ -72,20 +74,23 @@ class Stage:
         return engine
 
     def sync(self) -> float:
-        """The next version; seconds, also of a sync that failed."""
+        """Sync the next version; return the seconds it took, even if it failed for some engine."""
         self.ranks.call("flip_sign")
         self.version += 1
         began_s = time.monotonic()
         lost = [
             engine.url for engine in self.engines if engine.url not in self.sync_controller.linked
         ]
-        with contextlib.suppress(SyncError):  # then it is tried again before the next sync
+        with contextlib.suppress(SyncError):  # tried again before the next sync
             asyncio.run(self.sync_controller.connect(lost))
         asyncio.run(self.sync_controller.sync(self.version))
         return time.monotonic() - began_s
 
     def sync_until_all_serve(self) -> int:
-        """Number of syncs that this took; on a busy machine linking an engine can outlast its deadline."""
+        """Sync until both engines are in rotation; return the number of syncs.
+
+        On a busy machine, linking an engine can outlast its deadline.
+        """
         for num_syncs in range(1, MAX_SYNCS + 1):
             self.sync()
             if set(self.sync_controller.in_rotation) == {engine.url for engine in self.engines}:
@@ -95,7 +100,7 @@ class Stage:
         )
 
     def learn(self) -> None:
-        """What the engines hold after clean syncs of an even and of an odd version."""
+        """Record what the engines hold after clean syncs of even and odd versions."""
         for _ in range(3):
             self.sync()
             first, second = (weights_of(engine.url) for engine in self.engines)
@@ -105,9 +110,9 @@ class Stage:
 
     def check_rotation(self) -> None:
         for url in self.sync_controller.in_rotation:
-            serves = self.sync_controller.served_version(url)
-            assert serves is not None
-            assert weights_of(url) == self.expected[serves % 2], (
+            version = self.sync_controller.served_version(url)
+            assert version is not None
+            assert weights_of(url) == self.expected[version % 2], (
                 f"{url} is in rotation with mixed weights"
             )
 
@@ -128,28 +133,31 @@ class Stage:
 
 
 def weights_of(url: str) -> str:
-    return json.dumps(
-        [rank["checksums"] for rank in post(url, "/weights_checker", action="checksum")["ranks"]]
-    )
+    """Return the checksums of an engine's weights, rank by rank."""
+    ranks = post(url, "/weights_checker", action="checksum")["ranks"]
+    return json.dumps([rank["checksums"] for rank in ranks])
 
 
 def pids_of(stage: Stage, victim: str, engine: EngineProcess) -> list[int]:
+    """Return the processes to strike."""
     if victim == "sender":
         return [random.choice(stage.ranks.pids)]
-    group = psutil.Process(engine.pid)
-    everyone = [group, *group.children(recursive=True)]
-    if victim != "engine":
-        return [p.pid for p in everyone if "scheduler" in " ".join(p.cmdline())][:1]
-    return [process.pid for process in everyone]
+    parent = psutil.Process(engine.pid)
+    processes = [parent, *parent.children(recursive=True)]
+    if victim == "engine":
+        return [process.pid for process in processes]
+    schedulers = [p.pid for p in processes if "scheduler" in " ".join(p.cmdline())]
+    return schedulers[:1]
 
 
 def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
-    """One fault during one sync, and the recovery from it; what came of the sync."""
+    """Cause one fault during one sync and recover from it; return the outcome of the sync."""
     url = stage.sync_controller.linked[0 if victim == "relay" else -1]
     index = [engine.url for engine in stage.engines].index(url)
     pids = pids_of(stage, victim, stage.engines[index])
     delay_s = random.uniform(0, 0.8 * typical_s)
-    outcome, began_s = "all engines took it", time.monotonic()
+    outcome = "all engines took it"
+    began_s = time.monotonic()
 
     async def sync() -> None:
         async def hit() -> None:
@@ -196,7 +204,7 @@ def strike(stage: Stage, victim: str, kind: str, typical_s: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=20, help="of each signal to each victim")
+    parser.add_argument("--times", type=int, default=20, help="faults per signal and victim")
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Random Qwen3-MoE models of a wanted size, cut as Megatron cuts them: TP = EP = all ranks."""
+"""A size in, a random Qwen3-MoE model cut as Megatron cuts it at TP = EP = all ranks out."""
 
 import json
 import zlib
@@ -25,7 +25,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """About `mib` of float32 weights, most of them in expert matrices of the `kind` of SHAPES."""
+    """A model of about `mib` MiB of float32 weights, mostly experts of a `kind` in SHAPES."""
 
     mib: int
     kind: str
@@ -73,14 +73,17 @@ def write_config(case: Case, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """One parameter of one rank; `is_sharded`: other ranks hold other parts of the Megatron tensor."""
+    """One parameter of one rank.
+
+    is_sharded   other ranks hold other parts of the Megatron tensor
+    """
 
     part: LocalPart
     is_sharded: bool
 
     def make(self) -> Tensor:
-        """Equal wherever the same part is held."""
-        shape = [n for n in self.part.local_shape if n > 1]
+        """Return random values that are equal on all ranks that hold the same part."""
+        shape = [size for size in self.part.local_shape if size > 1]
         seed = zlib.crc32(f"{self.part.key} {self.part.global_offset}".encode())
         return torch.empty(shape, dtype=DTYPE).uniform_(
             -0.1, 0.1, generator=torch.Generator().manual_seed(seed)
@@ -88,26 +91,36 @@ class LocalTensor:
 
 
 def local_tensors(config: dict[str, Any], rank: int, world_size: int) -> list[LocalTensor]:
-    """What trainer rank `rank` holds; the lists of all ranks go through the model in the same order."""
+    """Return the parameters of trainer rank `rank`, in an order that is the same on all ranks."""
     return list(_tensors(config, rank, world_size))
 
 
 def _tensors(config: dict[str, Any], rank: int, world_size: int) -> Iterator[LocalTensor]:
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    head, ffn = config["head_dim"], config["moe_intermediate_size"]
-    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    layers, experts = config["num_hidden_layers"], config["num_experts"]
+    hidden = config["hidden_size"]
+    vocab = config["vocab_size"]
+    head = config["head_dim"]
+    ffn = config["moe_intermediate_size"]
+    q = config["num_attention_heads"] * head
+    kv = config["num_key_value_heads"] * head
+    layers = config["num_hidden_layers"]
+    experts = config["num_experts"]
 
     def cut(
         key: str, shape: tuple[int, ...], axis: int | None, layer: int | None = None
     ) -> LocalTensor:
-        start, local = [0] * len(shape), list(shape)
+        """Cut a tensor on `axis`; `layer` is its index on a leading axis of all layers."""
+        start = [0] * len(shape)
+        local = list(shape)
         if axis is not None:
             local[axis] //= world_size
             start[axis] = rank * local[axis]
-        lead, at, one = ((layers,), (layer,), (1,)) if layer is not None else ((), (), ())
+        whole = list(shape)
+        if layer is not None:
+            whole.insert(0, layers)
+            start.insert(0, layer)
+            local.insert(0, 1)
         name = f"{layer}.{key}"
-        part = LocalPart(key, (*lead, *shape), (*at, *start), (*one, *local), name, "float32")  # type: ignore[arg-type]
+        part = LocalPart(key, tuple(whole), tuple(start), tuple(local), name, "float32")
         return LocalTensor(part, axis is not None)
 
     def expert(key: str, shape: tuple[int, int], layer: int, index: int) -> LocalTensor:
@@ -138,9 +151,10 @@ def _tensors(config: dict[str, Any], rank: int, world_size: int) -> Iterator[Loc
 
 
 def num_bytes(config: dict[str, Any]) -> int:
-    """Of the whole model, each element counted once."""
-    parts = {
-        (t.part.key, t.part.global_offset[: len(t.part.global_shape) - 2]): t.part
-        for t in _tensors(config, 0, 1)
-    }
-    return sum(prod(part.local_shape) for part in parts.values()) * DTYPE.itemsize
+    """Return the size of the whole model, with each element counted once."""
+    numel_by_part: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor in _tensors(config, 0, 1):
+        part = tensor.part
+        stacked = part.global_offset[: len(part.global_shape) - 2]
+        numel_by_part[part.key, stacked] = prod(part.local_shape)
+    return sum(numel_by_part.values()) * DTYPE.itemsize

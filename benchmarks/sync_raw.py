@@ -1,4 +1,4 @@
-"""What two processes reach that only copy, by TCP socket and by shared memory, and what a checksum costs."""
+"""A number of bytes in, the time of a bare copy between processes and of a checksum out."""
 
 import mmap
 import os
@@ -19,7 +19,7 @@ Bytes = NDArray[np.uint8]
 
 
 def raw_seconds(num_bytes: int, repeats: int) -> dict[str, float]:
-    """Least seconds to have `num_bytes` of one process in memory of another, by way of transport."""
+    """Return the least seconds to copy `num_bytes` from one process to another, by transport."""
     return {
         "socket": _timed(_send_socket, _recv_socket, num_bytes, repeats),
         "shared memory": _timed(_send_shared, _recv_shared, num_bytes, repeats),
@@ -27,12 +27,13 @@ def raw_seconds(num_bytes: int, repeats: int) -> dict[str, float]:
 
 
 def checksum_cost(num_bytes: int = 4 * 2**20, repeats: int = 50) -> float:
-    """Processor time of the checksum of freshly copied bytes, in units of that of the copy."""
+    """Return the CPU time of a checksum of freshly copied bytes, relative to that of the copy."""
     num_rows = num_bytes // (ROW_WORDS * WORD_BYTES)
     sums = Checksums(0, [num_rows])
     source_W = torch.ones(num_rows * ROW_WORDS, dtype=torch.int64)
     target_W = torch.zeros_like(source_W)
-    copy_s, sum_s = 0.0, 0.0
+    copy_s = 0.0
+    sum_s = 0.0
     for _ in range(repeats):
         began_s = time.thread_time()
         target_W.copy_(source_W)
@@ -80,13 +81,14 @@ def _send_socket(peer: socket.socket, ring: mmap.mmap, source: Bytes) -> None:
 
 
 def _recv_socket(peer: socket.socket, ring: mmap.mmap, target: Bytes) -> None:
-    view, at = target.data, 0
+    view = target.data
+    at = 0
     while at < len(view):
         at += peer.recv_into(view[at:])
 
 
 def _send_shared(peer: socket.socket, ring: mmap.mmap, source: Bytes) -> None:
-    """One copy into the next free slot of the ring; a byte tells the other side of it."""
+    """Copy each part to the next free slot of the ring and tell the other side by a byte."""
     slots = np.frombuffer(ring, dtype=np.uint8)
     for i, at in enumerate(range(0, len(source), SLOT_BYTES)):
         if i >= NUM_SLOTS:

@@ -1,4 +1,4 @@
-"""Trainer ranks as plain processes: they send by this system, or gather and broadcast the model."""
+"""Trainer ranks as plain processes, which send weights by this system or by the baselines."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ TIMEOUT = timedelta(seconds=600)
 
 
 class BenchRanks:
-    """The TrainerRanks that a SyncController calls, and the baselines beside it."""
+    """The trainer ranks that a SyncController calls, and those of the baselines."""
 
     def __init__(self, config: dict[str, Any], world_size: int, timeout_s: float = 600.0) -> None:
         self.timeout_s = timeout_s
@@ -106,7 +106,9 @@ def _serve(pipe: Any, config: dict[str, Any], rank: int, world_size: int) -> Non
 
 class _Rank:
     def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
-        self._config, self._rank, self._world_size = config, rank, world_size
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
         self._layouts = [local_tensors(config, other, world_size) for other in range(world_size)]
         self._tensors = {t.part.tensor: t.make() for t in self._layouts[rank]}
         shards = training_shards([t.part for t in self._layouts[rank]], QWEN3_MOE, config)
@@ -120,7 +122,7 @@ class _Rank:
         return self._sender.send(version, engines, timeout_s)
 
     def flip_sign(self) -> None:
-        """As good as a training step: every weight changes."""
+        """Change every weight, as a training step would."""
         for tensor in self._tensors.values():
             tensor.neg_()
 
@@ -134,7 +136,7 @@ class _Rank:
         )
 
     def join_engine(self, url: str, engine_ranks: int, port: int) -> None:
-        """Rank 0 and the engine's ranks form SGLang's group for updates."""
+        """Form SGLang's group for updates from rank 0 and the engine's ranks."""
         if self._rank == 0:
             with ThreadPoolExecutor(1) as pool:
                 answer = pool.submit(
@@ -152,7 +154,10 @@ class _Rank:
                 answer.result()
 
     def gather_and_broadcast(self, url: str) -> float:
-        """As slime does: all-gather each parameter, convert on rank 0, broadcast in buckets; seconds."""
+        """Update as slime does; return the seconds it took.
+
+        Each parameter is all-gathered, converted on rank 0 and broadcast in buckets.
+        """
         distributed.barrier()
         began_s = time.perf_counter()
         if self._rank == 0:
@@ -165,14 +170,14 @@ class _Rank:
         return time.perf_counter() - began_s
 
     def prepare_whole_model(self, folder: str | None) -> None:
-        """Rank 0 keeps all HF tensors and, for a `folder`, writes them there as safetensors."""
+        """Gather all HF tensors on rank 0, which also writes them to `folder`, if given."""
         whole = {name: tensor for name, tensor in self._gathered() if self._rank == 0}
         if folder is not None and self._rank == 0:
             save_file(whole, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         self._hf = whole
 
     def broadcast(self, url: str) -> float:
-        """SGLang's own update from tensors that rank 0 holds already; seconds."""
+        """Update by SGLang's own means from tensors that rank 0 holds; return the seconds."""
         began_s = time.perf_counter()
         if self._rank == 0:
             _open(url)
@@ -203,14 +208,16 @@ class _Rank:
             answer.result()
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """HF tensors, each as soon as its last part has come; on rank 0 only, the others take part."""
+        """Yield HF tensors on rank 0, each once its last part has come; other ranks only send."""
         filled: dict[str, tuple[Tensor, int]] = {}
         shapes = QWEN3_MOE.shapes(self._config)
-        for same in zip(*self._layouts, strict=True):
-            mine = self._tensors[same[self._rank].part.tensor]
-            holders, parts = list(same[:1]), [mine]
-            if same[0].is_sharded:
-                holders, parts = list(same), [torch.empty_like(mine) for _ in same]
+        for by_rank in zip(*self._layouts, strict=True):
+            mine = self._tensors[by_rank[self._rank].part.tensor]
+            holders = list(by_rank[:1])
+            parts = [mine]
+            if by_rank[0].is_sharded:
+                holders = list(by_rank)
+                parts = [torch.empty_like(mine) for _ in by_rank]
                 distributed.all_gather(parts, mine)
             if self._rank != 0:
                 continue
@@ -232,11 +239,14 @@ def _box_of(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def _buckets(tensors: Any) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket, filled_bytes = [], 0
+    """Group (name, tensor) pairs into buckets of at most BUCKET_BYTES, or of one tensor."""
+    bucket: list[tuple[str, Tensor]] = []
+    filled_bytes = 0
     for name, tensor in tensors:
         if bucket and filled_bytes + tensor.nbytes > BUCKET_BYTES:
             yield bucket
-            bucket, filled_bytes = [], 0
+            bucket = []
+            filled_bytes = 0
         bucket.append((name, tensor))
         filled_bytes += tensor.nbytes
     if bucket:
@@ -264,7 +274,7 @@ def _post(url: str, path: str, **body: Any) -> Any:
 
 
 def _beside_default_group(init_method: str, world_size: int) -> Any:
-    """Rank 0 of a group made as SGLang's init_custom_process_group makes it."""
+    """Join, as rank 0, a group made like that of SGLang's init_custom_process_group."""
     rendezvous: Any = c10d.rendezvous  # pyright: ignore[reportPrivateImportUsage]
     store, rank, world_size = next(rendezvous(init_method, 0, world_size, timeout=TIMEOUT))
     helper: Any = c10d._new_process_group_helper

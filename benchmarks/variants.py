@@ -1,6 +1,7 @@
-"""Runs of the quickstart's model that differ in a few options, each over seeds and from one warm start.
+"""Variants of the quickstart's recipe and seeds in, the folders of their runs from one warm start
+out.
 
-A run that is there already is not made again, so that a killed benchmark goes on where it was.
+A run that exists is not repeated, so a killed benchmark continues where it was.
 """
 
 import argparse
@@ -23,34 +24,38 @@ Folders = dict[str, list[Path]]
 def train_variants(
     text: str, variants: Mapping[str, Sequence[str]], name: str
 ) -> tuple[Folders, Path]:
-    """The folders of the runs that the command line asks for, all of them made, and the one above them."""
+    """Carry out the runs that the command line asks for; return their folders and parent folder."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--only", default=",".join(variants), help="comma-separated")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / name)
     parser.add_argument("overrides", nargs="*", help="key=value, for every run")
     args = parser.parse_args()
-    chosen, seeds = args.only.split(","), [int(seed) for seed in args.seeds.split(",")]
-    if unknown := sorted(set(chosen) - set(variants)):
+    chosen = args.only.split(",")
+    seeds = [int(seed) for seed in args.seeds.split(",")]
+    unknown = sorted(set(chosen) - set(variants))
+    if unknown:
         parser.error(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
     warm_start = make_warm_start(args.out)
-    folders: Folders = {
-        variant: [args.out / f"{variant}_{seed}" for seed in seeds] for variant in chosen
-    }
-    for i, seed in enumerate(seeds):
+    folders: Folders = {variant: [] for variant in chosen}
+    for seed in seeds:
         for variant in chosen:
+            folder = args.out / f"{variant}_{seed}"
+            folders[variant].append(folder)
             settings = [
                 f"model.path={warm_start}",
                 f"run.seed={seed}",
                 *variants[variant],
                 *args.overrides,
             ]
-            train(folders[variant][i], settings)
+            train(folder, settings)
     return folders, args.out
 
 
 def make_warm_start(out: Path) -> Path:
-    data, folder = ROOT / "data" / "arithmetic", out / "warm_start"
+    """Return the HuggingFace directory of the warm-started model, made if it does not exist."""
+    data = ROOT / "data" / "arithmetic"
+    folder = out / "warm_start"
     if not (data / "train.parquet").exists():
         mcore_rl(["data", "arithmetic", "--out", str(data)])
     if not (folder / "hf" / "config.json").exists():
@@ -71,10 +76,10 @@ def mcore_rl(arguments: Sequence[str]) -> None:
     subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL)
 
 
-def summaries_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def read_summaries(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return [json.loads((folder / "summary.json").read_text()) for folder in folders]
 
 
 def step_rows(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of each training step."""
+    """Return the metrics of each training step."""
     return [row for row in read_rows(folder / "metrics.jsonl") if "rollout/samples" in row]

@@ -1,4 +1,4 @@
-"""Dtype and shape in, the bytes of torch.save's archive around such a tensor out: see archive.py."""
+"""Dtype and shape in, the bytes of torch.save's archive around a tensor out: see archive.py."""
 
 import io
 import pickle

@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements of a chunk that no tensor takes, such as vocabulary padding; read for their checksum."""
+    """Elements of a chunk that no tensor takes (vocabulary padding); read for their checksum."""
 
     chunk: Chunk
     source: int
@@ -78,7 +78,7 @@ class Assembly:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that a reader holds while it goes through the tensor: a transposed piece as stored."""
+        """Bytes that a reader holds at once: a transposed piece as stored."""
         return max((piece.num_bytes for piece in self.pieces if piece.transposed), default=0)
 
     @property

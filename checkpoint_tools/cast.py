@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.slices.hf.fp8 import num_blocks
-from mcore_rl.slices.hf.quantize import quantise_into
+from mcore_rl.slices.hf.quantize import quantize_into
 
 
 def cast(data: memoryview, dtype: str, to: str) -> memoryview:
@@ -27,7 +27,7 @@ def quantize(data: memoryview, dtype: str, num_columns: int) -> tuple[memoryview
     scales_nk = torch.empty(
         num_blocks(len(weights_NK)), num_blocks(num_columns), dtype=torch.float32
     )
-    quantise_into(weights_NK, values_NK, scales_nk)
+    quantize_into(weights_NK, values_NK, scales_nk)
     return bytes_of(values_NK), bytes_of(scales_nk)
 
 

@@ -1,4 +1,4 @@
-"""The mcore-rl-ckpt command: a Megatron or HuggingFace checkpoint in, the other kind or a verdict out."""
+"""The mcore-rl-ckpt command: a checkpoint in, another kind of checkpoint or a verdict out."""
 
 import argparse
 import json
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from checkpoint_tools.options import Effort, parse_bytes, show_bytes
 
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mcore-rl-ckpt",
-        description="Convert, inspect and verify checkpoints of Megatron (torch_dist) and HuggingFace "
-        "(safetensors) in bounded memory, without a GPU or a process group.",
+        description="Convert, inspect and verify checkpoints of Megatron (torch_dist) and "
+        "HuggingFace (safetensors) in bounded memory, without a GPU or a process group.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_to_hf(commands)
@@ -69,7 +69,7 @@ def _add_to_hf(commands: Commands) -> None:
         "--source-hf",
         type=Path,
         required=True,
-        help="the directory the run began from: config.json, tokenizer, tensors that were not trained",
+        help="the directory the run began from: config.json, tokenizer, untrained tensors",
     )
     command.add_argument(
         "--optimizer",
@@ -137,9 +137,7 @@ def _add_verify(commands: Commands) -> None:
         type=Path,
         help="directory whose config.json to use (that of the HuggingFace checkpoint)",
     )
-    command.add_argument(
-        "--optimizer", action="store_true", help="compare the optimizer state as well"
-    )
+    command.add_argument("--optimizer", action="store_true", help="compare optimizer state too")
     command.add_argument(
         "--json", action="store_true", help="print one JSON object with every tensor's checksum"
     )
@@ -151,7 +149,7 @@ def _add_writer(
     commands: Commands, name: str, run: Run, summary: str | None, source: str = "source_hf"
 ) -> argparse.ArgumentParser:
     """Add a command that writes a checkpoint, with the arguments that all such commands take."""
-    shown = {} if summary is None else {"help": summary}
+    shown: dict[str, Any] = {} if summary is None else {"help": summary}
     command = commands.add_parser(name, **shown)
     command.add_argument(source, type=Path, help=SOURCES[source])
     command.add_argument("out", type=Path, help="a folder that does not exist yet")

@@ -14,7 +14,7 @@ from checkpoint_tools.output import Made
 from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.produce import Report
 from checkpoint_tools.staging import refuse_existing
-from mcore_rl.slices.families.settings import unquantised
+from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.hf.config import parse_hf_config
 from mcore_rl.slices.hf.folder import write_small_files
 
@@ -43,6 +43,6 @@ def dequantize(
         if name not in halves:
             to = dtype if tensor.dtype in HALVES else tensor.dtype
             assemblies[name] = whole(tensor.chunks[0], dtype=to)
-    settings = with_dtype(unquantised(config), dtype)
+    settings = with_dtype(unquantized(config), dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     return make_hf(out, [checkpoint], assemblies, frozenset(), describe, max_file_bytes, effort)

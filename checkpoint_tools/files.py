@@ -1,4 +1,4 @@
-"""A checkpoint's files and its checksums.json in, an error naming the file that does not agree out."""
+"""A checkpoint's files and its checksums.json in, an error naming the damaged file out."""
 
 from collections import defaultdict
 from collections.abc import Collection

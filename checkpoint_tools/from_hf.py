@@ -1,4 +1,4 @@
-"""HuggingFace directory in, a Megatron distributed checkpoint of the model out, which any layout can load."""
+"""A HuggingFace directory in, a Megatron checkpoint of the model out, which any layout can load."""
 
 import io
 import json
@@ -51,9 +51,10 @@ def from_hf(
 ) -> Report:
     """Write the model of `source_hf` to `out`, a checkpoint that any layout can load.
 
-    optimizer   state that `to_hf` wrote, with which training goes on; without it is step 0 of a new one
-    dtype       of the model, but for tensors whose dtype the family's table gives; by default the model's
-    ValueError names the file or tensor that is wrong.
+    optimizer   folder of the state that `to_hf` wrote, to continue training; None starts at step 0
+    dtype       of the result, except for tensors whose dtype the family's table fixes; None keeps
+                the model's
+    Raises ValueError with the file or tensor that is wrong.
     """
     refuse_existing(out)
     config = read_config(source_hf)
@@ -65,10 +66,13 @@ def from_hf(
     wanted = megatron_tensors(config, dtype or model_dtype(config, source.tensors))
     objects = extra_state_keys(config)
     boxes = megatron_assemblies(wanted, chunks, config, source_hf)
-    sources, common = [source], {"step": 0, "extra": {}}
+    sources = [source]
+    common: dict[str, Any] = {"step": 0, "extra": {}}
     if optimizer is not None:
         state, state_boxes, state_common = optimizer_from_hf(optimizer, wanted, config)
-        sources, boxes, common = [source, state], boxes + state_boxes, common | state_common
+        sources.append(state)
+        boxes += state_boxes
+        common |= state_common
     files, stored = _lay_out(boxes, objects, max_file_bytes)
     tensors = list({tensor.key: tensor for tensor, _, _ in boxes}.values())
     describe = partial(
@@ -81,20 +85,28 @@ def from_hf(
 def _lay_out(
     boxes: Sequence[tuple[Wanted, Shape, Assembly]], objects: Sequence[str], max_file_bytes: int
 ) -> tuple[list[OutputFile], dict[tuple[str, Shape | None], _StorageInfo]]:
-    """One after the other into files of about `max_file_bytes`; the objects, all empty, share a place."""
+    """Deal out boxes and objects to files of about `max_file_bytes`, one after the other.
+
+    Returns the files, and where each box (key, offset) and object (key, None) is stored. The
+    objects are all empty and share one place, the first bytes of the first file.
+    """
     buffer = io.BytesIO()
     torch.save([None], buffer)  # megatron-core stores an object as a list of one
     nothing = buffer.getvalue()
     stored: dict[tuple[str, Shape | None], _StorageInfo] = {}
     files: list[OutputFile] = []
-    name, at, tasks = _filename(0), len(nothing), []
+    name = _filename(0)
+    at = len(nothing)
+    tasks: list[Task] = []
     for key in objects:
         stored[key, None] = _StorageInfo(name, 0, len(nothing))
     for tensor, offset, assembly in boxes:
         num_bytes = make_archive(assembly.dtype, assembly.shape).num_bytes
         if tasks and at + num_bytes > max_file_bytes:
             files.append(OutputFile(name, at, b"" if files else nothing, tuple(tasks)))
-            name, at, tasks = _filename(len(files)), 0, []
+            name = _filename(len(files))
+            at = 0
+            tasks = []
         tasks.append(Task(name, at, assembly, is_archive=True))
         stored[tensor.key, offset] = _StorageInfo(name, at, num_bytes)
         at += num_bytes
@@ -113,7 +125,10 @@ def _write_small_files(
     stored: Stored,
     common: Mapping[str, Any],
 ) -> None:
-    """No layout is recorded: the generators of its ranks are not there to go on with."""
+    """Write .metadata, common.pt and metadata.json.
+
+    No layout is recorded: there are no states of its ranks' random generators to continue with.
+    """
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         tensor.key: TensorStorageMetadata(
             TensorProperties(getattr(torch, tensor.dtype)),

@@ -1,4 +1,7 @@
-"""A HuggingFace directory in, its tensors and where they lie out; index, files and config.json must agree."""
+"""A HuggingFace directory in, its tensors and their places in the files out.
+
+Index, files and config.json must agree.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,9 +19,11 @@ from mcore_rl.slices.hf.folder import INDEX
 
 
 def open_hf(folder: Path, use_sums: bool = True) -> Checkpoint:
-    """Read and check the structure of a directory; ValueError names the file or tensor that is wrong.
+    """Read and check the structure of a directory.
 
-    Names, shapes and dtypes are compared with config.json where its architecture is one that mcore_rl knows.
+    Names, shapes and dtypes are compared with config.json if mcore_rl knows its architecture.
+    `use_sums` reads checksums.json, if there is one. Raises ValueError with the file or tensor
+    that is wrong.
     """
     index = read_index(folder)
     names = sorted(set(index["weight_map"].values())) if index else _safetensors_files(folder)
@@ -26,7 +31,8 @@ def open_hf(folder: Path, use_sums: bool = True) -> Checkpoint:
     for name in names:
         path = folder / name
         if not path.is_file():
-            first = next(key for key, file in (index or {})["weight_map"].items() if file == name)
+            assert index is not None
+            first = next(key for key, file in index["weight_map"].items() if file == name)
             raise ValueError(f"{path}, named in {INDEX}, does not exist: it should hold {first!r}")
         for key, tensor in read_header(path).items():
             if key in tensors:
@@ -45,23 +51,22 @@ def _safetensors_files(folder: Path) -> list[str]:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         raise ValueError(
-            f"{folder} has no .safetensors files and no .metadata: it is no checkpoint"
+            f"{folder} has no .safetensors files and no .metadata: it is not a checkpoint"
         )
     return names
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a sharded directory; None where there is none. ValueError names one that is damaged."""
+    """Return the index of a sharded directory, or None. Raises ValueError if it is damaged."""
     path = folder / INDEX
     if not path.is_file():
         return None
     try:
         index = json.loads(path.read_text())
         weight_map = index["weight_map"]
-        if not all(
-            isinstance(file, str) and Path(file).name == file for file in weight_map.values()
-        ):
-            raise ValueError("weight_map names something that is no file of the directory")
+        for file in weight_map.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ValueError(f"weight_map names {file!r}, which is not a file of the directory")
         if not weight_map:
             raise ValueError("weight_map is empty")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -72,31 +77,36 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 def _check_index(
     folder: Path, index: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> None:
-    path, weight_map = folder / INDEX, index["weight_map"]
+    """Raise ValueError unless the index has every tensor, its file, and the total size."""
+    path = folder / INDEX
+    weight_map = index["weight_map"]
     for name, file in weight_map.items():
         if name not in tensors:
             raise ValueError(f"{path}: tensor {name!r} should be in {file}, which does not have it")
-        if tensors[name].chunks[0].file != file:
-            raise ValueError(
-                f"{path}: tensor {name!r} should be in {file}, it is in {tensors[name].chunks[0].file}"
-            )
+        actual = tensors[name].chunks[0].file
+        if actual != file:
+            raise ValueError(f"{path}: tensor {name!r} should be in {file}, it is in {actual}")
     for name, tensor in tensors.items():
         if name not in weight_map:
             raise ValueError(f"{folder / tensor.chunks[0].file}: tensor {name!r} is not in {INDEX}")
     metadata = index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    have = sum(tensor.num_bytes for tensor in tensors.values())
-    if total is not None and total != have:
-        raise ValueError(f"{path}: total_size is {total}, the tensors have {have} bytes")
+    actual_total = sum(tensor.num_bytes for tensor in tensors.values())
+    if total is not None and total != actual_total:
+        raise ValueError(f"{path}: total_size is {total}, the tensors have {actual_total} bytes")
 
 
 def _check_edges(
     folder: Path, tensors: Mapping[str, StoredTensor], sums: Mapping[str, Any]
 ) -> None:
-    """Each tensor has a checksum of its own, and headers, read already, agree with theirs."""
-    spans = {
-        (file, span.start): span.num_bytes for file, entry in sums.items() for span in entry.spans
-    }
+    """Raise ValueError unless each tensor has a checksum of its own and headers agree with theirs.
+
+    Headers are compared here because they have been read already.
+    """
+    spans: dict[tuple[str, int], int] = {}
+    for file, entry in sums.items():
+        for span in entry.spans:
+            spans[file, span.start] = span.num_bytes
     for tensor in tensors.values():
         chunk = tensor.chunks[0]
         if chunk.num_bytes and spans.get((chunk.file, chunk.start)) != chunk.num_bytes:

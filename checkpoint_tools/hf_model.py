@@ -1,4 +1,4 @@
-"""config.json of a HuggingFace directory in, the tensors that its model has out; the files must have them."""
+"""config.json and tensors of a HuggingFace directory in, an error unless they agree out."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -8,16 +8,19 @@ from typing import Any
 from checkpoint_tools.packed import find_packed, stored_names
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
-from mcore_rl.slices.families.settings import unquantised
+from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.config import named_dtype, parse_hf_config, read_hf_config
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
-"""What a family's functions may raise on settings of a wrong type or size."""
+"""Exceptions that a family's functions may raise on settings of a wrong type or size."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model that mcore_rl supports; ValueError names the file and what is wrong with it."""
+    """Return config.json of a model that mcore_rl supports.
+
+    Raises ValueError with the file and the setting that is wrong or not supported.
+    """
     try:
         config = read_hf_config(folder)
         hf_tensor_shapes(config)
@@ -27,9 +30,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
-    """Compare names, shapes and dtypes; a word on what was compared. ValueError names file and tensor.
+    """Compare names, shapes and dtypes of the tensors with config.json.
 
-    Of a quantized model each matrix and its scales are compared as the tensor that they stand for.
+    Returns the architecture, or a sentence saying why nothing was compared. A quantized matrix and
+    its scales count as the tensor that they encode. Raises ValueError with the file and tensor
+    that is wrong.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -38,10 +43,11 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
     try:
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in FAMILIES:
-            return f"{architecture} is unknown here: names and shapes were not compared with config.json"
+            reason = "names and shapes were not compared with config.json"
+            return f"{architecture} is unknown here: {reason}"
         if config.get("quantization_config") is not None:
             tensors = _unpacked(config, tensors, path)
-        config = unquantised(config)
+        config = unquantized(config)
         refuse_unsupported(config, path)
         family, dtype = family_of(config), model_dtype(config, tensors)
         shapes, dtypes = family.shapes(config), family.dtypes(config, dtype)
@@ -54,7 +60,7 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
 def _unpacked(
     config: HfConfig, tensors: Mapping[str, StoredTensor], path: Path
 ) -> dict[str, StoredTensor]:
-    """The tensors of the model that is stored in quantized form."""
+    """Return the tensors of a quantized model by their names and shapes without quantization."""
     packed = find_packed(config, tensors, _known_dtype(config) or "bfloat16", path)
     halves = stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
@@ -65,7 +71,7 @@ def _unpacked(
 
 
 def _known_dtype(config: HfConfig) -> str | None:
-    """The model's dtype by its config.json, if that gives one."""
+    """Return the dtype that config.json gives, or None. Raises ValueError for an unknown one."""
     named = named_dtype(config)
     if named and named not in DTYPE_BYTES:
         raise ValueError(f"dtype={named!r} in config.json is not among {', '.join(DTYPE_BYTES)}")
@@ -73,11 +79,9 @@ def _known_dtype(config: HfConfig) -> str | None:
 
 
 def model_dtype(config: HfConfig, tensors: Mapping[str, StoredTensor]) -> str:
-    """The dtype that config.json gives, else the one that most tensors have."""
-    return (
-        _known_dtype(config)
-        or Counter(tensor.dtype for tensor in tensors.values()).most_common(1)[0][0]
-    )
+    """Return the dtype that config.json gives, or else the one that most tensors have."""
+    counts = Counter(tensor.dtype for tensor in tensors.values())
+    return _known_dtype(config) or counts.most_common(1)[0][0]
 
 
 def _compare(
@@ -88,9 +92,9 @@ def _compare(
     dtypes: Mapping[str, str],
 ) -> None:
     family = family_of(config)
-    passed_over = family.left_out(config)
+    left_out = family.left_out(config)
     for name, tensor in tensors.items():
-        if name in passed_over or family.is_carried(config, name):
+        if name in left_out or family.is_carried(config, name):
             continue
         where = tensor.chunks[0].where
         if name not in shapes:
@@ -113,5 +117,8 @@ def _compare(
 
 
 def with_dtype(config: HfConfig, dtype: str) -> dict[str, Any]:
-    """config.json of the same model in another dtype; the older spelling of the key goes."""
-    return {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
+    """Return config.json of the same model in another dtype, without the older key torch_dtype."""
+    settings = dict(config)
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = dtype
+    return settings

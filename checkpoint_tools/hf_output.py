@@ -1,4 +1,4 @@
-"""Assemblies in, the safetensors files and small files of a HuggingFace directory out."""
+"""Assemblies of tensors in, the files of a HuggingFace directory out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,19 +30,19 @@ def make_hf(
     """Write a directory of safetensors files.
 
     quantized   names of the matrices to write as 8-bit values and scales
-    describe    writes the small files, the index among them
-    Errors: see `produce`.
+    describe    writes the small files, including the index
+    Raises what `produce` raises.
     """
     sizes = {name: assembly.num_bytes for name, assembly in assemblies.items()}
     num_files = max(1, min(len(sizes), -(-sum(sizes.values()) // max_file_bytes)))
-    bins = deal_out(sizes, num_files)
-    files, weight_map, expected = [], {}, {}
-    for number, names in enumerate(bins, start=1):
+    files: list[OutputFile] = []
+    weight_map: dict[str, str] = {}
+    expected: dict[str, tuple[str, Shape]] = {}
+    for number, names in enumerate(deal_out(sizes, num_files), start=1):
         filename = f"model-{number:05d}-of-{num_files:05d}.safetensors"
-        tensors = _tensors({name: assemblies[name] for name in sorted(names)}, quantized)
-        files.append(
-            _file(filename, tensors, {name: assemblies[name] for name in names}, quantized)
-        )
+        in_file = {name: assemblies[name] for name in names}
+        tensors = _stored_tensors(in_file, quantized)
+        files.append(_make_file(filename, tensors, in_file, quantized))
         weight_map |= dict.fromkeys(tensors, filename)
         expected |= tensors
     total = sum(file.num_bytes - len(file.header) for file in files)
@@ -50,11 +50,12 @@ def make_hf(
     return produce(out, sources, files, effort, complete, open_hf, expected)
 
 
-def _tensors(
+def _stored_tensors(
     assemblies: Mapping[str, Made], quantized: frozenset[str]
 ) -> dict[str, tuple[str, Shape]]:
+    """Return (dtype, shape) of each tensor of a file, scales included."""
     tensors: dict[str, tuple[str, Shape]] = {}
-    for name, assembly in assemblies.items():
+    for name, assembly in sorted(assemblies.items()):
         if name in quantized:
             tensors[name] = FP8, assembly.shape
             tensors[scale_name(name)] = SCALE_DTYPE, tuple(map(num_blocks, assembly.shape))
@@ -63,22 +64,16 @@ def _tensors(
     return tensors
 
 
-def _file(
+def _make_file(
     filename: str,
     tensors: Mapping[str, tuple[str, Shape]],
     assemblies: Mapping[str, Made],
     quantized: frozenset[str],
 ) -> OutputFile:
     header, starts, num_bytes = make_header(tensors)
-    tasks = [
-        Task(
-            filename,
-            starts[name],
-            assembly,
-            False,
-            starts[scale_name(name)] if name in quantized else None,
-        )
-        for name, assembly in assemblies.items()
-    ]
+    tasks: list[Task] = []
+    for name, assembly in assemblies.items():
+        scales_start = starts[scale_name(name)] if name in quantized else None
+        tasks.append(Task(filename, starts[name], assembly, scales_start=scales_start))
     tasks.sort(key=lambda task: task.start)
     return OutputFile(filename, num_bytes, header, tuple(tasks))

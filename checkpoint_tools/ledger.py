@@ -1,6 +1,8 @@
-"""What was read of the source files in, an error that names the tensor if a checksum does not agree.
+"""Records of what was read from source files in, an error naming the tensor of a wrong checksum
+out.
 
-A checksum may cover several reads (a matrix that goes to three tensors): they are joined when all are in.
+A checksum may cover several reads, as of a matrix that is split into three tensors. The reads'
+checksums are combined once all of them are in.
 """
 
 from bisect import bisect_right
@@ -15,22 +17,21 @@ from mcore_rl.slices.hf.checksums import MANIFEST, FileSums, Span
 
 
 class Ledger:
-    """Compares the checksums of what was read with checksums.json, or else with those inside the archives."""
+    """Compares what was read with checksums.json, or else with the archives' own checksums."""
 
     def __init__(self, checkpoints: Iterable[Checkpoint]) -> None:
         self._sums: dict[str, FileSums] = {}
         by_path: dict[str, list[Chunk]] = defaultdict(list)
         for checkpoint in checkpoints:
-            for chunk in (
-                chunk for tensor in checkpoint.tensors.values() for chunk in tensor.chunks
-            ):
-                by_path[chunk.path].append(chunk)
+            for tensor in checkpoint.tensors.values():
+                for chunk in tensor.chunks:
+                    by_path[chunk.path].append(chunk)
             for file, sums in (checkpoint.sums or {}).items():
                 self._sums[str(checkpoint.folder / file)] = sums
         self._chunks: dict[str, tuple[list[int], list[Chunk]]] = {}
         for path, chunks in by_path.items():
             chunks.sort(key=lambda chunk: (chunk.start, chunk.num_bytes))
-            self._chunks[path] = [chunk.start for chunk in chunks], chunks
+            self._chunks[path] = ([chunk.start for chunk in chunks], chunks)
         self._starts = {
             path: [span.start for span in sums.spans] for path, sums in self._sums.items()
         }
@@ -39,7 +40,7 @@ class Ledger:
         self.num_checked = 0
 
     def add(self, record: Record) -> None:
-        """Take down what was read; ValueError names file and tensor of the first that does not agree."""
+        """Enter what was read. Raises ValueError with the file and tensor of a wrong checksum."""
         for path, spans in record.promised.items():
             if path not in self._sums:
                 for span in spans:
@@ -51,18 +52,18 @@ class Ledger:
                 self._add(path, span)
 
     def close(self) -> None:
-        """ValueError, which would be an error of ours, if a checksum was begun but not all of it was read."""
+        """Raise ValueError, for an error of ours, if only part of a checksum's bytes was read."""
         for (path, start), reads in self._read.items():
-            have = sum(span.num_bytes for span in reads.values())
+            num_read = sum(span.num_bytes for span in reads.values())
             raise ValueError(
-                f"{self._where(path, start)}: only {have} bytes of its checksum's were read"
+                f"{self._where(path, start)}: only {num_read} bytes of its checksum's were read"
             )
 
     def _add(self, path: str, span: Span) -> None:
         expected = self._covering(path, span)
         if expected is None:
             return
-        key = path, expected.start
+        key = (path, expected.start)
         reads = self._read[key]
         if span.start in reads and reads[span.start] != span:
             raise ValueError(
@@ -74,23 +75,28 @@ class Ledger:
             self._compare(path, expected, sorted(reads.values(), key=lambda read: read.start))
 
     def _covering(self, path: str, span: Span) -> Span | None:
-        """The checksum that the read is a part of, if there is one."""
+        """Return the recorded checksum whose bytes include those of a read, or None."""
         if path in self._sums:
-            return self._sums[path].spans[bisect_right(self._starts[path], span.start) - 1]
+            number = bisect_right(self._starts[path], span.start) - 1
+            return self._sums[path].spans[number]
         chunk = self._chunk_at(path, span.start)
         promised = self._promised.get((path, chunk.start)) if chunk else None
-        return promised if promised and promised.start <= span.start < promised.stop else None
+        if promised is None or not promised.start <= span.start < promised.stop:
+            return None
+        return promised
 
     def _compare(self, path: str, expected: Span, reads: list[Span]) -> None:
-        at, crc32 = expected.start, 0
+        at = expected.start
+        crc32 = 0
         for read in reads:
             assert read.start == at, f"{path}: byte {at} was not read"
-            crc32, at = zlib_ng.crc32_combine(crc32, read.crc32, read.num_bytes), read.stop
+            crc32 = zlib_ng.crc32_combine(crc32, read.crc32, read.num_bytes)
+            at = read.stop
         if crc32 != expected.crc32:
             source = MANIFEST if path in self._sums else "the archive's own"
             raise ValueError(
-                f"{self._where(path, expected.start)}: its checksum is {crc32:08x}, by {source} it should be "
-                f"{expected.crc32:08x}: the file is damaged"
+                f"{self._where(path, expected.start)}: its checksum is {crc32:08x}, by {source} it"
+                f" should be {expected.crc32:08x}: the file is damaged"
             )
         self.num_checked += 1
 
@@ -99,10 +105,10 @@ class Ledger:
         return chunk.where if chunk else f"{path}: bytes from {start} on"
 
     def _chunk_at(self, path: str, start: int) -> Chunk | None:
+        """Return the chunk that a byte of a file belongs to, or None."""
         starts, chunks = self._chunks.get(path, ((), ()))
         number = bisect_right(starts, start) - 1
-        return (
-            chunks[number]
-            if number >= 0 and start < chunks[number].start + chunks[number].num_bytes
-            else None
-        )
+        if number < 0:
+            return None
+        chunk = chunks[number]
+        return chunk if start < chunk.start + chunk.num_bytes else None

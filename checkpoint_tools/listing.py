@@ -1,4 +1,4 @@
-"""A checkpoint in, what is in it out: as a table for people or as one JSON object."""
+"""A checkpoint in, its contents out: as a table for people or as one JSON object."""
 
 from collections import Counter
 from typing import Any
@@ -9,8 +9,10 @@ from checkpoint_tools.torch_dist import read_common
 
 
 def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Step and layout of a Megatron checkpoint, where common.pt says them in plain types; of a directory, its
-    architecture.
+    """Return step and layout of a Megatron checkpoint, or the architecture of a HuggingFace
+    directory.
+
+    Step and layout are missing if common.pt needs classes that are not loaded here.
     """
     if checkpoint.kind == "hf":
         return dict(checkpoint.facts)
@@ -19,7 +21,7 @@ def facts_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Kind, facts, totals and every tensor, by name."""
+    """Return kind, facts, totals and every tensor by name, as JSON-like values."""
     return {
         "folder": str(checkpoint.folder),
         "kind": checkpoint.kind,
@@ -42,17 +44,16 @@ def as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def print_listing(checkpoint: Checkpoint) -> None:
+    """Print a table of the tensors, then facts and totals."""
     rows = [("tensor", "dtype", "shape", "chunks", "bytes")]
     for name, tensor in sorted(checkpoint.tensors.items()):
         shape = "x".join(map(str, tensor.shape)) or "scalar"
-        rows.append(
-            (name, tensor.dtype, shape, str(len(tensor.chunks)), show_bytes(tensor.num_bytes))
-        )
+        num_chunks = str(len(tensor.chunks))
+        rows.append((name, tensor.dtype, shape, num_chunks, show_bytes(tensor.num_bytes)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
     files = {chunk.file for tensor in checkpoint.tensors.values() for chunk in tensor.chunks}
     dtypes = Counter(tensor.dtype for tensor in checkpoint.tensors.values())
     print()

@@ -1,4 +1,8 @@
-"""Megatron's model in the coordinates of HuggingFace tensors and the other way, by the family tables."""
+"""Stored tensors of one naming in, assemblies of tensors in the other out: Megatron's and
+HuggingFace's.
+
+Which elements correspond is read off the family tables.
+"""
 
 import re
 from collections import defaultdict
@@ -28,7 +32,7 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 def config_of(tensors: Mapping[str, StoredTensor], hf_config: HfConfig) -> HfConfig:
-    """`hf_config`, with a value head if that is what the checkpoint has: a critic's."""
+    """Return `hf_config`, with a value head if the checkpoint is a critic's."""
     output = tensors.get(OUTPUT_LAYER)
     is_critic = output is not None and output.shape[0] == 1 and hf_config["vocab_size"] > 1
     return with_value_head(hf_config) if is_critic else hf_config
@@ -41,18 +45,22 @@ def hf_assemblies(
     where: object,
     with_buffers: bool = True,
 ) -> dict[str, Assembly]:
-    """HF name -> how the tensor is made of the chunks of Megatron's `tensors`.
+    """Return how each HF tensor is assembled from the chunks of Megatron's `tensors`, by HF name.
 
-    dtype          of the result, but for tensors whose dtype the family's table gives; by default as stored
-    with_buffers   whether what no gradient changes must be there too (an optimizer has no state of it)
-    ValueError names `where` and the tensor if one is unknown, missing, misshapen or not whole.
+    dtype          of the result, except for tensors whose dtype the family fixes; None: as stored
+    with_buffers   whether tensors that no gradient changes must be there; an optimizer has none
+    Raises ValueError with `where` and the tensor that is unknown, missing, misshapen or incomplete.
     """
     family = family_of(hf_config)
-    chunks = dict(enumerate((t, c) for t in tensors for c in t.chunks))
-    parts = [
-        LocalPart(tensor.key, tensor.shape, chunk.offset, chunk.shape, str(number), chunk.dtype)
-        for number, (tensor, chunk) in chunks.items()
-    ]
+    chunks: list[Chunk] = []
+    parts: list[LocalPart] = []
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            number = str(len(chunks))
+            parts.append(
+                LocalPart(tensor.key, tensor.shape, chunk.offset, chunk.shape, number, chunk.dtype)
+            )
+            chunks.append(chunk)
     try:
         shards = training_shards(parts, family, hf_config)
         padding = training_padding(parts, family, hf_config)
@@ -60,35 +68,37 @@ def hf_assemblies(
         raise ValueError(f"{where}: {error}") from error
     by_name: dict[str, list[tuple[Shard, Chunk]]] = defaultdict(list)
     for shard in shards:
-        by_name[shard.box.name].append((shard, chunks[int(shard.tensor)][1]))
+        by_name[shard.box.name].append((shard, chunks[int(shard.tensor)]))
     skipped: dict[str, list[Stretch]] = defaultdict(list)
     for span in padding:
-        chunk = chunks[int(span.tensor)][1]
+        chunk = chunks[int(span.tensor)]
         skipped[chunk.key].append(Stretch(chunk, span.start, span.stop - span.start))
     fixed = family.dtypes(hf_config, "")
     shapes = {
-        n: shape for n, shape in family.shapes(hf_config).items() if with_buffers or not fixed[n]
+        name: shape
+        for name, shape in family.shapes(hf_config).items()
+        if with_buffers or not fixed[name]
     }
     _check_names(by_name.keys(), shapes.keys(), where)
-    return {
-        name: _assembly(
-            name, shape, (fixed[name] or dtype) if dtype else "", by_name[name], skipped, where
-        )
-        for name, shape in shapes.items()
-    }
+    assemblies: dict[str, Assembly] = {}
+    for name, shape in shapes.items():
+        to = (fixed[name] or dtype) if dtype else ""
+        assemblies[name] = _assemble(name, shape, to, by_name[name], skipped, where)
+    return assemblies
 
 
-def _check_names(have: Collection[str], wanted: Collection[str], where: object) -> None:
-    missing, surplus = sorted(set(wanted) - set(have)), sorted(set(have) - set(wanted))
+def _check_names(actual: Collection[str], wanted: Collection[str], where: object) -> None:
+    missing = sorted(set(wanted) - set(actual))
+    surplus = sorted(set(actual) - set(wanted))
     if missing:
         raise ValueError(
             f"{where} lacks {len(missing)} of {len(wanted)} tensors, the first is {missing[0]!r}"
         )
     if surplus:
-        raise ValueError(f"{where} has {surplus[0]!r}, which the model of config.json has not")
+        raise ValueError(f"{where} has {surplus[0]!r}, which the model of config.json lacks")
 
 
-def _assembly(
+def _assemble(
     name: str,
     shape: Shape,
     dtype: str,
@@ -96,7 +106,11 @@ def _assembly(
     skipped: dict[str, list[Stretch]],
     where: object,
 ) -> Assembly:
-    """Padding goes with the only tensor of its key, so that chunks are read whole."""
+    """Return the assembly of one HF tensor; as stored if `dtype` is "".
+
+    Padding in `skipped` moves to the first tensor made of the same key, so that chunks are read
+    whole.
+    """
     strides = contiguous_strides(shape)
     pieces: list[Piece] = []
     passed_over: list[Stretch] = []
@@ -111,9 +125,10 @@ def _assembly(
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of Megatron's model, and the boxes (offset, shape) it is to be stored in.
+    """A tensor of Megatron's model that is to be written, and the boxes (offset, shape) to store
+    it in.
 
-    is_buffer   no gradient changes it, the optimizer has no state of it
+    is_buffer   no gradient changes it, so that the optimizer has no state of it
     """
 
     key: str
@@ -124,47 +139,61 @@ class Wanted:
 
 
 def megatron_tensors(hf_config: HfConfig, dtype: str) -> list[Wanted]:
-    """What megatron-core's model of this config saves: a box per layer and expert."""
+    """Return the tensors that megatron-core's model of this config saves, with a box per layer and
+    expert.
+
+    dtype   of tensors whose dtype the family's table does not fix
+    """
     family = family_of(hf_config)
-    sizes, left_out = family.sizes(hf_config), family.left_out(hf_config)
-    wanted = []
+    sizes = family.sizes(hf_config)
+    left_out = family.left_out(hf_config)
+    wanted: list[Wanted] = []
     for rule in family.rules:
         if not any(
-            t.name not in left_out and all(sizes[axis] for axis in t.axes) for t in rule.tensors
+            tensor.name not in left_out and all(sizes[axis] for axis in tensor.axes)
+            for tensor in rule.tensors
         ):
             continue
         rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
         if rule.padded:
             rows = padded_vocab_size(hf_config, 1)
         matrix = (rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
-        lead = (sizes["experts"],) if rule.has_expert_axis else ()
-        for key, layers in _keys(rule, hf_config):
-            whole = (*((layers,) if layers else ()), *lead, *matrix)
-            axes = len(whole) - len(matrix)
-            boxes = tuple(
-                ((*at, *(0 for _ in matrix)), (*(1 for _ in at), *matrix))
-                for at in product(*(range(size) for size in whole[:axes]))
-            )
-            fixed = rule.tensors[0].dtype
-            wanted.append(Wanted(key, fixed or dtype, whole, boxes, is_buffer=fixed is not None))
+        fixed = rule.tensors[0].dtype
+        for key, num_layers in _keys(rule, hf_config):
+            stacked: Shape = (num_layers,) if num_layers else ()
+            if rule.has_expert_axis:
+                stacked = (*stacked, sizes["experts"])
+            boxes = _matrix_boxes(stacked, matrix)
+            shape = (*stacked, *matrix)
+            wanted.append(Wanted(key, fixed or dtype, shape, boxes, is_buffer=fixed is not None))
     return wanted
 
 
+def _matrix_boxes(stacked: Shape, matrix: Shape) -> tuple[tuple[Shape, Shape], ...]:
+    """Return (offset, shape) of every matrix of a tensor that stacks them on the axes `stacked`."""
+    boxes: list[tuple[Shape, Shape]] = []
+    for position in product(*(range(size) for size in stacked)):
+        offset = (*position, *(0 for _ in matrix))
+        shape = (*(1 for _ in position), *matrix)
+        boxes.append((offset, shape))
+    return tuple(boxes)
+
+
 def layer_keys_are_numbered(hf_config: HfConfig) -> bool:
-    """Whether the layers differ (dense and with experts): then megatron-core writes a key for each."""
+    """Return True if only some layers have experts: megatron-core then writes a key per layer."""
     moe = moe_layers(hf_config)
     return any(moe) and not all(moe)
 
 
 def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
-    """(key, layers on its first axis or 0) of each tensor of the rule."""
+    """Return (key, number of layers on its first axis, or 0) of each tensor of a rule."""
     if rule.where == "model":
         return [(rule.key, 0)]
     moe = moe_layers(hf_config)
     layers = [
-        i
-        for i, has in enumerate(moe)
-        if rule.where == "layer" or bool(has) == (rule.where == "moe")
+        layer
+        for layer, has_experts in enumerate(moe)
+        if rule.where == "layer" or bool(has_experts) == (rule.where == "moe")
     ]
     if not layer_keys_are_numbered(hf_config):
         return [(rule.key, len(moe))] if layers else []
@@ -174,12 +203,13 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
 def megatron_assemblies(
     wanted: Sequence[Wanted], hf: Mapping[str, Chunk], hf_config: HfConfig, where: object
 ) -> list[tuple[Wanted, Shape, Assembly]]:
-    """(tensor, offset, how the box there is made of HF tensors) for each box; padding is 0.
+    """Return (tensor, offset, assembly from HF tensors) for each box of `wanted`; padding is 0.
 
-    ValueError names `where` and the HF tensor that is missing or misshapen.
+    hf   HF name -> the chunk that holds the tensor
+    Raises ValueError with `where` and the HF tensor that is missing or misshapen.
     """
-    shapes = family_of(hf_config).shapes(hf_config)
     family = family_of(hf_config)
+    shapes = family.shapes(hf_config)
     boxes = [(tensor, offset, shape) for tensor in wanted for offset, shape in tensor.boxes]
     parts = [
         LocalPart(tensor.key, tensor.shape, offset, shape, str(number), tensor.dtype)
@@ -187,16 +217,18 @@ def megatron_assemblies(
     ]
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for shard in training_shards(parts, family, hf_config):
-        name, number = shard.box.name, int(shard.tensor)
-        if name not in hf or hf[name].shape != shapes[name]:
-            found = (
-                f"has {hf[name].key!r} of shape {hf[name].shape}"
-                if name in hf
-                else f"lacks {name!r}"
+        name = shard.box.name
+        number = int(shard.tensor)
+        chunk = hf.get(name)
+        if chunk is None or chunk.shape != shapes[name]:
+            problem = (
+                f"lacks {name!r}" if chunk is None else f"has {chunk.key!r} of shape {chunk.shape}"
             )
-            raise ValueError(f"{where} {found}, by config.json it should have shape {shapes[name]}")
-        chunk = hf[name]
-        strides, shape = contiguous_strides(chunk.shape), boxes[number][2]
+            raise ValueError(
+                f"{where} {problem}, by config.json it should have shape {shapes[name]}"
+            )
+        shape = boxes[number][2]
+        strides = contiguous_strides(chunk.shape)
         source = sum(at * stride for at, stride in zip(shard.box.start, strides, strict=True))
         pieces[number] += make_pieces(
             chunk, shard.box.shape, (source, strides), (shard.offset, shard.strides), shape[-1]
@@ -208,24 +240,22 @@ def megatron_assemblies(
 
 
 def extra_state_keys(hf_config: HfConfig) -> list[str]:
-    """Keys of the states of Transformer Engine's modules, which hold nothing but in 8-bit training, and which
-    a load asks for.
+    """Return the keys of the states of Transformer Engine's modules, which a load asks for.
+
+    They are empty except in 8-bit training.
     """
     family = family_of(hf_config)
     attention = Rule("decoder.layers.self_attention.core_attention.weight", ())
     linear = [rule for rule in family.rules if re.search(r"\.linear_\w+\.weight$", rule.key)]
-    keys = []
+    num_experts = family.sizes(hf_config)["experts"]
+    keys: list[str] = []
     for rule in (attention, *linear):
-        experts = (
-            range(family.sizes(hf_config)["experts"])
-            if rule.tensors and rule.has_expert_axis
-            else ()
-        )
         for key, num_layers in _keys(rule, hf_config):
-            axes = [range(num_layers)] if num_layers else []
-            axes += [experts] if experts else []
-            shape = ".".join(str(len(axis)) for axis in axes) or "1"
-            for at in product(*axes):
-                place = ".".join(map(str, at)) or "0"
+            sizes = [num_layers] if num_layers else []
+            if rule.tensors and rule.has_expert_axis and num_experts:
+                sizes.append(num_experts)
+            shape = ".".join(map(str, sizes)) or "1"
+            for position in product(*map(range, sizes)):
+                place = ".".join(map(str, position)) or "0"
                 keys.append(f"{key.removesuffix('weight')}_extra_state/shard_{place}_{shape}")
     return keys

@@ -1,19 +1,20 @@
-"""How much memory processes take together while something runs, sampled."""
+"""Process ids in, the peak of the memory that these processes take together out, by sampling."""
 
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-EVERY_S = 0.1
+SAMPLE_EVERY_S = 0.1
 
 
 class PeakMemory:
-    """While it is entered, samples the memory of the processes; `peak_bytes` is the largest sum.
+    """Samples the memory of processes while it is entered; `peak_bytes` is the largest sum.
 
-    Of each process it is the proportional set size (Pss of smaps_rollup): all its pages, libraries too, each
-    divided by the number of processes that share it, so that the sum counts no page twice. The page cache,
-    which the system takes back when it wants, is not among them.
+    The memory of a process is its proportional set size (Pss in smaps_rollup): all its pages,
+    including those of libraries, each divided by the number of processes that share it. So the sum
+    counts no page twice. It leaves out the page cache, which the system reclaims when it needs
+    memory.
     """
 
     def __init__(self, process_ids: Sequence[int]) -> None:
@@ -38,12 +39,12 @@ class PeakMemory:
     def _sample(self) -> None:
         while True:
             self.peak_bytes = max(self.peak_bytes, sum(map(proportional_bytes, self._process_ids)))
-            if self._stop.wait(EVERY_S):
+            if self._stop.wait(SAMPLE_EVERY_S):
                 return
 
 
 def proportional_bytes(process_id: int) -> int:
-    """0 for a process that has ended."""
+    """Return the proportional set size of a process, 0 if it has ended."""
     try:
         text = Path(f"/proc/{process_id}/smaps_rollup").read_text()
     except (OSError, ValueError):

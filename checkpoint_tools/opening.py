@@ -1,4 +1,4 @@
-"""A folder in, the checkpoint that it holds out, whatever its kind."""
+"""A folder in, the checkpoint that it holds out, of either kind."""
 
 from pathlib import Path
 
@@ -8,12 +8,15 @@ from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist
 
 
 def open_checkpoint(folder: Path, use_sums: bool = True) -> Checkpoint:
-    """`use_sums`: with checksums.json, if it came with one.
+    """Open a Megatron checkpoint or a HuggingFace directory and check its structure.
 
-    ValueError names the file or tensor that is wrong.
+    `use_sums` reads checksums.json, if there is one. Raises ValueError with the file or tensor
+    that is wrong.
     """
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist")
     if not folder.is_dir():
-        raise ValueError(
-            f"{folder} does not exist" if not folder.exists() else f"{folder} is no folder"
-        )
-    return (open_torch_dist if is_torch_dist(folder) else open_hf)(folder, use_sums)
+        raise ValueError(f"{folder} is not a folder")
+    if is_torch_dist(folder):
+        return open_torch_dist(folder, use_sums)
+    return open_hf(folder, use_sums)

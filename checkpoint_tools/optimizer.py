@@ -1,4 +1,4 @@
-"""The optimizer's state in HuggingFace names: Adam's moments and the master weights, as safetensors.
+"""Adam's moments and master weights of one naming in, the same under the other's names out.
 
 optimizer.state.exp_avg.decoder.layers....  <-->  exp_avg.model.layers....
 """
@@ -28,9 +28,9 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 def optimizer_to_hf(
     source: Checkpoint, config: HfConfig, out: Path, max_file_bytes: int, effort: Effort
 ) -> Report:
-    """Write the state to `out`, with the rest of it (steps, learning rates) in common.pt as it is.
+    """Write the optimizer's state to `out`; steps and learning rates stay in a copy of common.pt.
 
-    ValueError if the checkpoint has none, or names the tensor that is wrong.
+    Raises ValueError if the checkpoint has no Adam state, or with the tensor that is wrong.
     """
     by_state: dict[str, list[StoredTensor]] = defaultdict(list)
     for key, tensor in source.tensors.items():
@@ -39,16 +39,15 @@ def optimizer_to_hf(
             by_state[state].append(replace(tensor, key=model_key))
     if sorted(by_state) != sorted(STATES):
         raise ValueError(
-            f"{source.folder} has optimizer state {sorted(by_state)}, only that of Adam, {sorted(STATES)}, "
-            "can be carried"
+            f"{source.folder} has optimizer state {sorted(by_state)}, only that of Adam, "
+            f"{sorted(STATES)}, can be carried"
         )
     assemblies: dict[str, Assembly] = {}
     for state, tensors in sorted(by_state.items()):
         where = f"{source.folder}: optimizer state {state!r}"
         made = hf_assemblies(tensors, config, None, where, with_buffers=False)
-        assemblies |= {
-            f"{state}.{name}": replace(a, name=f"{state}.{name}") for name, a in made.items()
-        }
+        for name, assembly in made.items():
+            assemblies[f"{state}.{name}"] = replace(assembly, name=f"{state}.{name}")
 
     def describe(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
         shutil.copy(source.folder / COMMON, folder / COMMON)
@@ -60,14 +59,16 @@ def optimizer_to_hf(
 def optimizer_from_hf(
     folder: Path, wanted: Sequence[Wanted], config: HfConfig
 ) -> tuple[Checkpoint, list[tuple[Wanted, Shape, Assembly]], dict[str, Any]]:
-    """What `optimizer_to_hf` wrote: the checkpoint, how Megatron's tensors are made of it, the rest of the
-    state.
+    """Read what `optimizer_to_hf` wrote.
 
-    ValueError names the file or tensor that is wrong.
+    Returns the checkpoint, (tensor, offset, assembly) for each box of Megatron's state, and the
+    content of common.pt. Raises ValueError with the file or tensor that is wrong.
     """
-    source, common = open_hf(folder), read_common(folder)
+    source = open_hf(folder)
+    common = read_common(folder)
     if "optimizer" not in common:
         raise ValueError(f"{folder / COMMON} has no state of an optimizer")
+    trained = [replace(tensor, dtype="float32") for tensor in wanted if not tensor.is_buffer]
     boxes: list[tuple[Wanted, Shape, Assembly]] = []
     for state in STATES:
         chunks: dict[str, Chunk] = {
@@ -75,7 +76,6 @@ def optimizer_from_hf(
             for name, tensor in source.tensors.items()
             if name.startswith(f"{state}.")
         }
-        trained = [replace(tensor, dtype="float32") for tensor in wanted if not tensor.is_buffer]
         for tensor, offset, made in megatron_assemblies(trained, chunks, config, folder):
             key = f"{PREFIX}{state}.{tensor.key}"
             boxes.append((replace(tensor, key=key), offset, replace(made, name=key)))

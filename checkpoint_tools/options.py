@@ -1,4 +1,4 @@
-"""What the commands that read tensors have in common: memory, processes, progress."""
+"""Memory budget, workers and progress bar of the commands that read tensors."""
 
 import re
 import sys
@@ -25,7 +25,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Effort:
-    """What a command may take: bytes of buffers over all workers, and processes."""
+    """The resources a command may take: bytes of buffers over all workers, and worker processes."""
 
     memory_bytes: int
     num_workers: int
@@ -40,14 +40,15 @@ class Effort:
 
 
 def parse_bytes(text: str) -> int:
-    """512MiB, 4GB, 1048576. ValueError names the text."""
+    """Return the bytes of a size like 512MiB, 4GB or 1048576. Raises ValueError with the text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
-        raise ValueError(f"{text!r} is no size: write for example 512MiB, 4GiB or 500MB")
+        raise ValueError(f"{text!r} is not a size: write for example 512MiB, 4GiB or 500MB")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def show_bytes(num_bytes: float) -> str:
+    """Return a size for people, such as "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -63,7 +64,10 @@ def work_through(
     text: str,
     on_result: Callable[[T, R], Any],
 ) -> int:
-    """Carry out `tasks` in the workers, calling `on_result` here for each; the peak of memory, bytes."""
+    """Carry out `tasks` in workers and call `on_result(task, result)` for each in this process.
+
+    Tasks end in any order. Returns the peak memory of all processes in bytes.
+    """
     with (
         Pool(make, effort.num_workers) as pool,
         PeakMemory(pool.process_ids) as memory,
@@ -77,7 +81,7 @@ def work_through(
 
 @contextmanager
 def _progress(text: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Called with bytes done; a bar if someone looks."""
+    """Yield a function to call with the bytes just done; it moves a bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,7 +1,7 @@
-"""Files to be: which assemblies go where in which file, and what a worker does to write them.
+"""Assemblies and their places in files in, the written bytes and their checksums out.
 
-Peak memory of a worker: one band and the reader's scratch memory (to quantize four bands more, to dequantize
-what unpack.py says).
+Peak memory of a worker: one band and the reader's scratch memory. Quantizing takes four more
+bands, dequantizing what unpack.py says.
 """
 
 import os
@@ -22,13 +22,17 @@ from mcore_rl.slices.hf.checksums import Span
 from mcore_rl.slices.hf.fp8 import BLOCK
 
 Made = Assembly | Packed
+"""How a tensor that is to be written is made."""
+LARGEST_BAND = 8 << 20
+"""Bytes. A band of this size stays in the processor's cache between reading and writing."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Write a tensor to bytes from `start` on of `file`, as it is or inside an archive of torch.save.
+    """Write one tensor to a file from byte `start` on.
 
-    scales_start   where the scales of the blocks go, if the matrix is to be written as 8-bit values
+    is_archive     inside an archive of torch.save
+    scales_start   byte where the blocks' scales go if the matrix is to be quantized
     """
 
     file: str
@@ -44,7 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file of `num_bytes` that begins with `header`; its tasks write the rest."""
+    """A file of `num_bytes` that begins with `header`; its tasks write all other bytes."""
 
     name: str
     num_bytes: int
@@ -54,7 +58,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Unit:
-    """Tasks of one file that one worker carries out at a time."""
+    """Tasks of one file that a worker carries out in one go; what a kill loses at most."""
 
     number: int
     file: str
@@ -67,7 +71,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Done:
-    """What a unit wrote, stretch by stretch, and what was read for it."""
+    """The spans that a unit wrote, and the record of what was read for it."""
 
     written: tuple[Span, ...]
     record: Record
@@ -79,7 +83,8 @@ def make_units(files: Sequence[OutputFile], unit_bytes: int) -> list[Unit]:
     for file in files:
         batch: list[Task] = []
         for task in file.tasks:
-            if batch and sum(t.source_bytes for t in batch) + task.source_bytes > unit_bytes:
+            batch_bytes = sum(member.source_bytes for member in batch)
+            if batch and batch_bytes + task.source_bytes > unit_bytes:
                 units.append(Unit(len(units), file.name, tuple(batch)))
                 batch = []
             batch.append(task)
@@ -92,7 +97,7 @@ class Writer:
     """Carries out units of one output folder, in one process."""
 
     def __init__(self, folder: Path, memory_bytes: int) -> None:
-        """`memory_bytes`: for this process's buffers."""
+        """memory_bytes   for the buffers of this process"""
         self._folder = folder
         self._band_bytes = buffer_bytes(memory_bytes)
         self._reader = Reader(self._band_bytes)
@@ -114,36 +119,42 @@ class Writer:
             self._reader.skip(stretch)
         if task.scales_start is not None:
             return self._write_quantized(descriptor, made, task.start, task.scales_start)
-        if not task.is_archive:
-            return self._write_elements(descriptor, made, task.start)
+        if task.is_archive:
+            return [self._write_archive(descriptor, made, task)]
+        span = self._write_elements(descriptor, made, task.start)
+        return [] if span is None else [span]
+
+    def _write_archive(self, descriptor: int, made: Assembly, task: Task) -> Span:
+        """Write a tensor inside an archive; the span is that of the whole archive."""
         archive = make_archive(made.dtype, made.shape)
         _write_all(descriptor, archive.prefix, task.start)
         first = task.start + len(archive.prefix)
         crc32 = zlib_ng.crc32(archive.prefix)
         data = self._write_elements(descriptor, made, first)
-        suffix = archive.suffix(data[0].crc32 if data else 0)
+        if data is not None:
+            crc32 = zlib_ng.crc32_combine(crc32, data.crc32, data.num_bytes)
+        suffix = archive.suffix(data.crc32 if data is not None else 0)
         _write_all(descriptor, suffix, first + archive.data_bytes)
-        for part_crc32, num_bytes in (
-            *((s.crc32, s.num_bytes) for s in data),
-            (zlib_ng.crc32(suffix), len(suffix)),
-        ):
-            crc32 = zlib_ng.crc32_combine(crc32, part_crc32, num_bytes)
-        return [Span(task.start, archive.num_bytes, crc32)]
+        return Span(task.start, archive.num_bytes, zlib_ng.crc32(suffix, crc32))
 
-    def _write_elements(self, descriptor: int, assembly: Assembly, start: int) -> list[Span]:
-        size, crc32 = DTYPE_BYTES[assembly.dtype], 0
+    def _write_elements(self, descriptor: int, assembly: Assembly, start: int) -> Span | None:
+        """Write a tensor's elements; returns None if it has none."""
+        size = DTYPE_BYTES[assembly.dtype]
+        crc32 = 0
         for band in bands(assembly, self._band_bytes):
             view = self._view((band.stop - band.start) * size)
-            known = self._reader.fill(assembly, band, view)
-            known = zlib_ng.crc32(view) if known is None else known
-            crc32 = zlib_ng.crc32_combine(crc32, known, len(view))
+            band_crc32 = self._reader.fill(assembly, band, view)
+            if band_crc32 is None:
+                band_crc32 = zlib_ng.crc32(view)
+            crc32 = zlib_ng.crc32_combine(crc32, band_crc32, len(view))
             _write_all(descriptor, view, start + band.start * size)
-        return [Span(start, assembly.num_bytes, crc32)] if assembly.num_bytes else []
+        return Span(start, assembly.num_bytes, crc32) if assembly.num_bytes else None
 
     def _write_unpacked(self, descriptor: int, packed: Packed, start: int) -> list[Span]:
         from checkpoint_tools.unpack import unpacked  # imports torch
 
-        at, crc32 = start, 0
+        at = start
+        crc32 = 0
         for view in unpacked(packed, self._reader, self._band_bytes):
             crc32 = zlib_ng.crc32(view, crc32)
             _write_all(descriptor, view, at)
@@ -156,11 +167,14 @@ class Writer:
     def _write_quantized(
         self, descriptor: int, assembly: Assembly, start: int, scales_start: int
     ) -> list[Span]:
-        """Bands of whole rows of blocks; see mcore_rl/slices/hf/fp8.py."""
-        size, columns = DTYPE_BYTES[assembly.dtype], assembly.shape[1]
-        values_crc32, scales_crc32, scales_at = 0, 0, scales_start
+        """Write values and scales band by band, each of whole blocks; see slices/hf/fp8.py."""
         from checkpoint_tools.cast import quantize  # imports torch
 
+        size = DTYPE_BYTES[assembly.dtype]
+        columns = assembly.shape[1]
+        values_crc32 = 0
+        scales_crc32 = 0
+        scales_at = scales_start
         for band in bands(assembly, self._band_bytes // 4, row=BLOCK * columns):
             view = self._view((band.stop - band.start) * size)
             self._reader.fill(assembly, band, view)
@@ -177,39 +191,40 @@ class Writer:
         return [span for span in spans if span.num_bytes]
 
     def _view(self, num_bytes: int) -> memoryview:
-        """A single row may be longer than a band."""
+        """Return `num_bytes` of the band's buffer, which grows for a row longer than a band."""
         if num_bytes > len(self._band):
             self._band = bytearray(num_bytes)
         return memoryview(self._band)[:num_bytes]
 
 
 def check_held(made: Iterable[Made], worker_bytes: int) -> None:
-    """ValueError unless a third of a worker's buffers is enough for what it holds of any tensor; the rest is
-    for bands.
+    """Check that a third of a worker's memory is enough for what it holds of any tensor.
+
+    The rest is for bands. Raises ValueError with the tensor and the options to change.
     """
     largest = max(made, key=lambda made: made.held_bytes, default=None)
     if largest is not None and 3 * largest.held_bytes > worker_bytes:
         raise ValueError(
-            f"--memory-budget leaves {worker_bytes >> 10} KiB for each worker, {largest.name!r} needs"
-            f" {3 * largest.held_bytes >> 10} KiB: raise it, or take fewer --workers"
+            f"--memory-budget leaves {worker_bytes >> 10} KiB for each worker, {largest.name!r}"
+            f" needs {3 * largest.held_bytes >> 10} KiB: raise it, or take fewer --workers"
         )
 
 
-LARGEST_BAND = 8 << 20
-"""More gains nothing; bands of this size stay in the processor's cache between reading and writing."""
-
-
 def buffer_bytes(memory_bytes: int) -> int:
-    """Of the band and of the scratch memory; ValueError if the budget leaves too little to work with."""
+    """Return the size of a worker's band, and of its scratch memory.
+
+    Raises ValueError if `memory_bytes`, for all buffers of a worker, is too little.
+    """
     if memory_bytes < 4 << 20:
         raise ValueError(
-            f"--memory-budget leaves {memory_bytes >> 10} KiB for each worker, which needs 4 MiB: raise it, "
-            "or take fewer --workers"
+            f"--memory-budget leaves {memory_bytes >> 10} KiB for each worker, which needs 4 MiB: "
+            "raise it, or take fewer --workers"
         )
     return min(LARGEST_BAND, memory_bytes // 8) // 64 * 64
 
 
 def _write_all(descriptor: int, data: bytes | memoryview, start: int) -> None:
-    view, done = memoryview(data), 0
+    view = memoryview(data)
+    done = 0
     while done < len(view):
         done += os.pwrite(descriptor, view[done:], start + done)

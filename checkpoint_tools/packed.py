@@ -1,10 +1,12 @@
-"""Headers of a quantized model's files in, the tensors that values and scales stand for out. Nothing is read.
+"""Headers of a quantized model's files in, the tensors that values and scales encode out.
 
 fp8, as DeepSeek-V3's     X.weight   float8_e4m3fn [N, K]        --> X.weight  [N, K]
-                          X.weight_scale_inv  [N / rows, K / columns], rounded up: values * scale of the block
+                          X.weight_scale_inv  [N / rows, K / columns], rounded up: values * scale
+                                              of the block
 mxfp4, as gpt-oss's       X_blocks   uint8 [E, N, K / 32, 16]    --> X         [E, K, N]
                           X_scales   uint8 [E, N, K / 32]: values * 2 ** (scale - 127)
-A byte of the blocks is two values of 4 bits, the low one first (OCP Microscaling Formats, version 1.0).
+A byte of the blocks is two values of 4 bits, the low one first (OCP Microscaling Formats, version
+1.0).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +15,7 @@ from math import prod
 from typing import Any, Literal
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
-from mcore_rl.slices.families.settings import DEQUANTISED
+from mcore_rl.slices.families.settings import DEQUANTIZABLE
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.fp8 import FP8, scaled_name
 
@@ -25,9 +27,9 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 @dataclass(frozen=True)
 class Packed:
-    """A tensor to be: `shape` elements of `dtype`, out of stored values and the scales of their blocks.
+    """A tensor of `shape` and `dtype` that is to be made of stored values and their blocks' scales.
 
-    block   fp8: rows and columns of the matrix that share a scale; mxfp4: one row, 32 columns
+    block   rows and columns that share a scale; for mxfp4 one row, 32 columns
     """
 
     name: str
@@ -44,13 +46,13 @@ class Packed:
 
     @property
     def held_bytes(self) -> int:
-        """What a worker holds while it goes through the tensor: all scales, or an expert as it is stored."""
+        """Bytes that a worker holds at once: for fp8 all scales, for mxfp4 an expert as stored."""
         if self.format == "fp8":
             return prod(self.scales.shape) * DTYPE_BYTES["float32"]
         return (self.values.num_bytes + self.scales.num_bytes) // max(1, self.shape[0])
 
     def places(self) -> list[object]:
-        """What its elements come from."""
+        """Return where its elements come from, as JSON-like values for a digest."""
         stored = [(chunk.path, chunk.start, chunk.dtype) for chunk in (self.values, self.scales)]
         return [self.format, self.block, stored]
 
@@ -58,18 +60,19 @@ class Packed:
 def find_packed(
     config: HfConfig, tensors: Mapping[str, StoredTensor], dtype: str, file: object
 ) -> dict[str, Packed]:
-    """The quantized tensors of a model by their names without quantization, to be elements of `dtype`.
+    """Return the quantized tensors of a model by their names without quantization.
 
-    file   the config.json that `config` was read from
-    ValueError names it, or the file and tensor, for what is not supported and for values or scales whose
-    other half is missing or has another shape.
+    dtype   of the tensors to make
+    file    path of `config`, for messages
+    Raises ValueError with `file`, or with file and tensor, for a quantization that is not supported
+    and for values or scales whose other half is missing or has another shape.
     """
     settings = config.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
-    if method not in DEQUANTISED:
+    if method not in DEQUANTIZABLE:
         raise ValueError(
             f"{file}: quant_method={method!r} in quantization_config: only"
-            f" {' and '.join(map(repr, DEQUANTISED))} can be dequantized"
+            f" {' and '.join(map(repr, DEQUANTIZABLE))} can be dequantized"
         )
     assert isinstance(settings, dict)
     find = (
@@ -81,10 +84,10 @@ def find_packed(
     taken = stored_names(packed)
     for name, tensor in tensors.items():
         if name not in taken and (tensor.dtype == "uint8" or tensor.dtype.startswith("float8")):
-            raise ValueError(f"{_where(tensor)} is {tensor.dtype}, and no tensor has scales of it")
+            raise ValueError(f"{_where(tensor)} is {tensor.dtype}, and no tensor has its scales")
         if name in packed and name not in taken:
             raise ValueError(
-                f"{_where(tensor)} is there twice, also as {packed[name].values.where}"
+                f"{_where(tensor)} is stored twice, also as {packed[name].values.where}"
             )
     if not packed:
         raise ValueError(
@@ -94,26 +97,31 @@ def find_packed(
 
 
 def stored_names(packed: Mapping[str, Packed]) -> set[str]:
-    """Of the values and the scales."""
+    """Return the names under which values and scales are stored."""
     return {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
 
 
 def _block_of(settings: Mapping[str, Any], file: object) -> Shape:
-    """Rows and columns of a block of 8-bit values."""
+    """Return rows and columns of a block of 8-bit values. Raises ValueError if not supported."""
     block = settings.get("weight_block_size")
-    if not (
-        isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    ):
+    is_supported = (
+        isinstance(block, list)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 for size in block)
+    )
+    if not is_supported:
         raise ValueError(
-            f"{file}: weight_block_size={block!r} in quantization_config: only blocks of [rows, columns] are"
-            " supported, as [128, 128]; not one scale of a whole matrix or row"
+            f"{file}: weight_block_size={block!r} in quantization_config: only blocks of [rows,"
+            " columns] are supported, as [128, 128]; not one scale per matrix or row"
         )
     for key, values in {"fmt": ("e4m3", FP8), "activation_scheme": ("dynamic",)}.items():
         if settings.get(key) not in (None, *values):
             wanted = " or ".join(map(repr, values))
             raise ValueError(
-                f"{file}: {key}={settings[key]!r} in quantization_config: only {wanted} is supported"
+                f"{file}: {key}={settings[key]!r} in quantization_config: only {wanted} is"
+                " supported"
             )
+    assert isinstance(block, list)
     return tuple(block)
 
 
@@ -125,8 +133,8 @@ def _fp8(tensors: Mapping[str, StoredTensor], dtype: str, block: Shape) -> Itera
         values = _other_half(tensors, name, scales)
         if values.dtype != FP8 or len(values.shape) != 2:
             raise ValueError(
-                f"{_where(values)} is {values.dtype} {list(values.shape)}: what {key!r} scales should be a"
-                f" matrix of {FP8}"
+                f"{_where(values)} is {values.dtype} {list(values.shape)}: {key!r} holds its"
+                f" scales, so it should be a matrix of {FP8}"
             )
         _check_scales(scales, FP8_SCALE_DTYPES, _num_blocks(values.shape, block), values)
         yield Packed(name, dtype, values.shape, values.chunks[0], scales.chunks[0], "fp8", block)
@@ -143,8 +151,8 @@ def _mxfp4(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterator[Packed]:
         shape = values.shape
         if values.dtype != "uint8" or len(shape) != 4 or shape[-1] != MXFP4_GROUP_BYTES:
             raise ValueError(
-                f"{_where(values)} is {values.dtype} {list(shape)}: should be uint8 [experts, rows, groups of"
-                f" {MXFP4_GROUP} columns, {MXFP4_GROUP_BYTES}]"
+                f"{_where(values)} is {values.dtype} {list(shape)}: should be uint8 [experts, rows,"
+                f" groups of {MXFP4_GROUP} columns, {MXFP4_GROUP_BYTES}]"
             )
         _check_scales(scales, ("uint8",), shape[:3], values)
         whole = shape[0], shape[2] * MXFP4_GROUP, shape[1]
@@ -155,9 +163,7 @@ def _mxfp4(tensors: Mapping[str, StoredTensor], dtype: str) -> Iterator[Packed]:
 
 def _other_half(tensors: Mapping[str, StoredTensor], name: str, half: StoredTensor) -> StoredTensor:
     if name not in tensors:
-        raise ValueError(
-            f"{_where(half)} is quantized together with {name!r}, which the model lacks"
-        )
+        raise ValueError(f"{_where(half)} belongs to {name!r}, which the model lacks")
     return tensors[name]
 
 

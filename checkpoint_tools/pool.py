@@ -1,6 +1,7 @@
-"""One function over many tasks in several processes; results as they come, or the first error.
+"""Tasks and a function in, results out as worker processes finish them, or the first error.
 
-Workers are forks, made before this process has threads. They end with their parent, however it ends.
+Workers are forks, made before this process has threads. They end with their parent, however it
+ends.
 """
 
 import multiprocessing as mp
@@ -21,11 +22,14 @@ _POLL_S = 0.5
 
 
 class Pool(Generic[T, R]):
-    """`make()` is called once in each worker and gives the function. With one worker, in this process."""
+    """Worker processes that carry out tasks.
+
+    Each worker calls `make()` once to get its function. A single worker is this process itself.
+    """
 
     def __init__(self, make: Callable[[], Callable[[T], R]], num_workers: int) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
-        self._here = make() if num_workers == 1 else None
+        self._own_function = make() if num_workers == 1 else None
         context = mp.get_context("fork")
         for _ in range(num_workers if num_workers > 1 else 0):
             ours, theirs = context.Pipe()
@@ -39,26 +43,29 @@ class Pool(Generic[T, R]):
         return [os.getpid(), *(process.pid for process, _ in self._workers if process.pid)]
 
     def run(self, tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
-        """(task, result) in the order of completion. ValueError or OSError of a worker as it is, other errors
-        as RuntimeError with the worker's traceback.
+        """Yield (task, result) in the order of completion.
+
+        Raises a worker's ValueError, OSError or DiskFullError as it is, and other errors as
+        RuntimeError with the worker's traceback.
         """
-        if self._here is not None:
-            yield from ((task, self._here(task)) for task in tasks)
+        if self._own_function is not None:
+            for task in tasks:
+                yield task, self._own_function(task)
             return
         waiting = list(reversed(tasks))
         busy: dict[Connection, tuple[BaseProcess, T]] = {}
         for process, connection in self._workers:
-            _give(process, connection, waiting, busy)
+            _give_next(process, connection, waiting, busy)
         while busy:
             for connection in wait(list(busy)):
                 assert isinstance(connection, Connection)
                 process, task = busy.pop(connection)
-                result = _answer(process, connection, task)
-                _give(process, connection, waiting, busy)
+                result = _receive(process, connection, task)
+                _give_next(process, connection, waiting, busy)
                 yield task, result
 
     def close(self) -> None:
-        """End the workers, also in the middle of a task."""
+        """Kill the workers, even in the middle of a task."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -72,25 +79,27 @@ class Pool(Generic[T, R]):
         self.close()
 
 
-def _give(
+def _give_next(
     process: BaseProcess,
     connection: Connection,
     waiting: list[T],
     busy: dict[Connection, tuple[BaseProcess, T]],
 ) -> None:
+    """Send a worker the next task, if one is waiting, and enter the worker in `busy`."""
     if waiting:
         task = waiting.pop()
-        busy[connection] = process, task
+        busy[connection] = (process, task)
         connection.send(task)
 
 
-def _answer(process: BaseProcess, connection: Connection, task: object) -> Any:
+def _receive(process: BaseProcess, connection: Connection, task: object) -> Any:
+    """Return a worker's result for `task`, or raise its error."""
     try:
         kind, value = connection.recv()
     except EOFError:
         process.join(5.0)
         raise RuntimeError(
-            f"a worker died (exit code {process.exitcode}) while it did {task!r:.200}"
+            f"a worker died (exit code {process.exitcode}) during {task!r:.200}"
         ) from None
     if kind == "error":
         raise value
@@ -101,9 +110,8 @@ def _worker(connection: Connection, make: Callable[[], Callable[[Any], Any]], pa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(
-            1
-        )  # a fork has no thread of its parent's, for which torch would wait for ever
+        # A fork lacks the threads of its parent's torch, which would be waited for without end.
+        torch.set_num_threads(1)
     function = make()
     while os.getppid() == parent:
         if not connection.poll(_POLL_S):

@@ -1,4 +1,4 @@
-"""Planned files in, a checked folder out: workers write, checksums are compared, the name comes last."""
+"""Planned files in, a checked folder out: workers write, checksums agree, then it gets its name."""
 
 import hashlib
 import json
@@ -28,17 +28,17 @@ from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.hf.checksums import sum_small_files, write_manifest
 
 SMALLEST_UNIT, LARGEST_UNIT = 1 << 20, 64 << 20
-"""Bytes that a worker does at a time: what a kill costs, and how evenly the workers end."""
+"""Bounds, in bytes, of what a worker does in one go: large units lose more work to a kill."""
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a command wrote and what it took.
+    """What a command wrote, and the time and memory it took.
 
-    reused_bytes   of the output that an earlier, killed run had finished
-    checked        checksums of the source that agreed
-    peak_bytes     memory of all processes together, see PeakMemory
+    reused_bytes   part of the output that an earlier, killed run had finished
+    checked        number of the source's checksums that agreed
+    peak_bytes     peak memory of all processes together, see PeakMemory
     """
 
     out: Path
@@ -57,9 +57,9 @@ class Report:
             else ""
         )
         return (
-            f"{self.out}: {self.num_tensors} tensors, {show_bytes(self.num_bytes)} in {self.seconds:.1f} s "
-            f"({speed}/s{reused}); {self.checked} checksums of the source agreed; peak memory "
-            f"{show_bytes(self.peak_bytes)} (Pss of all processes)"
+            f"{self.out}: {self.num_tensors} tensors, {show_bytes(self.num_bytes)} in "
+            f"{self.seconds:.1f} s ({speed}/s{reused}); {self.checked} checksums of the source "
+            f"agreed; peak memory {show_bytes(self.peak_bytes)} (Pss of all processes)"
         )
 
 
@@ -72,12 +72,13 @@ def produce(
     reopen: Callable[[Path], Checkpoint],
     expected: Mapping[str, tuple[str, Shape]],
 ) -> Report:
-    """Write `files` to `out`, which appears under its name only when all is right.
+    """Write `files` to `out`, which gets its name only after every check.
 
     describe   writes the small files of the folder (index, configuration, metadata)
-    reopen     opens the folder as anyone would, with every check
-    expected   tensor -> (dtype, shape) that the folder must then have, no more and no less
-    ValueError names the file or tensor that is wrong; a rerun goes on where this one stopped.
+    reopen     opens the folder as a reader would, with every check
+    expected   tensor -> (dtype, shape) of exactly the tensors that the folder must then have
+    Raises ValueError with the file or tensor that is wrong, DiskFullError with the file that did
+    not fit. A rerun continues where this run stopped.
     """
     begun = time.monotonic()
     buffer_bytes(effort.worker_bytes)
@@ -95,9 +96,11 @@ def produce(
             ledger.add(done.record)
             staging.finish(unit, done)
 
-        left = [unit for unit in units if unit.number not in staging.done]
+        remaining = [unit for unit in units if unit.number not in staging.done]
         make = partial(Writer, staging.folder, effort.worker_bytes)
-        peak = work_through(make, left, lambda unit: unit.source_bytes, effort, out.name, finish)
+        peak = work_through(
+            make, remaining, lambda unit: unit.source_bytes, effort, out.name, finish
+        )
         ledger.close()
         describe(staging.folder)
         sums = staging.file_sums(files, units)
@@ -110,35 +113,39 @@ def produce(
 
 
 def _check(made: Checkpoint, expected: Mapping[str, tuple[str, Shape]]) -> None:
-    have = {tensor.key: (tensor.dtype, tensor.shape) for tensor in made.tensors.values()}
-    for name in sorted(have.keys() | expected.keys()):
-        if have.get(name) != expected.get(name):
+    """Raise ValueError unless a folder has exactly the tensors that were expected of it."""
+    actual = {tensor.key: (tensor.dtype, tensor.shape) for tensor in made.tensors.values()}
+    for name in sorted(actual.keys() | expected.keys()):
+        if actual.get(name) != expected.get(name):
             raise ValueError(
-                f"{made.folder}: tensor {name!r} is {have.get(name)}, should be {expected.get(name)}"
+                f"{made.folder}: tensor {name!r} is {actual.get(name)}, should be"
+                f" {expected.get(name)}"
             )
-    wanted = sum(prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in expected.values())
-    if made.num_bytes != wanted:
+    expected_bytes = sum(prod(shape) * DTYPE_BYTES[dtype] for dtype, shape in expected.values())
+    if made.num_bytes != expected_bytes:
         raise ValueError(
-            f"{made.folder} has {made.num_bytes} bytes of tensors, it should have {wanted}"
+            f"{made.folder} has {made.num_bytes} bytes of tensors, it should have {expected_bytes}"
         )
 
 
 def _digest(
     sources: Sequence[Checkpoint], files: Sequence[OutputFile], units: Sequence[Unit]
 ) -> str:
-    """Of the sources as they are on disk and of what is to be made of them, unit by unit."""
-    paths = {
-        chunk.path for s in sources for tensor in s.tensors.values() for chunk in tensor.chunks
-    }
-    stats = [
-        (path, (stat := Path(path).stat()).st_size, stat.st_mtime_ns) for path in sorted(paths)
-    ]
+    """Return a digest of the sources as they are on disk, and of what each unit makes of them."""
+    paths: set[str] = set()
+    for source in sources:
+        for tensor in source.tensors.values():
+            paths.update(chunk.path for chunk in tensor.chunks)
+    stats: list[tuple[str, int, int]] = []
+    for path in sorted(paths):
+        stat = Path(path).stat()
+        stats.append((path, stat.st_size, stat.st_mtime_ns))
     plan = [(file.name, file.num_bytes, file.header.hex()) for file in files]
-    tasks = [(unit.number, unit.file, [_line(task) for task in unit.tasks]) for unit in units]
+    tasks = [(unit.number, unit.file, [_as_json(task) for task in unit.tasks]) for unit in units]
     return hashlib.sha256(json.dumps([_FORMAT, stats, plan, tasks]).encode()).hexdigest()
 
 
-def _line(task: Task) -> list[object]:
+def _as_json(task: Task) -> list[object]:
     made = task.assembly
-    kind = [task.start, task.is_archive, task.scales_start]
-    return [*kind, made.name, made.dtype, made.shape, made.places()]
+    place = [task.start, task.is_archive, task.scales_start]
+    return [*place, made.name, made.dtype, made.shape, made.places()]

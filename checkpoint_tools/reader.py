@@ -1,7 +1,7 @@
-"""Assemblies read band by band: each byte of the files once, its checksum taken on the way.
+"""Assemblies in, their elements out band by band; each byte of a file is read and summed once.
 
-Peak memory: what the caller passes for a band, as much again for pieces that are scattered or cast, and a
-transposed piece as it is stored.
+Peak memory: the band that the caller passes, as much scratch memory for pieces that are scattered
+or cast, and a transposed piece as stored.
 """
 
 import os
@@ -20,7 +20,7 @@ from mcore_rl.slices.hf.checksums import Span
 
 @dataclass
 class Record:
-    """What was read: checksums by file, and those that archives say their data should have."""
+    """Checksums by path: `read` of the bytes read, `promised` as archives record them."""
 
     read: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
     promised: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
@@ -28,7 +28,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Band:
-    """Elements [start, stop) of a tensor, and the pieces that have some of them."""
+    """Elements [start, stop) of a tensor, and the pieces that hold some of them."""
 
     start: int
     stop: int
@@ -36,8 +36,12 @@ class Band:
 
 
 def bands(assembly: Assembly, band_bytes: int, row: int | None = None) -> list[Band]:
-    """The tensor in whole rows of `row` elements, at least one row each."""
-    row, size = row or assembly.row, DTYPE_BYTES[assembly.dtype]
+    """Cut a tensor into bands of whole rows of `row` elements, by default its own rows.
+
+    Each is of at most `band_bytes`, but of one row at least.
+    """
+    row = row or assembly.row
+    size = DTYPE_BYTES[assembly.dtype]
     numel = assembly.num_bytes // size
     step = max(1, band_bytes // (row * size)) * row if numel else 1
     members: dict[int, list[Piece]] = defaultdict(list)
@@ -52,7 +56,7 @@ def bands(assembly: Assembly, band_bytes: int, row: int | None = None) -> list[B
 
 
 class Reader:
-    """Open files and located chunks; of one process. Close it when done."""
+    """Reads the elements of assemblies, in one process, and records their checksums."""
 
     def __init__(self, scratch_bytes: int) -> None:
         self._scratch = bytearray(scratch_bytes)
@@ -68,51 +72,62 @@ class Reader:
         self._descriptors.clear()
 
     def take_record(self) -> Record:
-        """What was read since the last call."""
-        record, self.record = self.record, Record()
+        """Return the record of what was read since the last call."""
+        record = self.record
+        self.record = Record()
         self._located.clear()
         return record
 
     def fill(self, assembly: Assembly, band: Band, out: memoryview) -> int | None:
-        """Write the band's elements to `out`, bytes of just its size; its CRC-32 if reading gave it."""
+        """Write a band's elements to `out`, which has exactly its size.
+
+        Returns their CRC-32 if reading computed it, otherwise None.
+        """
         size = DTYPE_BYTES[assembly.dtype]
-        parts = [
-            (piece, part) for piece in band.pieces if (part := cut(piece, band.start, band.stop))
-        ]
-        if sum(rows * run for _, (_, rows, run, _) in parts) != band.stop - band.start:
+        num_elements = band.stop - band.start
+        num_covered = 0
+        parts: list[tuple[Piece, tuple[int, int, int, int]]] = []
+        for piece in band.pieces:
+            part = cut(piece, band.start, band.stop)
+            if part is not None:
+                parts.append((piece, part))
+                num_covered += part[1] * part[2]
+        if num_covered != num_elements:
             out[:] = bytes(len(out))
         crc32 = None
         for piece, (source, rows, run, target) in parts:
             first = (target - band.start) * size
             if piece.transposed:
-                self._turn(piece, source - piece.source, rows, out[first:], assembly.dtype)
+                first_row = source - piece.source
+                self._transpose(piece, first_row, rows, out[first:], assembly.dtype)
             elif rows == 1 and piece.chunk.dtype == assembly.dtype:
                 crc32 = self._read(piece.chunk, source * size, out[first : first + run * size])
             else:
                 self._scatter(piece, (source, rows, run), out[first:], assembly.dtype)
                 crc32 = None
-        is_whole = len(parts) == 1 and parts[0][1][2] == band.stop - band.start
-        return crc32 if is_whole else None
+        is_one_run = len(parts) == 1 and parts[0][1][2] == num_elements
+        return crc32 if is_one_run else None
 
     def skip(self, stretch: Stretch) -> None:
-        """Read what goes nowhere."""
+        """Read elements that no tensor takes, for their checksum."""
         size = DTYPE_BYTES[stretch.chunk.dtype]
-        start, stop = stretch.source * size, (stretch.source + stretch.count) * size
+        start = stretch.source * size
+        stop = start + stretch.count * size
         for at in range(start, stop, len(self._scratch)):
-            self._read(
-                stretch.chunk, at, memoryview(self._scratch)[: min(len(self._scratch), stop - at)]
-            )
+            count = min(len(self._scratch), stop - at)
+            self._read(stretch.chunk, at, memoryview(self._scratch)[:count])
 
     def _scatter(
         self, piece: Piece, part: tuple[int, int, int], out: memoryview, dtype: str
     ) -> None:
-        """As many rows at a time as the scratch memory holds; a longer row in several steps."""
+        """Copy runs to rows that lie apart, or to another dtype.
+
+        Takes as many rows at a time as the scratch memory holds, and a longer row in several steps.
+        """
         source, rows, run = part
-        stored, size, target_size = (
-            piece.chunk.dtype,
-            DTYPE_BYTES[piece.chunk.dtype],
-            DTYPE_BYTES[dtype],
-        )
+        stored = piece.chunk.dtype
+        size = DTYPE_BYTES[stored]
+        target_size = DTYPE_BYTES[dtype]
         target = np.frombuffer(out, dtype=f"u{target_size}")
         width = min(run, max(1, len(self._scratch) // size))
         height = max(1, len(self._scratch) // (size * width)) if width == run else 1
@@ -127,13 +142,20 @@ class Reader:
                 strides = (piece.stride * target_size, target_size)
                 as_strided(places, (count, columns), strides)[:] = values.reshape(count, columns)
 
-    def _turn(self, piece: Piece, first_row: int, rows: int, out: memoryview, dtype: str) -> None:
-        """Columns of the stored matrix to rows of the tensor. It is read once, whole, for all bands."""
-        stored, target_size = piece.chunk.dtype, DTYPE_BYTES[dtype]
+    def _transpose(
+        self, piece: Piece, first_row: int, rows: int, out: memoryview, dtype: str
+    ) -> None:
+        """Copy columns of a stored matrix to rows of the tensor.
+
+        The matrix is read whole, once for all bands, and held until another one is needed.
+        """
+        stored = piece.chunk.dtype
+        target_size = DTYPE_BYTES[dtype]
         if self._held[0] is not piece:
-            self._held = (None, bytearray())  # frees the last one
+            self._held = (None, bytearray())  # frees the previous matrix
             data = bytearray(piece.num_bytes)
-            view, start = memoryview(data), piece.source * DTYPE_BYTES[stored]
+            view = memoryview(data)
+            start = piece.source * DTYPE_BYTES[stored]
             step = max(1, len(self._scratch))
             for at in range(0, len(data), step):
                 self._read(piece.chunk, start + at, view[at : at + step])
@@ -148,10 +170,11 @@ class Reader:
         as_strided(places, (rows, piece.run), strides)[:] = values.reshape(rows, piece.run)
 
     def _read(self, chunk: Chunk, offset: int, out: memoryview) -> int:
-        """Bytes of the chunk's elements from `offset` on; their CRC-32."""
+        """Fill `out` with a chunk's elements from byte `offset` on; return the CRC-32."""
         descriptor = self._open(chunk)
         first = self._locate(descriptor, chunk).start
-        start, done = first + offset, 0
+        start = first + offset
+        done = 0
         while done < len(out):
             count = os.preadv(descriptor, [out[done:]], start + done)
             if count == 0:
@@ -171,7 +194,8 @@ class Reader:
     def _locate(self, descriptor: int, chunk: Chunk) -> Located:
         place = (chunk.path, chunk.start)
         if place not in self._located:
-            located = self._located[place] = self._locator.locate(descriptor, chunk)
+            located = self._locator.locate(descriptor, chunk)
+            self._located[place] = located
             self.record.read[chunk.path] += [span for span in located.around if span.num_bytes]
             if located.data_crc32 is not None and chunk.data_bytes:
                 promised = Span(located.start, chunk.data_bytes, located.data_crc32)
@@ -180,8 +204,10 @@ class Reader:
 
 
 def _append(spans: list[Span], new: Span, first: int) -> None:
-    """Lengthen a span that `new` follows, else begin one. Of the last three, since the rows of queries, keys
-    and values are read in turn; none that began before `first`, where another tensor lies.
+    """Append a span, or extend one of the last three if `new` follows it.
+
+    Three, since the rows of queries, keys and values are read in turn. A span that began before
+    `first` belongs to another tensor and is not extended.
     """
     for i in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
         if spans[i].stop == new.start and spans[i].start >= first:

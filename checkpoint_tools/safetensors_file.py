@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read and checked strictly, or made for tensors yet to be written.
+"""The header of a safetensors file in, its tensors out; or tensors to be written in, a header out.
 
 | 8 bytes: length of the header | JSON: name -> dtype, shape, [start, stop) | elements, end to end |
 """
@@ -28,12 +28,14 @@ NAMES = {
     "I8": "int8",
     "BOOL": "bool",
 }
-_OF_DTYPE = {dtype: name for name, dtype in NAMES.items()}
+"""safetensors' names of dtypes -> torch's."""
+_NAME_OF_DTYPE = {dtype: name for name, dtype in NAMES.items()}
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor, in the order of their bytes. ValueError names the file and the tensor if the header
-    does not account for every byte of the file exactly once.
+    """Return the tensors of a file by name, in the order of their bytes.
+
+    Raises ValueError with file and tensor if the header does not account for each byte once.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -41,8 +43,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header_bytes = struct.unpack("<Q", lead)[0] if len(lead) == 8 else 0
         if not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(
-                f"{path} has {size} bytes and a header of {header_bytes}: it was truncated, or is no "
-                "safetensors file"
+                f"{path} has {size} bytes and a header of {header_bytes}: it was truncated, or is"
+                " not a safetensors file"
             )
         raw = file.read(header_bytes)
     try:
@@ -50,11 +52,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: its header is damaged: {error}") from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path}: its header is damaged: it is no JSON object")
+        raise ValueError(f"{path}: its header is damaged: it is not a JSON object")
     header.pop("__metadata__", None)
     first = 8 + header_bytes
-    tensors = [_tensor(path, name, entry, first) for name, entry in header.items()]
+    tensors = [_read_entry(path, name, entry, first) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.chunks[0].start, tensor.num_bytes))
+    _check_tiling(path, tensors, first, size)
+    return {tensor.key: tensor for tensor in tensors}
+
+
+def _check_tiling(path: Path, tensors: Sequence[StoredTensor], first: int, size: int) -> None:
+    """Raise ValueError unless sorted tensors make up the bytes [first, size) of a file."""
     at = first
     for tensor in tensors:
         start = tensor.chunks[0].start
@@ -72,60 +80,66 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path} has {size} bytes, its last tensor {last!r} ends at byte {at}: {problem}"
         )
-    return {tensor.key: tensor for tensor in tensors}
 
 
 def _no_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in entries:
             raise ValueError(f"{name!r} is in it twice")
-        found[name] = value
-    return found
+        entries[name] = value
+    return entries
 
 
-def _tensor(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
+def _read_entry(path: Path, name: str, entry: Any, first: int) -> StoredTensor:
     try:
-        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        dtype = entry["dtype"]
+        shape = tuple(entry["shape"])
+        start, stop = entry["data_offsets"]
+        are_sizes = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: the header's entry of tensor {name!r} is damaged: {error!r}"
         ) from error
-    if not whole or dtype not in NAMES:
+    if not are_sizes or dtype not in NAMES:
         raise ValueError(
-            f"{path}: the header's entry of tensor {name!r} is damaged, or its dtype unknown: {entry}"
+            f"{path}: the header's entry of tensor {name!r} is damaged, or its dtype unknown:"
+            f" {entry}"
         )
-    wanted = prod(shape) * DTYPE_BYTES[NAMES[dtype]]
-    if stop - start != wanted:
+    num_bytes = prod(shape) * DTYPE_BYTES[NAMES[dtype]]
+    if stop - start != num_bytes:
         raise ValueError(
-            f"{path}: tensor {name!r} of {dtype} {list(shape)} has {stop - start} bytes, it should have "
-            f"{wanted}"
+            f"{path}: tensor {name!r} of {dtype} {list(shape)} has {stop - start} bytes, it should"
+            f" have {num_bytes}"
         )
     chunk = Chunk(
-        name, NAMES[dtype], (0,) * len(shape), shape, str(path), first + start, wanted, False
+        name, NAMES[dtype], (0,) * len(shape), shape, str(path), first + start, num_bytes, False
     )
     return StoredTensor(name, NAMES[dtype], shape, (chunk,))
 
 
 def make_header(tensors: Mapping[str, tuple[str, Shape]]) -> tuple[bytes, dict[str, int], int]:
-    """Name -> (dtype, shape) in; the file's first bytes, where each tensor begins, and the file's size.
+    """Lay out a file of `tensors`, name -> (dtype, shape).
 
-    Larger elements come first, so that each tensor is aligned to its own, as safetensors has it.
+    Returns the file's first bytes, the byte at which each tensor begins, and the file's size.
+    Tensors of larger elements come first, which aligns all of them, as safetensors does.
     """
     order = sorted(tensors, key=lambda name: (-DTYPE_BYTES[tensors[name][0]], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, at = {}, 0
+    starts: dict[str, int] = {}
+    at = 0
     for name in order:
         dtype, shape = tensors[name]
         stop = at + prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": _OF_DTYPE[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-        starts[name], at = at, stop
+        header[name] = {
+            "dtype": _NAME_OF_DTYPE[dtype],
+            "shape": list(shape),
+            "data_offsets": [at, stop],
+        }
+        starts[name] = at
+        at = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
-    return (
-        struct.pack("<Q", len(text)) + text,
-        {name: first + start for name, start in starts.items()},
-        first + at,
-    )
+    starts = {name: first + start for name, start in starts.items()}
+    return struct.pack("<Q", len(text)) + text, starts, first + at

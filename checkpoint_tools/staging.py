@@ -1,4 +1,4 @@
-"""An output folder under a temporary name: what is finished in it, so that a run that was killed goes on.
+"""Finished units of work in, an output folder out, which a killed run's successor can continue.
 
 <out>.partial/            files of full size, filled unit by unit, in any order
 <out>.partial/.journal    first line: a digest of what is to be made; then a line per finished unit
@@ -26,16 +26,22 @@ LOCK_WAIT_S = 10.0
 
 
 class Staging:
-    """One run's hold on `<out>.partial`. ValueError if `out` exists, or another process writes to it."""
+    """One run's exclusive hold on `<out>.partial`."""
 
     def __init__(self, out: Path, digest: str) -> None:
-        self.out, self.folder = out, out.with_name(out.name + PARTIAL)
+        """digest   identifies what is to be made; a folder with another digest is emptied"""
+        self.out = out
+        self.folder = out.with_name(out.name + PARTIAL)
         self._digest = digest
         self.done: dict[int, Done] = {}
 
     @contextmanager
     def open(self, files: Sequence[OutputFile], units: Sequence[Unit]) -> Iterator["Staging"]:
-        """Hold the folder; afterwards `done` has the units that an earlier run finished, checked anew."""
+        """Hold the folder within the block, with `done` set to what an earlier run finished.
+
+        Those units are compared with their checksums. Raises ValueError if `out` exists, or if
+        another process holds the folder.
+        """
         refuse_existing(self.out)
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / JOURNAL).open("a+b") as self._journal:
@@ -44,23 +50,29 @@ class Staging:
             yield self
 
     def finish(self, unit: Unit, done: Done) -> None:
+        """Enter a finished unit in the journal."""
         self.done[unit.number] = done
         self._journal.write(json.dumps([unit.number, _to_json(done)]).encode() + b"\n")
         self._journal.flush()
 
     def file_sums(self, files: Sequence[OutputFile], units: Sequence[Unit]) -> dict[str, FileSums]:
-        """Checksums of the written files, from those taken while writing."""
-        spans = {file.name: [header] if (header := _header_span(file)) else [] for file in files}
+        """Return the checksums of all files, combined from those taken while writing."""
+        spans: dict[str, list[Span]] = {}
+        for file in files:
+            spans[file.name] = []
+            if file.header:
+                header = Span(0, len(file.header), zlib_ng.crc32(file.header))
+                spans[file.name].append(header)
         for unit in units:
             spans[unit.file] += self.done[unit.number].written
-        return {
-            file.name: FileSums(
-                file.num_bytes, tuple(sorted(spans[file.name], key=lambda span: span.start))
-            )
-            for file in files
-        }
+        sums: dict[str, FileSums] = {}
+        for file in files:
+            spans[file.name].sort(key=lambda span: span.start)
+            sums[file.name] = FileSums(file.num_bytes, tuple(spans[file.name]))
+        return sums
 
     def commit(self) -> None:
+        """Give the folder its final name."""
         (self.folder / JOURNAL).unlink()
         self.folder.rename(self.out)
 
@@ -73,8 +85,8 @@ class Staging:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ValueError(
-                        f"{self.folder} is being written by another process (waited {LOCK_WAIT_S:.0f} s): "
-                        "wait for it, or choose another output"
+                        f"{self.folder} is being written by another process (waited"
+                        f" {LOCK_WAIT_S:.0f} s): wait for it, or choose another output"
                     ) from None
                 time.sleep(0.1)
 
@@ -82,12 +94,12 @@ class Staging:
         self._journal.seek(0)
         first, *lines = self._journal.read().split(b"\n")
         if first.decode(errors="replace") == self._digest:
-            self.done = _still_there(self.folder, lines, units)
+            self.done = _intact_units(self.folder, lines, units)
         else:
             for path in self.folder.iterdir():
                 if path.name != JOURNAL:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        # What was torn by a kill goes.
+        # The journal is rewritten without lines that a kill cut short.
         self._journal.truncate(0)
         self._journal.write(self._digest.encode() + b"\n")
         for number, done in self.done.items():
@@ -101,30 +113,26 @@ class Staging:
 
 
 def refuse_existing(out: Path) -> None:
+    """Raise ValueError if `out` exists."""
     if out.exists():
         raise ValueError(f"{out} exists: choose another output, or remove it first")
 
 
-def _still_there(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) -> dict[int, Done]:
-    """Units of the journal whose bytes have the checksums that it says."""
+def _intact_units(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) -> dict[int, Done]:
+    """Return the units of a journal, by number, whose bytes still have its checksums."""
     by_number = {unit.number: unit for unit in units}
-    kept: dict[int, Done] = {}
+    intact: dict[int, Done] = {}
     for line in lines:
         try:
             number, value = json.loads(line)
             done = _from_json(value)
             path = folder / by_number[number].file
-            if sum_ranges(path, [(span.start, span.stop) for span in done.written]) == list(
-                done.written
-            ):
-                kept[number] = done
+            ranges = [(span.start, span.stop) for span in done.written]
+            if sum_ranges(path, ranges) == list(done.written):
+                intact[number] = done
         except (ValueError, KeyError, TypeError, OSError):
-            continue
-    return kept
-
-
-def _header_span(file: OutputFile) -> Span | None:
-    return Span(0, len(file.header), zlib_ng.crc32(file.header)) if file.header else None
+            continue  # a damaged line or file: the unit is done again
+    return intact
 
 
 def _to_json(done: Done) -> list[object]:

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk is made of, whatever its kind: tensors cut into chunks, stretches of files."""
+"""The values that describe a checkpoint on disk, of either kind: tensors, chunks, objects."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,15 +24,15 @@ DTYPES = (
     "int8",
     "bool",
 )
-"""Torch names of the dtypes that the tools carry."""
+"""torch's names of the dtypes that the tools can copy."""
 DTYPE_BYTES: Mapping[str, int] = {dtype: ITEMSIZE[dtype] for dtype in DTYPES}
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements from `offset` on, `shape` of them, of tensor `key`; contiguous in the file at `path`.
+    """The box of tensor `key` at `offset`, of `shape`, contiguous in the file at `path`.
 
-    start, num_bytes   the stretch of the file: the elements, or the archive of torch.save that holds them
+    start, num_bytes   bytes of the file: the elements, or the archive of torch.save around them
     """
 
     key: str
@@ -54,14 +54,14 @@ class Chunk:
 
     @property
     def where(self) -> str:
-        """For messages: file and tensor."""
+        """File, tensor and offset, for messages."""
         at = f" at {self.offset}" if any(self.offset) else ""
         return f"{self.path}: tensor {self.key!r}{at}"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint; its chunks make it up, each element once."""
+    """A tensor of the checkpoint; its chunks cover each element once."""
 
     key: str
     dtype: str
@@ -75,7 +75,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Item:
-    """A stretch of a file that holds something other than a tensor, such as a generator's state."""
+    """Bytes of a file that hold an object other than a tensor, such as a generator's state."""
 
     key: str
     file: str
@@ -85,9 +85,9 @@ class Item:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose structure was checked: files, sizes, and that chunks make up their tensors.
+    """A checkpoint whose structure was checked: files, sizes, and that chunks cover their tensors.
 
-    sums    of checksums.json, if the checkpoint came with one
+    sums    content of checksums.json, if there is one
     facts   what was compared, for people
     """
 

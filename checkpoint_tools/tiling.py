@@ -1,4 +1,4 @@
-"""Boxes of one tensor in, an error unless they make it up, each element once."""
+"""Boxes of one tensor in, an error unless they cover each element exactly once."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,38 +9,30 @@ from mcore_rl.slices.families.table import Shape
 def check_boxes(
     key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], where: object
 ) -> None:
-    """`boxes` are (offset, shape); ValueError names `where`, the tensor and the box.
+    """Raise ValueError with `where`, tensor and box unless `boxes`, (offset, shape), are a
+    partition.
 
-    Equal volume and no overlap make a partition. Overlaps are looked for in the grid that the boxes' own
-    edges make: time grows with its cells.
+    Boxes of the tensor's volume that do not overlap are one. Overlaps are looked for in the grid of
+    the boxes' edges; the time grows with the number of its cells.
     """
     for offset, size in boxes:
-        inside = len(offset) == len(size) == len(shape) and all(
-            a >= 0 and n > 0 and a + n <= whole
-            for a, n, whole in zip(offset, size, shape, strict=True)
-        )
-        if not inside:
+        if not _is_inside(offset, size, shape):
             raise ValueError(
-                f"{where}: tensor {key!r} of shape {shape} has a part at {offset} of shape {size}, which is "
-                "not inside it"
+                f"{where}: tensor {key!r} of shape {shape} has a part at {offset} of shape {size},"
+                " which is not inside it"
             )
-    have, whole = sum(prod(size) for _, size in boxes), prod(shape)
-    if have != whole:
+    volume = sum(prod(size) for _, size in boxes)
+    if volume != prod(shape):
         raise ValueError(
-            f"{where}: tensor {key!r} of shape {shape}: its parts hold {have} of {whole} elements"
+            f"{where}: tensor {key!r} of shape {shape}: its parts hold {volume} of {prod(shape)}"
+            " elements"
         )
     if len(boxes) == 1:
         return
-    edges = [
-        sorted(
-            {edge for offset, size in boxes for edge in (offset[axis], offset[axis] + size[axis])}
-        )
-        for axis in range(len(shape))
-    ]
-    number = [{edge: i for i, edge in enumerate(axis_edges)} for axis_edges in edges]
+    numbers = [_edge_numbers(boxes, axis) for axis in range(len(shape))]
     taken: set[Shape] = set()
     for offset, size in boxes:
-        for cell in _cells(number, offset, size):
+        for cell in _cells(numbers, offset, size):
             if cell in taken:
                 raise ValueError(
                     f"{where}: tensor {key!r} of shape {shape}: its parts overlap at {offset}"
@@ -48,9 +40,27 @@ def check_boxes(
             taken.add(cell)
 
 
-def _cells(number: Sequence[dict[int, int]], offset: Shape, size: Shape) -> list[Shape]:
+def _is_inside(offset: Shape, size: Shape, shape: Shape) -> bool:
+    if not len(offset) == len(size) == len(shape):
+        return False
+    for start, count, whole in zip(offset, size, shape, strict=True):
+        if start < 0 or count <= 0 or start + count > whole:
+            return False
+    return True
+
+
+def _edge_numbers(boxes: Sequence[tuple[Shape, Shape]], axis: int) -> dict[int, int]:
+    """Number the edges that any box has on an axis, in ascending order."""
+    edges: set[int] = set()
+    for offset, size in boxes:
+        edges.update((offset[axis], offset[axis] + size[axis]))
+    return {edge: number for number, edge in enumerate(sorted(edges))}
+
+
+def _cells(numbers: Sequence[dict[int, int]], offset: Shape, size: Shape) -> list[Shape]:
+    """Return the cells of the grid of edges that a box covers."""
     cells: list[Shape] = [()]
     for axis, (start, count) in enumerate(zip(offset, size, strict=True)):
-        steps = range(number[axis][start], number[axis][start + count])
+        steps = range(numbers[axis][start], numbers[axis][start + count])
         cells = [(*cell, step) for cell in cells for step in steps]
     return cells

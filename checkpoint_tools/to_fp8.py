@@ -1,4 +1,4 @@
-"""HuggingFace directory in, the same with its matrices as 8-bit values and scales of 128 x 128 blocks out."""
+"""A HuggingFace model in, the same model in FP8 with scales of 128 x 128 blocks out."""
 
 from functools import partial
 from pathlib import Path
@@ -15,20 +15,20 @@ from mcore_rl.slices.hf.folder import write_small_files
 from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 
 KEPT = ("eh_proj",)
-"""Modules of multi-token prediction that are not quantized by DeepSeek's convention, whatever their name."""
+"""Modules of multi-token prediction that DeepSeek's convention leaves as they are."""
 SOURCE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def to_fp8(source_hf: Path, out: Path, max_file_bytes: int, effort: Effort) -> Report:
-    """Quantize the model of `source_hf` as DeepSeek publishes it (see mcore_rl/slices/hf/fp8.py) into `out`.
+    """Write the model of `source_hf` to `out` in DeepSeek's FP8; see mcore_rl/slices/hf/fp8.py.
 
-    ValueError names the file or tensor that is wrong; a model that is quantized already is refused.
+    Raises ValueError with the file or tensor that is wrong, or if the model is quantized already.
     """
     refuse_existing(out)
     config = read_config(source_hf)
     if family_of(config).stacks_experts:
         raise ValueError(
-            f"{source_hf}: experts that are stacked in one tensor have no place in this format: not supported"
+            f"{source_hf}: this format has no place for experts that are stacked in one tensor"
         )
     checkpoint = open_hf(source_hf)
     left_out = family_of(config).left_out(config)

@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint in, HuggingFace directory out; from one to the other, tensor by tensor."""
+"""A Megatron distributed checkpoint in, a HuggingFace directory out, copied tensor by tensor."""
 
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,12 @@ def to_hf(
     max_file_bytes: int,
     effort: Effort,
 ) -> list[Report]:
-    """Merge the model of `checkpoint` into `out`, and the state of its optimizer into `optimizer`, if given.
+    """Merge the model of `checkpoint` into `out`, and its optimizer's state into `optimizer`, if
+    given.
 
-    source_hf   the HuggingFace directory that the run began from: config.json, tokenizer, carried tensors
-    dtype       of the model; by default as stored
-    ValueError names the file or tensor that is wrong.
+    source_hf   directory the run began from, for config.json, tokenizer and untrained tensors
+    dtype       of the model; None: as stored
+    Returns a report per folder written. Raises ValueError with the file or tensor that is wrong.
     """
     refuse_existing(out)
     if optimizer is not None:
@@ -42,9 +43,11 @@ def to_hf(
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
     config = config_of(tensors, config)
     assemblies = hf_assemblies(tensors.values(), config, dtype, checkpoint)
-    carried = _carried(source_hf, config)
-    sources = [source, *([carried[0]] if carried else [])]
-    assemblies |= carried[1] if carried else {}
+    sources = [source]
+    if family_of(config).carried(config) and has_weights(source_hf):
+        untrained = open_hf(source_hf)
+        sources.append(untrained)
+        assemblies |= _carried(untrained, config)
     settings = with_dtype(config, dtype or assemblies["model.embed_tokens.weight"].dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     reports = [make_hf(out, sources, assemblies, frozenset(), describe, max_file_bytes, effort)]
@@ -53,13 +56,10 @@ def to_hf(
     return reports
 
 
-def _carried(source_hf: Path, config: HfConfig) -> tuple[Checkpoint, dict[str, Assembly]] | None:
-    """Tensors that the directory has beside the model, such as layers for multi-token prediction."""
+def _carried(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
+    """Return the tensors that Megatron does not train, such as multi-token prediction layers."""
     family = family_of(config)
-    if not family.carried(config) or not has_weights(source_hf):
-        return None
-    checkpoint = open_hf(source_hf)
-    return checkpoint, {
+    return {
         name: whole(tensor.chunks[0])
         for name, tensor in checkpoint.tensors.items()
         if family.is_carried(config, name)
@@ -67,4 +67,5 @@ def _carried(source_hf: Path, config: HfConfig) -> tuple[Checkpoint, dict[str, A
 
 
 def has_weights(folder: Path) -> bool:
+    """Return True if a directory has weights beside its config.json."""
     return read_index(folder) is not None or any(folder.glob("*.safetensors"))

@@ -1,6 +1,6 @@
-"""A checkpoint of megatron-core's dist_checkpointing (torch_dist) in, its tensors and where they lie out.
+"""A Megatron checkpoint (torch_dist) in, its tensors and their places in the files out.
 
-Only .metadata and the small files are read; no torch.distributed, no Megatron, no process group.
+Reads only .metadata and the small files, without torch.distributed, Megatron or a process group.
 """
 
 import json
@@ -29,9 +29,9 @@ from mcore_rl.slices.megatron_files.metadata import (
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 OPTIMIZER = "optimizer."
-"""What keys of the optimizer's state begin with."""
+"""Prefix of the keys of the optimizer's state."""
 SHARED = "_extra_state/shard_"
-"""In the keys of objects that hold nothing, of which many may be stored as one."""
+"""Part of the keys of empty objects, many of which may share one place in a file."""
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -39,7 +39,11 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
-    """Read and check the structure of a checkpoint; ValueError names the file or tensor that is wrong."""
+    """Read and check the structure of a checkpoint.
+
+    `use_sums` reads checksums.json, if there is one. Raises ValueError with the wrong file or
+    tensor.
+    """
     _check_backend(folder)
     path = folder / METADATA
     if not path.is_file():
@@ -54,9 +58,9 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
     for tensor in tensors.values():
         check_boxes(tensor.key, tensor.shape, [(c.offset, c.shape) for c in tensor.chunks], path)
     chunks = [chunk for tensor in tensors.values() for chunk in tensor.chunks]
-    stretches = [*((c.file, c.start, c.num_bytes, c.key) for c in chunks)]
-    stretches += [(item.file, item.start, item.num_bytes, item.key) for item in items]
-    files = _check_files(folder, stretches)
+    stored = [Place(chunk.key, chunk.file, chunk.start, chunk.num_bytes) for chunk in chunks]
+    stored += [Place(item.key, item.file, item.start, item.num_bytes) for item in items]
+    files = _check_files(folder, stored)
     sums = check_manifest(folder, files) if use_sums else None
     if sums is not None:
         _check_spans(folder, chunks, sums)
@@ -64,11 +68,12 @@ def open_torch_dist(folder: Path, use_sums: bool = True) -> Checkpoint:
 
 
 def _check_backend(folder: Path) -> None:
+    """Raise ValueError unless metadata.json names the format that is read here."""
     path = folder / "metadata.json"
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist: {folder} is no complete Megatron distributed checkpoint (choose a "
-            "step's folder, such as <run.dir>/checkpoints/step_000050)"
+            f"{path} does not exist: {folder} is not a complete Megatron distributed checkpoint"
+            " (choose a step's folder, such as <run.dir>/checkpoints/step_000050)"
         )
     try:
         backend = json.loads(path.read_text())
@@ -82,7 +87,10 @@ def _check_backend(folder: Path) -> None:
 def _read_tensors(
     folder: Path, entries: Mapping[str, Record], places: dict[tuple[str, Shape | None], Place]
 ) -> tuple[dict[str, StoredTensor], list[Item]]:
-    """Describe every tensor and object. Takes each place out of `places`; raises ValueError if one is left."""
+    """Return the tensors by key, and the other objects.
+
+    Takes each place out of `places`. Raises ValueError if one is missing or left over.
+    """
     tensors: dict[str, StoredTensor] = {}
     items: list[Item] = []
     for key, entry in entries.items():
@@ -126,11 +134,11 @@ def _take_place(
     return place
 
 
-def _check_files(folder: Path, stretches: Sequence[tuple[str, int, int, str]]) -> set[str]:
-    """Every file is there and is made up of stretches, each byte of one; the names of the files."""
+def _check_files(folder: Path, stored: Sequence[Place]) -> set[str]:
+    """Check that every file exists and each of its bytes belongs to one place; return the names."""
     by_file: dict[str, dict[tuple[int, int], list[str]]] = defaultdict(lambda: defaultdict(list))
-    for file, start, num_bytes, key in stretches:
-        by_file[file][start, num_bytes].append(key)
+    for place in stored:
+        by_file[place.file][place.start, place.num_bytes].append(place.key)
     for file, places in sorted(by_file.items()):
         for (start, _), keys in places.items():
             if len(keys) > 1 and not all(SHARED in key for key in keys):
@@ -143,18 +151,19 @@ def _check_files(folder: Path, stretches: Sequence[tuple[str, int, int, str]]) -
 
 
 def _check_file(path: Path, places: Mapping[tuple[int, int], list[str]]) -> None:
-    """Objects that are no tensors may share one place."""
-    first = next(iter(places.values()))[0]
+    """Raise ValueError unless `places`, (start, bytes) -> keys, make up a file without gaps."""
     if not path.is_file():
+        first = next(iter(places.values()))[0]
         raise ValueError(
             f"{path} does not exist: it should hold {len(places)} items, the first is {first!r}"
         )
-    at, size = 0, path.stat().st_size
+    size = path.stat().st_size
+    at = 0
     for (start, num_bytes), keys in sorted(places.items()):
         if start + num_bytes > size:
             raise ValueError(
-                f"{path} has {size} bytes, {keys[0]!r} should end at byte {start + num_bytes}: it was "
-                "truncated"
+                f"{path} has {size} bytes, {keys[0]!r} should end at byte {start + num_bytes}:"
+                " it was truncated"
             )
         if start < at:
             raise ValueError(f"{path}: {keys[0]!r} at byte {start} overlaps another item")
@@ -168,18 +177,20 @@ def _check_file(path: Path, places: Mapping[tuple[int, int], list[str]]) -> None
 
 
 def _check_spans(folder: Path, chunks: Sequence[Chunk], sums: Mapping[str, FileSums]) -> None:
+    """Raise ValueError unless each chunk has a checksum of its own."""
     edges = {
         file: {span.start: span.num_bytes for span in entry.spans} for file, entry in sums.items()
     }
     for chunk in chunks:
         if edges[chunk.file].get(chunk.start) != chunk.num_bytes:
             raise ValueError(
-                f"{folder / chunk.file}: checksums.json has none for tensor {chunk.key!r} at byte "
-                f"{chunk.start}: {METADATA} or checksums.json is damaged"
+                f"{folder / chunk.file}: checksums.json has none for tensor {chunk.key!r} at byte"
+                f" {chunk.start}: {METADATA} or checksums.json is damaged"
             )
 
 
 def _check_common(folder: Path) -> None:
+    """Raise ValueError unless common.pt is an archive whose members have its own checksums."""
     path = folder / COMMON
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the checkpoint was not written to its end")
@@ -193,10 +204,11 @@ def _check_common(folder: Path) -> None:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """The unsharded part of the state; {} where it needs classes that are not loaded here. ValueError names
-    the file if it is damaged.
+    """Return the unsharded part of the state, or {} if it needs classes that are not loaded here.
+
+    Raises ValueError with the file if it is damaged.
     """
-    import torch  # takes longer than all that the other functions do
+    import torch  # here, since importing it takes longer than all that the other functions do
 
     path = folder / COMMON
     try:
@@ -211,7 +223,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def model_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
-    """The tensors of the model, without those of the optimizer and of Transformer Engine's states."""
+    """Yield the model's tensors, without the optimizer's and Transformer Engine's states."""
     return (
         tensor
         for key, tensor in checkpoint.tensors.items()
@@ -220,5 +232,5 @@ def model_tensors(checkpoint: Checkpoint) -> Iterator[StoredTensor]:
 
 
 def is_of_optimizer(key: str) -> bool:
-    """Also of several in a chain, which Megatron-LM numbers."""
+    """Return True for state of an optimizer, also of one in a chain, which Megatron-LM numbers."""
     return re.match(rf"(chained_\d+\.)?{re.escape(OPTIMIZER)}", key) is not None

@@ -1,8 +1,8 @@
-"""A dense HuggingFace model in, a mixture of experts that computes the same out: each expert is its MLP.
+"""A dense HuggingFace model in, a mixture of experts with the same outputs out.
 
-Komatsuzaki et al. 2022, "Sparse Upcycling" (arXiv:2212.05055), section 3. In the families made here the
-weights of a token's experts add up to 1, so equal experts give what the dense MLP gave, whatever the router,
-which begins at random, says.
+Komatsuzaki et al. 2022, "Sparse Upcycling" (arXiv:2212.05055), section 3. Each expert is a copy of
+the dense MLP. In the families made here the weights of a token's experts add up to 1, so the
+experts together compute what the MLP did, whatever the router says, which begins at random.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,14 +28,14 @@ from mcore_rl.slices.families.table import Family, HfConfig
 from mcore_rl.slices.hf.folder import TEMPORARY, write_small_files
 
 EXPERTS_OF = {"LlamaForCausalLM": "MixtralForCausalLM", "Qwen3ForCausalLM": "Qwen3MoeForCausalLM"}
-"""Dense architecture -> the one with experts that differs from it in the MLP alone."""
+"""Dense architecture -> the one with experts that differs only in the MLP."""
 LAYER = "decoder.layers."
 DENSE_KEY = {
     LAYER + "pre_mlp_layernorm.weight": LAYER + "mlp.linear_fc1.layer_norm_weight",
     LAYER + "mlp.experts.experts.linear_fc1.weight": LAYER + "mlp.linear_fc1.weight",
     LAYER + "mlp.experts.experts.linear_fc2.weight": LAYER + "mlp.linear_fc2.weight",
 }
-"""Megatron's names in a layer with experts -> in a dense one."""
+"""Megatron's key in a layer with experts -> the key in a dense layer."""
 ROUTER = LAYER + "mlp.router.weight"
 
 
@@ -48,14 +48,16 @@ def upcycle(
     max_file_bytes: int,
     effort: Effort,
 ) -> Report:
-    """Write the model of `source_hf` with `experts` experts in every layer, `top_k` of them for each token.
+    """Write the model of `source_hf` to `out` with `experts` experts per layer, `top_k` per token.
 
-    The output layer gets weights of its own. ValueError names what is wrong with the model or the numbers.
+    The output layer gets weights of its own. Raises ValueError for numbers or a model that don't
+    fit.
     """
     refuse_existing(out)
     if not 1 <= top_k <= experts or experts < 2:
         raise ValueError(
-            f"--experts={experts} --top-k={top_k}: needs two experts or more, top-k of them"
+            f"--experts={experts} --top-k={top_k}: take two experts or more, and a top-k of 1 to"
+            " their number"
         )
     config = read_config(source_hf)
     dense = family_of(config)
@@ -83,7 +85,7 @@ def upcycle(
 
 
 def sparse_config(config: HfConfig, experts: int, top_k: int) -> dict[str, Any]:
-    """config.json of the model with experts."""
+    """Return the config.json of the model with experts."""
     settings = {**config, "num_experts_per_tok": top_k, "tie_word_embeddings": False}
     settings["architectures"] = [EXPERTS_OF[config["architectures"][0]]]
     if settings["architectures"] == ["MixtralForCausalLM"]:
@@ -105,7 +107,7 @@ def sparse_config(config: HfConfig, experts: int, top_k: int) -> dict[str, Any]:
 def _chunks(
     dense: Family, sparse: Family, settings: HfConfig, source: Checkpoint, routers: Checkpoint
 ) -> Iterator[tuple[str, Chunk]]:
-    """Name of each tensor of the new model, and where its elements lie."""
+    """Yield the name of each tensor of the new model, and the chunk that holds its elements."""
     for rule, tensor, layer, expert in sparse.places(settings, sparse.sizes(settings)):
         name = tensor.name.format(layer=layer, expert=expert)
         if rule.key == ROUTER:
@@ -119,8 +121,9 @@ def _chunks(
 
 
 def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int) -> Checkpoint:
-    """Small random weights in the model's dtype, in a file beside the output until that is whole: a rerun
-    after a kill finds it as it was.
+    """Return small random weights in the model's dtype, in a file at `path`.
+
+    The file lies beside the output until that is complete, so that a rerun finds the same weights.
     """
     sparse = family_of(settings)
     rule, _ = sparse.find(ROUTER)
@@ -128,11 +131,12 @@ def _make_routers(path: Path, settings: HfConfig, source: Checkpoint, seed: int)
     dtype = getattr(torch, source.tensors["model.embed_tokens.weight"].dtype)
     if not path.exists():
         generator = torch.Generator().manual_seed(seed)
-        shape, scale = (sizes["experts"], sizes["hidden"]), settings.get("initializer_range", 0.02)
-        names = [rule.tensors[0].name.format(layer=layer) for layer in range(sizes["layers"])]
-        weights = {
-            name: (torch.randn(shape, generator=generator) * scale).to(dtype) for name in names
-        }
+        shape = (sizes["experts"], sizes["hidden"])
+        scale = settings.get("initializer_range", 0.02)
+        weights: dict[str, torch.Tensor] = {}
+        for layer in range(sizes["layers"]):
+            name = rule.tensors[0].name.format(layer=layer)
+            weights[name] = (torch.randn(shape, generator=generator) * scale).to(dtype)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + TEMPORARY)
         with reporting_full_disk(temporary):

@@ -1,4 +1,4 @@
-"""One checkpoint in: is it what its checksums say. Two in, of any kinds and layouts: are they equal."""
+"""One checkpoint in, whether it has its checksums out; or two in, whether they are equal out."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from checkpoint_tools.assembly import Assembly, joined, whole
-from checkpoint_tools.compare import Compared, Comparer, Pair
+from checkpoint_tools.compare import Compared, Comparer, Difference, Pair
 from checkpoint_tools.files import check_whole_files
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.ledger import Ledger
@@ -21,15 +21,16 @@ from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 
 SHOWN = 10
+"""Number of differences that the command prints."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found.
+    """The result of `verify`.
 
-    differences   one line per tensor that differs, the first ones first
+    differences   a line per tensor that differs, in the order of names
     crc32         tensor -> CRC-32 of its elements in the first checkpoint
-    checked       checksums that were compared with what was read
+    checked       number of checksums that were compared
     notes         what could not be compared
     """
 
@@ -49,18 +50,20 @@ class Verdict:
 def verify(
     first: Path, second: Path | None, source_hf: Path | None, optimizer: bool, effort: Effort
 ) -> Verdict:
-    """Read every tensor of one checkpoint, or of two and compare them.
+    """Read every tensor of a checkpoint and compare it with its checksums, or with those of
+    another.
 
-    source_hf   whose config.json says which HuggingFace tensor is which of Megatron's; needed where one
-                checkpoint is of Megatron and the other is not and has no config.json
-    optimizer   also the optimizer's state, where both are of Megatron
-    ValueError names the file or tensor that is damaged.
+    source_hf   directory whose config.json relates Megatron's tensors to HuggingFace's; None: that
+                of the HuggingFace checkpoint
+    optimizer   also compare the optimizer's state, if both checkpoints are Megatron's
+    Raises ValueError with the file or tensor that is damaged.
     """
     checkpoints = [open_checkpoint(path) for path in (first, second) if path is not None]
     notes = [
-        f"{c.folder} came without checksums: structure was checked, and in archives their own checksums"
-        for c in checkpoints
-        if c.sums is None
+        f"{checkpoint.folder} came without checksums: only its structure was checked, and the"
+        " checksums inside archives"
+        for checkpoint in checkpoints
+        if checkpoint.sums is None
     ]
     sides = _sides(checkpoints, source_hf, with_optimizer=optimizer or second is None)
     pairs, differences = _pairs(sides)
@@ -72,12 +75,8 @@ def verify(
     def take(pair: Pair, result: Compared) -> None:
         ledger.add(result.record)
         crc32[pair.name] = result.crc32
-        if found := result.difference:
-            differences[pair.name] = (
-                f"{pair.name}: {found.count} of {found.numel} elements differ, the first at "
-                f"{list(found.index)}: {found.first!r} and {found.second!r}; largest "
-                f"difference {found.max_abs:.3g}; checksums {result.crc32:08x} and {result.second_crc32:08x}"
-            )
+        if result.difference is not None:
+            differences[pair.name] = _describe(pair.name, result, result.difference)
 
     make = partial(Comparer, effort.worker_bytes)
     peak = work_through(make, pairs, lambda pair: pair.num_bytes, effort, "verify", take)
@@ -88,10 +87,19 @@ def verify(
     return Verdict(len(pairs), num_bytes, lines, crc32, ledger.num_checked, tuple(notes), peak)
 
 
+def _describe(name: str, result: Compared, difference: Difference) -> str:
+    return (
+        f"{name}: {difference.count} of {difference.numel} elements differ, the first at"
+        f" {list(difference.index)}: {difference.first!r} and {difference.second!r}; largest"
+        f" difference {difference.max_abs:.3g}; checksums {result.crc32:08x} and"
+        f" {result.second_crc32:08x}"
+    )
+
+
 def _sides(
     checkpoints: list[Checkpoint], source_hf: Path | None, with_optimizer: bool
 ) -> list[dict[str, Assembly]]:
-    """The tensors of each, in Megatron's names if all are of Megatron, else in those of HuggingFace."""
+    """Return each checkpoint's tensors by name, by HuggingFace's names if their kinds differ."""
     kinds = Counter(checkpoint.kind for checkpoint in checkpoints)
     if len(kinds) == 1:
         return [
@@ -120,7 +128,7 @@ def _in_hf_names(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly
 
 
 def _pairs(sides: list[dict[str, Assembly]]) -> tuple[list[Pair], dict[str, str]]:
-    """What can be compared element by element, and the differences that are seen without."""
+    """Return the pairs to compare by element, and the differences seen without reading."""
     if len(sides) == 1:
         return [Pair(name, made) for name, made in sides[0].items()], {}
     first, second = sides

@@ -15,7 +15,7 @@ from mcore_rl.process.lazy_imports import without_collector
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
-    "dpo": "preference optimisation (DPO and relatives) on dpo.data; writes <run.dir>/hf",
+    "dpo": "preference optimization (DPO and relatives) on dpo.data; writes <run.dir>/hf",
     "pairs": "preference data of model.path's own responses, for dpo; writes <run.dir>/pairs",
     "train": "reinforcement learning; continues from the newest checkpoint in run.dir",
     "eval": "accuracy of model.path on eval.data",

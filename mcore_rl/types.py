@@ -87,6 +87,7 @@ class Scores:
     errors   why a sample has no reward of its own; empty where it has
     greedy_N the reward of the greedy response to the same prompt, where it was asked for
     teacher_N the teacher's log-prob of each response token, where there is a teacher
+    unpenalized_N the reward before penalties; rewards_N itself if not given
     """
 
     rewards_N: list[float]
@@ -94,6 +95,11 @@ class Scores:
     errors: list[str] = field(default_factory=list)
     greedy_N: list[float] = field(default_factory=list)
     teacher_N: list[tuple[float, ...]] = field(default_factory=list)
+    unpenalized_N: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.unpenalized_N:
+            object.__setattr__(self, "unpenalized_N", list(self.rewards_N))
 
     def select(self, indices: Sequence[int]) -> "Scores":
         def pick(values: list[Any]) -> list[Any]:
@@ -106,6 +112,7 @@ class Scores:
             pick(self.errors),
             pick(self.greedy_N),
             pick(self.teacher_N),
+            pick(self.unpenalized_N),
         )
 
     def joined(self, other: "Scores") -> "Scores":
@@ -118,7 +125,9 @@ class Scores:
         errors = (self.errors or [""] * here) + (other.errors or [""] * there)
         greedy_N = self.greedy_N + other.greedy_N
         teacher_N = self.teacher_N + other.teacher_N
-        return Scores(self.rewards_N + other.rewards_N, parts, errors, greedy_N, teacher_N)
+        unpenalized_N = self.unpenalized_N + other.unpenalized_N
+        rewards_N = self.rewards_N + other.rewards_N
+        return Scores(rewards_N, parts, errors, greedy_N, teacher_N, unpenalized_N)
 
     def metrics(self) -> dict[str, float]:
         """Return the means of the parts and the number of samples that failed."""

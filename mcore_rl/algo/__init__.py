@@ -1,1 +1,3 @@
-"""Algorithms as pure tensor functions: rewards and log-probs in, advantages and per-token losses out."""
+"""Algorithms as pure tensor functions: rewards and log-probs in, advantages and per-token losses
+out.
+"""

@@ -1,23 +1,17 @@
 """Outcomes of samples in, the advantage of each response token out. One function per algorithm.
 
-Axes: N samples, R response tokens of all samples end to end; see outcomes.py.
+Each function returns advantages_R, float32. Axes: N samples, R response tokens of all samples end
+to end; see outcomes.py.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.outcomes import Groups, Outcomes
 from mcore_rl.algo.preferences import Likelihoods, pairs_of_groups, preference_weights
-from mcore_rl.algo.registry import Registry
-from mcore_rl.algo.values import generalised
+from mcore_rl.algo.registry import Needs, advantages
+from mcore_rl.algo.values import generalized
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
-
-Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]
-"""-> advantages_R, float32."""
-
-ADVANTAGES: Registry[Advantage] = Registry("algorithm.advantage")
 
 STD_EPS = 1e-6
 """Added to the standard deviation of a group."""
@@ -27,22 +21,24 @@ WEIGHT_EPS = 1e-8
 """Added to a sum of weights."""
 
 
-@ADVANTAGES.register("grpo")
+@advantages.register("grpo")
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group; GRPO, arXiv:2402.03300, section 4.1.2.
+    """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group; GRPO, arXiv:2402.03300, section
+    4.1.2.
 
-    std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards, gets 0.
+    std is the sample standard deviation (divided by G - 1). A group of one, or of equal rewards,
+    gets 0.
     """
-    return outcomes.spread(_standardised(Groups.of(outcomes.group_N), outcomes.scores_N))
+    return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
 
 
-@ADVANTAGES.register("dr_grpo")
+@advantages.register("dr_grpo")
 def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
     return outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N))
 
 
-@ADVANTAGES.register("rloo")
+@advantages.register("rloo")
 def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the group's other rewards; RLOO, arXiv:2402.14740, section 3.2.
 
@@ -55,36 +51,40 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     )
 
 
-@ADVANTAGES.register("opo")
+@advantages.register("opo")
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths; OPO, arXiv:2505.23585, section 3.
+    """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths; OPO, arXiv:2505.23585,
+    section 3.
 
-    The baseline of least variance if a gradient's norm grows with the length. A group of one gets 0.
+    This baseline has the least variance if a gradient's norm grows with the length. A group of one
+    gets 0.
     """
     groups = Groups.of(outcomes.group_N)
     return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
 
 
-@ADVANTAGES.register("gpg")
+@advantages.register("gpg")
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A_i = N / (samples in groups that differ in reward) (r_i - mean(r)); GPG, arXiv:2504.02546, eq. 6.
+    """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)); GPG, arXiv:2504.02546,
+    eq. 6.
 
     Groups of equal rewards add nothing to the gradient; the factor makes up for them.
     """
     groups = Groups.of(outcomes.group_N)
     centered_N = groups.centered(outcomes.scores_N)
-    num_telling = (groups.sum(centered_N.abs()) > 0).sum().clamp(min=1)
-    return outcomes.spread(centered_N * len(centered_N) / num_telling)
+    num_with_signal = (groups.sum(centered_N.abs()) > 0).sum().clamp(min=1)
+    return outcomes.spread(centered_N * len(centered_N) / num_with_signal)
 
 
-@ADVANTAGES.register("grpo_pass_k")
+@advantages.register("grpo_pass_k")
 def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
 
-    The leave-one-out gradient of the group's best reward: arXiv:2503.19595, section 3, scaled as in GRPO.
-    Where two are best, and in a group of one, all get 0.
+    This is the leave-one-out gradient of the group's best reward, arXiv:2503.19595, section 3,
+    scaled as in GRPO. If two samples share the best reward, or the group has one sample, all get 0.
     """
-    groups, scores_N = Groups.of(outcomes.group_N), outcomes.scores_N
+    groups = Groups.of(outcomes.group_N)
+    scores_N = outcomes.scores_N
     order_N = scores_N.argsort(descending=True, stable=True)
     order_N = order_N[groups.index_N[order_N].argsort(stable=True)]  # by group, the best first
     first_G = groups.sizes_G.long().cumsum(0) - groups.sizes_G.long()
@@ -96,38 +96,38 @@ def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(advantages_N / (groups.std(groups.centered(scores_N)) + STD_EPS))
 
 
-@ADVANTAGES.register("reinforce_plus_plus")
+@advantages.register("reinforce_plus_plus")
 def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """The rewards to go, discounted by `algorithm.gamma`, normalised over all tokens of the batch.
+    """The rewards to go, discounted by `algorithm.gamma`, normalized over all tokens of the batch.
 
     REINFORCE++, arXiv:2501.03262, section 3.2: no critic and no group.
     """
-    return normalise(outcomes.rewards_to_go(config.gamma))
+    return normalize(outcomes.rewards_to_go(config.gamma))
 
 
-@ADVANTAGES.register("reinforce_plus_plus_baseline")
+@advantages.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """r_i - mean(r) within each group, normalised over all tokens; arXiv:2501.03262, section 3.3."""
-    return normalise(
+    """r_i - mean(r) within each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
+    return normalize(
         outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N)).double()
     )
 
 
-@ADVANTAGES.register("gae")
+@advantages.register("gae", Needs(critic=True))
 def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """A critic's generalised advantages, normalised over all tokens; PPO, arXiv:1707.06347, eq. 11.
+    """Generalized advantage estimates, normalized over all tokens; PPO, arXiv:1707.06347, eq. 11.
 
-    `algorithm.gamma` and `algorithm.gae_lambda` are those of the estimate (algo/values.py).
+    The estimate (algo/values.py) uses `algorithm.gamma` and `algorithm.gae_lambda`.
     """
-    return normalise(generalised(outcomes, config.gamma, config.gae_lambda))
+    return normalize(generalized(outcomes, config.gamma, config.gae_lambda))
 
 
-@ADVANTAGES.register("gdpo")
+@advantages.register("gdpo", Needs(parts=True))
 def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """The weighted sum of each part's own GRPO advantages, normalised over all tokens.
+    """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
-    GDPO, arXiv:2601.05242: a part of large numbers does not drown another. Parts and weights are those of
-    the recipe's reward.
+    GDPO, arXiv:2601.05242: a part of large numbers does not drown another. Parts and weights come
+    from the recipe's reward.
     """
     if not outcomes.parts:
         raise ValueError(
@@ -136,49 +136,52 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     groups = Groups.of(outcomes.group_N)
     advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
     for weight, values_N in outcomes.parts:
-        advantages_N += weight * _standardised(groups, values_N.double())
-    return normalise(outcomes.spread(advantages_N).double())
+        advantages_N += weight * _standardized(groups, values_N.double())
+    return normalize(outcomes.spread(advantages_N).double())
 
 
-@ADVANTAGES.register("remax")
+@advantages.register("remax", Needs(greedy_baseline=True))
 def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """The rewards to go minus the reward of the greedy response; ReMax, arXiv:2310.10505, algorithm 1."""
+    """The rewards to go minus the reward of the greedy response; ReMax, arXiv:2310.10505, algorithm
+    1.
+    """
     if outcomes.greedy_N is None:
         raise ValueError("algorithm.advantage=remax needs the rewards of greedy responses")
     return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
 
 
-@ADVANTAGES.register("optimal_token_baseline")
+@advantages.register("optimal_token_baseline", Needs(sum_squares=True))
 def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """G_t - sum(G_t W_t) / sum(W_t) over the samples of the group that reach token t.
 
-    G_t is the reward to go, W_t the sum up to t of 1 - 2 p + sum(p^2), the squared norm of the gradient of a
-    token's log-prob by the logits: the baseline of least variance for each token. Where one sample alone
-    reaches t there is nothing to compare it with: no baseline. As verl's optimal_token_baseline
-    (verl/trainer/ppo/core_algos.py).
+    G_t is the reward to go. W_t sums 1 - 2 p + sum(p^2) over the tokens up to t; each term is the
+    squared norm of the gradient of a token's log-prob by the logits. This is the baseline of least
+    variance for each token. A token that only one sample reaches has no baseline. Source: verl's
+    optimal_token_baseline (verl/trainer/ppo/core_algos.py).
     """
     if outcomes.energy_R is None:
         raise ValueError(
             "algorithm.advantage=optimal_token_baseline needs sums of squared probabilities"
         )
-    groups, is_token_NM = Groups.of(outcomes.group_N), outcomes.is_token_NM
+    groups = Groups.of(outcomes.group_N)
+    is_token_NM = outcomes.is_token_NM
     weights_NM = outcomes.padded(outcomes.energy_R).cumsum(1).masked_fill(~is_token_NM, 0.0)
     to_go_R = outcomes.rewards_to_go(1.0)
     weighted_NM = groups.sum(weights_NM * outcomes.padded(to_go_R))
-    num_there_NM = groups.sum(is_token_NM.double())
+    num_reaching_NM = groups.sum(is_token_NM.double())
     baseline_NM = torch.where(
-        num_there_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0
+        num_reaching_NM > 1, weighted_NM / (groups.sum(weights_NM) + WEIGHT_EPS), 0.0
     )
     return (to_go_R - baseline_NM[is_token_NM]).float()
 
 
-@ADVANTAGES.register("dpo")
+@advantages.register("dpo", Needs(pairs=True, old_logprobs=True))
 def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
-    """Minus the gradient, by each response's log-prob, of the loss of all pairs in a group that differ in
-    reward.
+    """Minus the gradient of the pairs' loss by each response's log-prob; online DPO,
+    arXiv:2402.04792.
 
-    Online DPO, arXiv:2402.04792, with `algorithm.preference`; see preferences.py. Samples whose group has
-    equal rewards get 0.
+    Any two samples of a group that differ in reward are a pair; `algorithm.preference` chooses the
+    loss (preferences.py). Samples whose group has equal rewards get 0.
     """
     weights_N, _ = weights_of_groups(outcomes, config.preference)
     return outcomes.spread(weights_N)
@@ -187,7 +190,7 @@ def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
 def weights_of_groups(
     outcomes: Outcomes, config: PreferenceConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """See preference_weights."""
+    """Return (weights_N, metrics) of the pairs within each group, as preference_weights does."""
     if outcomes.logprobs_R is None:
         raise ValueError("algorithm.advantage=dpo needs log-probs of the policy")
     ref_R = outcomes.ref_logprobs_R
@@ -201,19 +204,20 @@ def weights_of_groups(
     )
 
 
-@ADVANTAGES.register("distillation")
+@advantages.register("distillation", Needs(teacher=True, old_logprobs=True))
 def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """log teacher - log policy of each token, plus `algorithm.reward_coef` times GRPO's advantage.
 
-    The policy gradient of each token's own reverse KL(policy || teacher), later tokens left out: on-policy
-    distillation, https://thinkingmachines.ai/blog/on-policy-distillation; the on-policy case, with reverse
-    KL, of GKD, arXiv:2306.13649, section 3.
+    This is the policy gradient of each token's own reverse KL(policy || teacher), without the
+    effect on later tokens: on-policy distillation,
+    https://thinkingmachines.ai/blog/on-policy-distillation, which is GKD, arXiv:2306.13649, section
+    3, on policy and with reverse KL.
     """
     return (teacher_log_ratio(outcomes) + config.reward_coef * grpo(outcomes, config)).float()
 
 
 def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
-    """float64 [R], log teacher - log policy; its mean over samples of the policy is minus the reverse KL."""
+    """float64 [R], log teacher - log policy; minus its mean over policy samples is the reverse KL."""
     if outcomes.teacher_logprobs_R is None or outcomes.logprobs_R is None:
         raise ValueError(
             "algorithm.advantage=distillation needs log-probs of the policy and of a teacher"
@@ -221,13 +225,13 @@ def teacher_log_ratio(outcomes: Outcomes) -> Tensor:
     return outcomes.teacher_logprobs_R.double() - outcomes.logprobs_R.double()
 
 
-def _standardised(groups: Groups, values_N: Tensor) -> Tensor:
+def _standardized(groups: Groups, values_N: Tensor) -> Tensor:
     """(x - mean(x)) / (std(x) + 1e-6) within each group."""
     centered_N = groups.centered(values_N)
     return centered_N / (groups.std(centered_N) + STD_EPS)
 
 
-def normalise(values_R: Tensor) -> Tensor:
+def normalize(values_R: Tensor) -> Tensor:
     """float32 (x - mean) / sqrt(var + 1e-8), var divided by R - 1. Equal values get exactly 0."""
     above_R = values_R - values_R.amin() if len(values_R) else values_R
     centered_R = above_R - above_R.mean()

@@ -1,7 +1,8 @@
-"""The weight of each token in the loss of one optimizer step: loss mask and lengths in, weights_T out.
+"""The weight of each token in the loss of one optimizer step: loss mask and lengths in, weights_T
+out.
 
-Computed once for the whole mini-batch, so that sum(weights_T * loss_T) is the same however the sequences are
-cut into micro-batches or spread over ranks.
+Computed once for the whole mini-batch, so that sum(weights_T * loss_T) is the same however the
+sequences are cut into micro-batches or spread over ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
 def loss_weights(
     kind: str, loss_mask_T: Tensor, lens_N: Sequence[int], max_response_len: int | None = None
 ) -> Tensor:
-    """float32 [T], 0 where loss_mask_T is False; `max_response_len` (tokens) is read by kind="constant" only.
+    """Return float32 weights_T, 0 where loss_mask_T is False; all 0 if no token is trained.
 
-    Without a trained token in the batch every weight is 0.
+    max_response_len   tokens; only kind="constant" uses it
+    Raises ValueError for an unknown kind, or if lens_N do not sum to the length of the mask.
     """
     lens = torch.tensor(lens_N, dtype=torch.int64, device=loss_mask_T.device)
     if loss_mask_T.shape != (sum(lens_N),):
@@ -38,7 +40,10 @@ def token_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None
 
 @AGGREGATIONS.register("sequence_mean")
 def sequence_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
-    """1 / (N |o_i|): mean over tokens, then over the N sequences with any; GRPO, arXiv:2402.03300, eq. 3."""
+    """1 / (N |o_i|): the mean over tokens, then over the N sequences that have trained tokens.
+
+    GRPO, arXiv:2402.03300, eq. 3.
+    """
     num_tokens_N = torch.segment_reduce(loss_mask_T.double(), "sum", lengths=lens_N)
     num_trained = (num_tokens_N > 0).sum().clamp(min=1)
     return (1 / (num_trained * num_tokens_N.clamp(min=1))).repeat_interleave(lens_N)
@@ -46,7 +51,9 @@ def sequence_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | N
 
 @AGGREGATIONS.register("constant")
 def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
-    """1 / (N max_response_len), whatever the responses' lengths; Dr. GRPO, arXiv:2503.20783, section 3.2."""
+    """1 / (N max_response_len), independent of response lengths; Dr. GRPO, arXiv:2503.20783,
+    section 3.2.
+    """
     if max_response_len is None or max_response_len < 1:
         raise ValueError(
             f"algorithm.aggregation='constant' needs max_response_len >= 1, got {max_response_len}"
@@ -59,5 +66,5 @@ def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) 
 
 @AGGREGATIONS.register("token_sum")
 def token_sum(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
-    """1: for advantages that hold every denominator themselves."""
+    """1, for advantages that already contain every denominator."""
     return torch.ones((), dtype=torch.float64, device=lens_N.device)

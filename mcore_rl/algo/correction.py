@@ -1,8 +1,9 @@
-"""Importance weights between the engine that sampled and the trainer that learns: log-probs in, weights out.
+"""Importance weights between the engine that sampled and the trainer that learns: log-probs in,
+weights out.
 
-Three policies: the engine's (rollout), the trainer's with the same or newer weights (old), the one being
-trained. The policy loss corrects for the last step, policy / old; these weights for the one before,
-old / rollout (decoupled PPO, arXiv:2110.00641, eq. 11).
+There are three policies: the engine's (rollout), the trainer's with the same or newer weights
+(old), and the one being trained. The policy loss corrects for policy / old, these weights for old /
+rollout (decoupled PPO, arXiv:2110.00641, eq. 11).
 """
 
 from collections.abc import Callable
@@ -11,10 +12,19 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.kl import k3
-from mcore_rl.algo.losses import Metrics
-from mcore_rl.config import CorrectionConfig
+from mcore_rl.algo.loss_tokens import Metrics
+from mcore_rl.config import AlgorithmConfig, CorrectionConfig
+from mcore_rl.types import TrainBatch
 
 MAX_LOG_WEIGHT = 20.0
+"""Sequence weights stay within exp(+-20): exp(89) is infinite in float32."""
+
+
+def old_policy(batch: TrainBatch, config: AlgorithmConfig) -> Tensor | None:
+    """Return the log-probs that the ratio of the policy loss starts from; None if the batch is on
+    policy.
+    """
+    return batch.rollout_logprobs_T if config.correction.bypass else batch.old_logprobs_T
 
 
 def correction_weights(
@@ -23,14 +33,16 @@ def correction_weights(
     sequence_mean: Callable[[Tensor], Tensor],
     config: CorrectionConfig,
 ) -> tuple[Tensor, Metrics]:
-    """(weights_T without gradient, metrics_T). log_ratio = log old - log rollout, 0 off the loss mask.
+    """Return (weights_T without gradient, metrics_T).
 
-    num_tokens_T   trained tokens of each token's sequence
-    sequence_mean  as in losses.LossTokens
+    log_ratio_T    log old - log rollout, 0 off the loss mask
+    num_tokens_T   number of trained tokens in each token's sequence
+    sequence_mean  as in loss_tokens.LossTokens
 
-    Truncated importance sampling (weight=token, bound=truncate): Yao et al., "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training", 2025; IcePop (weight=token, bound=mask, low=0.5, high=5):
-    arXiv:2510.18855, section 3.1. The weight of a token that is left out is 0; denominators stay.
+    Truncated importance sampling (weight=token, bound=truncate): Yao et al., "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training", 2025; IcePop (weight=token, bound=mask,
+    low=0.5, high=5): arXiv:2510.18855, section 3.1. Tokens left out get weight 0; the denominators
+    of the loss stay.
     """
     log_ratio_T = log_ratio_T.detach()
     if config.weight == "sequence":

@@ -1,4 +1,4 @@
-"""Two sets of log-probs of the same tokens in; their ratio, and metrics_T of how far they are apart, out."""
+"""Two sets of log-probs of the same tokens in; their ratio, and metrics_T of their difference, out."""
 
 import logging
 from collections.abc import Mapping
@@ -7,23 +7,27 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.kl import k3
-from mcore_rl.algo.losses import Metrics
+from mcore_rl.algo.loss_tokens import Metrics
 from mcore_rl.config import DriftConfig
 
 _log = logging.getLogger(__name__)
 
 MAX_LOG_RATIO = 20.0
-"""Ratios are held within exp(+-20), without gradient beyond: exp(89) is infinite in float32."""
+"""Ratios stay within exp(+-20), without gradient beyond: exp(89) is infinite in float32."""
 
 
 def log_ratio(logprobs_T: Tensor, base_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """logprobs - base within +-MAX_LOG_RATIO, 0 without gradient off the mask, whatever stands there."""
+    """logprobs - base, clamped to +-MAX_LOG_RATIO; off the mask 0 without gradient, also where it
+    is NaN.
+    """
     difference_T = torch.where(mask_T, logprobs_T - base_logprobs_T, 0.0)
     return difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def policy_drift(log_ratio_T: Tensor) -> Metrics:
-    """Policy against the old policy that sampled: k3 of KL(old || policy), importance ratio."""
+    """Compare the policy with the old one: the k3 estimate of KL(old || policy), and the importance
+    ratio.
+    """
     log_ratio_T = log_ratio_T.detach()
     ratio_T = log_ratio_T.exp()
     return {"kl/old_new": k3(-log_ratio_T), "ratio/mean": ratio_T, "ratio/token_max": ratio_T}
@@ -37,7 +41,9 @@ def logprob_diff(
     clip_low: float,
     clip_high: float,
 ) -> Metrics:
-    """Trainer against engine on the same weights: |difference| in nats; ratios outside the clip range."""
+    """Compare trainer and engine: |difference| in nats, and the share of ratios outside the clip
+    range.
+    """
     difference_T = torch.where(mask_T, old_logprobs_T - rollout_logprobs_T, 0.0).detach()
     ratio_T = difference_T.exp()
     clipped_T = (ratio_T < 1 - clip_low) | (ratio_T > 1 + clip_high)
@@ -49,11 +55,12 @@ def logprob_diff(
 
 
 def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor | None) -> Metrics:
-    """Where |trainer - engine| comes from; stale + router + arithmetic = difference on every token.
+    """Attribute |trainer - engine| to causes; stale + router + arithmetic = difference on every
+    token.
 
-    stale        the token was sampled from other weights
-    router       of the same weights, but a layer sent the token before it to other experts
-    arithmetic   the rest: the same function, computed otherwise
+    stale        the token was sampled from older weights
+    router       same weights, but in some layer the token before it went to other experts
+    arithmetic   the rest: same weights and experts, different kernels or order of operations
     """
     difference_T = difference_T.detach().abs()
     flipped_T = torch.zeros_like(stale_T) if router_flips_T is None else router_flips_T > 0
@@ -70,13 +77,19 @@ def attribute_diff(difference_T: Tensor, stale_T: Tensor, router_flips_T: Tensor
 
 
 class DriftError(RuntimeError):
-    """Trainer and engine disagree on the log-probs of sampled tokens by more than the recipe allows."""
+    """Trainer and engine disagree on the log-probs of sampled tokens by more than the recipe
+    allows.
+    """
 
 
 def check_drift(config: DriftConfig, step: int, metrics: Mapping[str, float]) -> None:
-    """Warn or stop on this step's mean |trainer - engine|, saying where the difference comes from."""
+    """Compare this step's mean |trainer - engine| with the recipe's bounds, and name its causes.
+
+    Logs a warning above `drift.warn_above`; raises DriftError above `drift.stop_above`. A bound of
+    0 is off.
+    """
     mean = metrics.get("logprob_diff/mean")
-    if mean is None:  # the policy took no step
+    if mean is None:  # the policy took no step: its critic is warming up
         return
     parts = {
         name: metrics.get(f"logprob_diff/{name}") for name in ("stale", "router", "arithmetic")

@@ -1,8 +1,9 @@
-"""Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T out.
+"""Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T
+out.
 
 log_ratio = log policy - log reference. Source: John Schulman, "Approximating KL Divergence",
-http://joschu.net/blog/kl-approx.html. Those whose names end in "+" have the value of the one without and the
-gradient of k2, which is in expectation that of the KL.
+http://joschu.net/blog/kl-approx.html. A name that ends in "+" has the value of the estimator
+without it and the gradient of k2, whose expectation is the gradient of the KL.
 """
 
 from collections.abc import Callable
@@ -20,13 +21,15 @@ KL_ESTIMATORS: Registry[KLEstimator] = Registry("algorithm.kl.estimator")
 
 @KL_ESTIMATORS.register("k1")
 def k1(log_ratio_T: Tensor) -> Tensor:
-    """log_ratio: unbiased, of either sign. As a loss term its expected gradient is 0: only to measure."""
+    """log_ratio: unbiased, may be negative. Its expected gradient as a loss term is 0: measure
+    only.
+    """
     return log_ratio_T
 
 
 @KL_ESTIMATORS.register("k2")
 def k2(log_ratio_T: Tensor) -> Tensor:
-    """log_ratio^2 / 2: biased, small variance; its expected gradient is the gradient of the KL."""
+    """log_ratio^2 / 2: biased, low variance; its expected gradient is the gradient of the KL."""
     return log_ratio_T.square() / 2
 
 
@@ -38,7 +41,7 @@ def k3(log_ratio_T: Tensor) -> Tensor:
 
 @KL_ESTIMATORS.register("abs")
 def absolute(log_ratio_T: Tensor) -> Tensor:
-    """|log_ratio|: how far apart the two are, no estimate of the KL."""
+    """|log_ratio|: a distance between the two, not an estimate of the KL."""
     return log_ratio_T.abs()
 
 

@@ -1,50 +1,30 @@
-"""Policy losses per token: tokens with ratios and advantages in, loss_T and metrics_T out, not yet summed.
+"""Policy losses per token: tokens with ratios and advantages in, loss_T and metrics_T out, not yet
+summed.
 
-A recipe's `algorithm.loss` names a maker: AlgorithmConfig in, the loss with its constants bound out. In all
-of them w = exp(log_ratio) = policy / old policy, A the advantage, sg() what no gradient goes through. Losses
-over whole sequences are written token by token too: with value and gradient of the published loss if
-`algorithm.aggregation` is sequence_mean.
+`algorithm.loss` names a maker, which takes AlgorithmConfig and returns the loss with its constants
+bound. Notation: w = exp(log_ratio) = policy / old policy, A is the advantage, sg() stops the
+gradient. Losses over whole sequences are written token by token as well; they have the value and
+gradient of the published loss if `algorithm.aggregation` is sequence_mean.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.registry import Registry
+from mcore_rl.algo.covariance import pick_between, pick_largest
+from mcore_rl.algo.loss_tokens import LossTokens, Metrics
+from mcore_rl.algo.registry import Needs, PolicyLoss, losses
 from mcore_rl.config import AlgorithmConfig
-
-Metrics = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class LossTokens:
-    """The tokens of a micro-batch on one rank.
-
-    logprobs_T, log_ratio_T   with gradient; 0 off the loss mask
-    advantages_T              0 off the loss mask
-    sequence_mean             values_T -> their mean over the loss mask of the whole sequence, at each token
-                              of it, without gradient; the sequence may lie on several ranks
-    held_back_T               bool, tokens picked by covariance.py; None unless the loss needs them
-    """
-
-    logprobs_T: Tensor
-    log_ratio_T: Tensor
-    advantages_T: Tensor
-    sequence_mean: Callable[[Tensor], Tensor]
-    held_back_T: Tensor | None = None
-
-
-PolicyLoss = Callable[[LossTokens], tuple[Tensor, Metrics]]
-LOSSES: Registry[Callable[[AlgorithmConfig], PolicyLoss]] = Registry("algorithm.loss")
 
 
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Metrics]:
-    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A). Tokens count as clipped whose gradient is cut."""
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); a token counts as clipped if its gradient
+    is 0.
+    """
     ratio_T = log_ratio_T.exp()
     clipped_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     loss_T = torch.maximum(-advantages_T * ratio_T, -advantages_T * clipped_T)
@@ -55,7 +35,7 @@ def clipped_surrogate(
     }
 
 
-@LOSSES.register("ppo_clip")
+@losses.register("ppo_clip")
 def make_ppo_clip(config: AlgorithmConfig) -> PolicyLoss:
     return partial(ppo_clip, dual_clip=config.dual_clip, **_clips(config))
 
@@ -63,10 +43,12 @@ def make_ppo_clip(config: AlgorithmConfig) -> PolicyLoss:
 def ppo_clip(
     tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Metrics]:
-    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); with dual_clip c, at most -c A where A < 0.
+    """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A); with dual_clip c, at most -c A where A <
+    0.
 
-    PPO, arXiv:1707.06347, eq. 7; per token as in GRPO, arXiv:2402.03300, eq. 3; clip_high > clip_low is
-    DAPO's clip-higher, arXiv:2503.14476, section 3.1; dual clip is arXiv:1912.09729, eq. 5.
+    PPO, arXiv:1707.06347, eq. 7; per token as in GRPO, arXiv:2402.03300, eq. 3; clip_high >
+    clip_low is DAPO's clip-higher, arXiv:2503.14476, section 3.1; dual clip is arXiv:1912.09729,
+    eq. 5.
     """
     loss_T, metrics = clipped_surrogate(
         tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high
@@ -79,32 +61,36 @@ def ppo_clip(
     return loss_T, metrics
 
 
-@LOSSES.register("gspo")
+@losses.register("gspo")
 def make_gspo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(gspo, **_clips(config))
 
 
 def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of w over the sequence.
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of w over the
+    sequence.
 
-    GSPO-token, arXiv:2507.18071, eq. 14: s_t = sg(s) policy / sg(policy). Clips are of the order of 3e-4.
+    GSPO-token, arXiv:2507.18071, eq. 14: s_t = sg(s) policy / sg(policy). Clip ranges are about
+    3e-4.
     """
     mean_T = tokens.sequence_mean(tokens.log_ratio_T.detach())
     log_ratio_T = mean_T + tokens.log_ratio_T - tokens.log_ratio_T.detach()
     return clipped_surrogate(log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
-@LOSSES.register("gmpo")
+@losses.register("gmpo")
 def make_gmpo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(gmpo, **_clips(config))
 
 
 def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """-A times the geometric mean over the sequence of w, each clipped to exp(-clip_low) .. exp(clip_high).
+    """-A times the geometric mean over the sequence of w, each clipped to exp(-clip_low) ..
+    exp(clip_high).
 
-    GMPO, arXiv:2507.20673, eq. 4: clipped on the side where PPO clips. Clips are of the order of 0.4.
+    GMPO, arXiv:2507.20673, eq. 4: clipped on the side where PPO clips. Clip ranges are about 0.4.
     """
-    log_ratio_T, sign_T = tokens.log_ratio_T, tokens.advantages_T.sign()
+    log_ratio_T = tokens.log_ratio_T
+    sign_T = tokens.advantages_T.sign()
     clipped_T = log_ratio_T.clamp(-clip_low, clip_high)
     kept_T = sign_T * torch.minimum(sign_T * log_ratio_T, sign_T * clipped_T)
     mean_T = tokens.sequence_mean(kept_T.detach())
@@ -116,7 +102,7 @@ def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tens
     }
 
 
-@LOSSES.register("cispo")
+@losses.register("cispo")
 def make_cispo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(cispo, **_clips(config))
 
@@ -134,34 +120,38 @@ def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Ten
     }
 
 
-@LOSSES.register("sapo")
+@losses.register("sapo")
 def make_sapo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(sapo, tau_positive=config.tau_positive, tau_negative=config.tau_negative)
 
 
 def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, Metrics]:
-    """-A 4 / tau sigmoid(tau (w - 1)): a soft gate in place of a clip; SAPO, arXiv:2511.20347, eq. 5, 6."""
+    """-A 4 / tau sigmoid(tau (w - 1)), a soft gate instead of a clip; SAPO, arXiv:2511.20347, eq.
+    5, 6.
+    """
     tau_T = torch.where(tokens.advantages_T > 0, tau_positive, tau_negative)
     gate_T = 4 / tau_T * torch.sigmoid(tau_T * (tokens.log_ratio_T.exp() - 1))
     return -tokens.advantages_T * gate_T, {}
 
 
-@LOSSES.register("policy_gradient")
+@losses.register("policy_gradient")
 def make_policy_gradient(config: AlgorithmConfig) -> PolicyLoss:
     return policy_gradient
 
 
 def policy_gradient(tokens: LossTokens) -> tuple[Tensor, Metrics]:
-    """-A log policy, whatever the old policy was; REINFORCE, and GPG, arXiv:2504.02546, eq. 5."""
+    """-A log policy, without a ratio to the old policy; REINFORCE, and GPG, arXiv:2504.02546, eq.
+    5.
+    """
     return -tokens.advantages_T * tokens.logprobs_T, {}
 
 
-@LOSSES.register("dppo_tv")
+@losses.register("dppo_tv")
 def make_dppo_tv(config: AlgorithmConfig) -> PolicyLoss:
     return partial(dppo, divergence=binary_tv, max_ratio=config.max_ratio, **_clips(config))
 
 
-@LOSSES.register("dppo_kl")
+@losses.register("dppo_kl")
 def make_dppo_kl(config: AlgorithmConfig) -> PolicyLoss:
     return partial(dppo, divergence=binary_kl, max_ratio=config.max_ratio, **_clips(config))
 
@@ -174,10 +164,11 @@ def dppo(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Metrics]:
-    """-sg(min(w, max_ratio)) A log policy on tokens whose divergence from the old policy is small enough.
+    """-sg(min(w, max_ratio)) A log policy on tokens whose divergence from the old policy is small
+    enough.
 
-    DPPO, arXiv:2602.04879, section 4: a token drops out if its probability already went further than
-    `clip_high` up (A > 0) or `clip_low` down (A <= 0), where `divergence` says how far.
+    DPPO, arXiv:2602.04879, section 4: a token drops out if its probability has already moved by
+    more than `clip_high` up (A > 0) or `clip_low` down (A <= 0), measured by `divergence`.
     """
     logprobs_T = tokens.logprobs_T.detach()
     log_ratio_T = tokens.log_ratio_T.detach()
@@ -197,21 +188,24 @@ def binary_tv(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
 
 
 def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """KL(old || policy) of "this token or another", with 1e-8 under both probabilities of another one."""
-    p_T, q_T = logprobs_T.exp(), old_logprobs_T.exp()
+    """KL(old || policy) of "this token or another"; 1e-8 is added to both probabilities of another
+    token.
+    """
+    p_T = logprobs_T.exp()
+    q_T = old_logprobs_T.exp()
     return (
         q_T * (old_logprobs_T - logprobs_T)
         + (1 - q_T) * ((1 - q_T + 1e-8) / (1 - p_T + 1e-8)).log()
     )
 
 
-@LOSSES.register("clip_cov")
+@losses.register("clip_cov", Needs(old_logprobs=True, held_back=pick_between))
 def make_clip_cov(config: AlgorithmConfig) -> PolicyLoss:
     return partial(clip_cov, **_clips(config))
 
 
 def clip_cov(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tensor, Metrics]:
-    """PPO's clipped loss, without the tokens held back; Clip-Cov, arXiv:2505.22617, eq. 11."""
+    """PPO's clipped loss, 0 on the tokens held back; Clip-Cov, arXiv:2505.22617, eq. 11."""
     loss_T, metrics = clipped_surrogate(
         tokens.log_ratio_T, tokens.advantages_T, clip_low, clip_high
     )
@@ -222,7 +216,7 @@ def clip_cov(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[
     }
 
 
-@LOSSES.register("kl_cov")
+@losses.register("kl_cov", Needs(old_logprobs=True, held_back=pick_largest))
 def make_kl_cov(config: AlgorithmConfig) -> PolicyLoss:
     return partial(kl_cov, kl_coef=config.covariance.kl_coef)
 
@@ -242,6 +236,7 @@ def _held_back(tokens: LossTokens) -> Tensor:
 
 
 def _clips(config: AlgorithmConfig) -> dict[str, float]:
+    """Raise ValueError if a clip range is negative."""
     for name in ("clip_low", "clip_high"):
         if getattr(config, name) < 0:
             raise ValueError(f"algorithm.{name}={getattr(config, name)}: must not be negative")

@@ -1,6 +1,7 @@
-"""What finished samples brought, as advantages are computed from it; sums over groups and sequences.
+"""Rewards and log-probs of finished samples, from which advantages are computed; sums over groups.
 
-Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest response.
+Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest
+response.
 """
 
 from collections.abc import Sequence
@@ -14,16 +15,18 @@ from torch import Tensor
 class Outcomes:
     """N samples in any order; a sample may have no response token.
 
-    rewards_N         of each whole response; made float64
+    rewards_N         reward of each whole response; computed with in float64
     group_N           one id per sample, equal for the samples of one prompt
     lens_N            int64, response tokens
-    token_rewards_R   float64, what each token brings besides, such as a KL penalty; zeros if not given
-    parts             (weight, values_N) of each number that rewards are made of, where rewards have parts
+    token_rewards_R   float64, additional reward of each token, such as a KL penalty; None means
+                      zeros
+    parts             (weight, values_N) of each part of the reward, if it has parts
     greedy_N          reward of the greedy response to the same prompt
     energy_R          squared norm of the gradient of each token's log-prob by the logits
-    values_R          a critic's, of the state in which each token was drawn
+    values_R          the critic's value of the state in which each token was drawn
     logprobs_R, ref_logprobs_R, teacher_logprobs_R
-                      of the policy that the step starts from, the reference and the teacher
+                      log-probs by the policy that the step starts from, the reference and the
+                      teacher
     """
 
     rewards_N: Tensor
@@ -55,18 +58,18 @@ class Outcomes:
 
     @property
     def scores_N(self) -> Tensor:
-        """float64, all that each sample brought."""
+        """float64 [N], the reward of each sample plus the rewards of its tokens."""
         if self.token_rewards_R is None:
             return self.rewards_N.double()
         return self.rewards_N.double() + self.padded(self.token_rewards_R).sum(1)
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """The value of each sample at all of its tokens, float32 [R]."""
+        """float32 [R], the value of each sample repeated at all of its tokens."""
         return values_N.repeat_interleave(self.lens_N).float()
 
     @property
     def is_token_NM(self) -> Tensor:
-        """bool, one row per sample; M is the length of the longest."""
+        """bool [N, M], True at the tokens of each sample; M is the length of the longest."""
         return torch.arange(int(self.lens_N.amax())) < self.lens_N[:, None]
 
     def padded(self, values_R: Tensor) -> Tensor:
@@ -97,13 +100,16 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Groups:
-    """Samples by group. index_N: the group of each sample, counted from 0; sizes_G: float64."""
+    """Samples by group. index_N: the group of each sample, counted from 0; sizes_G: float64, their
+    sizes.
+    """
 
     index_N: Tensor
     sizes_G: Tensor
 
     @staticmethod
     def of(group_N: Tensor) -> "Groups":
+        """Group samples with equal ids."""
         _, index_N, sizes_G = group_N.unique(return_inverse=True, return_counts=True)
         return Groups(index_N, sizes_G.double())
 
@@ -112,13 +118,15 @@ class Groups:
         return self.sizes_G[self.index_N]
 
     def sum(self, values_N: Tensor) -> Tensor:
-        """The sum over each sample's group, at each sample; of float64 [N] or [N, ...]."""
+        """At each sample, the sum over its group; values_N is float64 [N] or [N, ...]."""
         sums_G = self.sizes_G.new_zeros(len(self.sizes_G), *values_N.shape[1:])
         return sums_G.index_add_(0, self.index_N, values_N)[self.index_N]
 
     def centered(self, values_N: Tensor, weights_N: Tensor | None = None) -> Tensor:
-        """values - (weighted) mean of the group. Equal values come out as exactly 0, not as rounding errors
-        that a division by their standard deviation would blow up.
+        """values - (weighted) mean of the group; float64 [N].
+
+        Equal values give exactly 0, not rounding errors that a division by their standard deviation
+        would blow up.
         """
         weights_N = torch.ones_like(values_N) if weights_N is None else weights_N
         lowest_G = torch.full_like(self.sizes_G, torch.inf)
@@ -128,5 +136,7 @@ class Groups:
         return above_N - self.sum(weights_N * above_N) / torch.where(total_N > 0, total_N, 1.0)
 
     def std(self, centered_N: Tensor) -> Tensor:
-        """The sample standard deviation (divided by G - 1) of each sample's group; 0 in a group of one."""
+        """At each sample, the standard deviation (divided by G - 1) of its group; 0 in a group of
+        one.
+        """
         return (self.sum(centered_N.square()) / (self.sizes_N - 1).clamp(min=1)).sqrt()

@@ -1,9 +1,9 @@
-"""Pairs of a preferred and another response in; the loss of the pairs, and its gradient by the log-prob of
-each sequence, out.
+"""Pairs of a preferred and a rejected response in; the pairs' loss and a weight per sequence out.
 
-A loss of pairs depends on the policy through the log-probs of whole sequences alone. Once these are known its
-gradient is a weight per sequence: -weight * log-prob of the tokens has the gradient of the published loss,
-however sequences are cut into micro-batches, and a sequence may be in any number of pairs.
+The loss depends on the policy only through the log-probs of whole sequences. Once these are known,
+its gradient is one weight per sequence: -weight * (log-prob of the tokens) has the gradient of the
+published loss. This holds however sequences are cut into micro-batches, and a sequence may be in
+any number of pairs.
 
 Axes: N sequences, P pairs, T tokens of all sequences end to end, G samples of one prompt.
 """
@@ -19,14 +19,17 @@ from mcore_rl.algo.registry import Registry
 from mcore_rl.config import PreferenceConfig
 
 PairLoss = Callable[[Tensor, PreferenceConfig], Tensor]
-"""Margins of the pairs, implicit reward of the chosen minus that of the rejected response -> loss_P."""
+"""margins_P (implicit reward of the chosen minus that of the rejected response), options -> loss_P.
+"""
 
 PAIR_LOSSES: Registry[PairLoss] = Registry("algorithm.preference.loss")
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """chosen_P and rejected_P: int64, indices of sequences. weights_P: float64, of each pair in the loss."""
+    """chosen_P and rejected_P: int64, indices of sequences. weights_P: float64, each pair's weight
+    in the loss.
+    """
 
     chosen_P: Tensor
     rejected_P: Tensor
@@ -35,7 +38,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """float64 [N]: sums over each response of the policy's log-probs and of the reference's; its tokens."""
+    """float64 [N] each: the response's log-prob by the policy, its tokens, its log-prob by the
+    reference.
+    """
 
     logprobs_N: Tensor
     lens_N: Tensor
@@ -46,8 +51,9 @@ class Likelihoods:
 def dpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     """-log sigmoid(margin); DPO, arXiv:2305.18290, eq. 7.
 
-    With label_smoothing e: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin), for labels of which a share
-    e is wrong; cDPO, section 3 of E. Mitchell's note https://ericmitchell.ai/cdpo.pdf.
+    With label_smoothing e it is -(1 - e) log sigmoid(margin) - e log sigmoid(-margin), for data
+    with a share e of wrong labels; cDPO, section 3 of E. Mitchell's note
+    https://ericmitchell.ai/cdpo.pdf.
     """
     smoothing = config.label_smoothing
     return -(1 - smoothing) * logsigmoid(margins_P) - smoothing * logsigmoid(-margins_P)
@@ -55,16 +61,17 @@ def dpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
 
 @PAIR_LOSSES.register("ipo")
 def ipo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
-    """(h - 1 / (2 beta))^2, h = margin / beta; IPO, arXiv:2310.12036, eq. 17, whose tau is beta here.
+    """(h - 1 / (2 beta))^2, h = margin / beta; IPO, arXiv:2310.12036, eq. 17, whose tau is beta
+    here.
 
-    h is of sums over tokens, as published; TRL takes means over tokens in their place.
+    h uses sums over tokens, as published; TRL uses means over tokens.
     """
     return (margins_P / config.beta - 1 / (2 * config.beta)).square()
 
 
 @PAIR_LOSSES.register("hinge")
 def hinge(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
-    """max(0, 1 - margin); SLiC's with a reference, arXiv:2309.06657, eq. 10."""
+    """max(0, 1 - margin); SLiC with a reference, arXiv:2309.06657, eq. 10."""
     return (1 - margins_P).clamp(min=0)
 
 
@@ -75,7 +82,9 @@ def simpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
 
 
 def implicit_rewards(likelihoods: Likelihoods, config: PreferenceConfig) -> Tensor:
-    """float64 [N]: beta log(policy / reference); for simpo beta times the mean log-prob of a token."""
+    """float64 [N]: beta log(policy / reference); for simpo, beta times the mean log-prob of the
+    tokens.
+    """
     if not config.needs_reference:
         return config.beta * likelihoods.logprobs_N / likelihoods.lens_N.clamp(min=1)
     if likelihoods.ref_logprobs_N is None:
@@ -88,17 +97,19 @@ def implicit_rewards(likelihoods: Likelihoods, config: PreferenceConfig) -> Tens
 def preference_weights(
     likelihoods: Likelihoods, pairs: Pairs, config: PreferenceConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """(weights_N, metrics): minus the gradient of the pairs' loss by each sequence's log-prob.
+    """Return (weights_N, metrics); a weight is minus the gradient of the loss by the sequence's
+    log-prob.
 
-    The loss is sum over pairs of weight * (loss - nll_coef * mean log-prob of the chosen response's tokens);
-    the second term as in Llama 3, arXiv:2407.21783, section 4.1.4.
+    The loss is the sum over pairs of weight * (loss - nll_coef * mean log-prob of the chosen
+    response's tokens); the second term is that of Llama 3, arXiv:2407.21783, section 4.1.4.
     """
     logprobs_N = likelihoods.logprobs_N.detach().requires_grad_()
     lens_N = likelihoods.lens_N.clamp(min=1)
     rewards_N = implicit_rewards(
         Likelihoods(logprobs_N, lens_N, likelihoods.ref_logprobs_N), config
     )
-    chosen_P, rejected_P = pairs.chosen_P, pairs.rejected_P
+    chosen_P = pairs.chosen_P
+    rejected_P = pairs.rejected_P
     margins_P = rewards_N[chosen_P] - rewards_N[rejected_P]
     nll_P = -logprobs_N[chosen_P] / lens_N[chosen_P]
     loss_P = PAIR_LOSSES[config.loss](margins_P, config) + config.nll_coef * nll_P
@@ -113,53 +124,54 @@ def preference_weights(
         "chosen_logprob": logprobs_N[chosen_P],
         "rejected_logprob": logprobs_N[rejected_P],
     }
-    means = {
-        name: float((pairs.weights_P * value_P).detach().sum() / total)
-        for name, value_P in values.items()
-    }
-    return -gradient_N, {
-        f"preference/{name}": value
-        for name, value in {"loss": float(loss.detach()), **means}.items()
-    }
+    metrics = {"preference/loss": float(loss.detach())}
+    for name, value_P in values.items():
+        weighted_mean = (pairs.weights_P * value_P).detach().sum() / total
+        metrics[f"preference/{name}"] = float(weighted_mean)
+    return -gradient_N, metrics
 
 
 def pairs_by_turns(num_sequences: int) -> Pairs:
-    """Sequences 0, 2, ... chosen over 1, 3, ...; their mean counts."""
+    """Pair sequences 0, 2, ... (chosen) with 1, 3, ... (rejected); the loss is the mean over pairs."""
     index_N = torch.arange(num_sequences)
     num_pairs = num_sequences // 2
-    return Pairs(
-        index_N[::2], index_N[1::2], torch.full((num_pairs,), 1 / num_pairs, dtype=torch.float64)
-    )
+    weights_P = torch.full((num_pairs,), 1 / num_pairs, dtype=torch.float64)
+    return Pairs(index_N[::2], index_N[1::2], weights_P)
 
 
 def pairs_of_groups(rewards_N: Tensor, group_N: Tensor) -> Pairs:
-    """Any two samples of a group that differ in reward, the better one chosen.
+    """Pair any two samples of a group that differ in reward; the better one is chosen.
 
-    The mean over a group's pairs counts, and the mean over the groups that have any: with two samples per
-    prompt it is online DPO, arXiv:2402.04792, algorithm 1.
+    The loss is the mean over a group's pairs, then over the groups that have pairs. With two
+    samples per prompt it is online DPO, arXiv:2402.04792, algorithm 1.
     """
     sizes = group_N.unique(return_counts=True)[1].tolist()
-    found = []
+    pairs_by_group: list[tuple[Tensor, Tensor, Tensor]] = []
     for index_G in group_N.argsort(stable=True).split(sizes):
         rewards_G = rewards_N[index_G]
         chosen, rejected = (rewards_G[:, None] > rewards_G[None]).nonzero(as_tuple=True)
         if len(chosen):
-            found.append(
-                (index_G[chosen], index_G[rejected], torch.ones(len(chosen)).double() / len(chosen))
-            )
-    if not found:
+            shares = torch.ones(len(chosen)).double() / len(chosen)
+            pairs_by_group.append((index_G[chosen], index_G[rejected], shares))
+    if not pairs_by_group:
         return Pairs(torch.zeros(0).long(), torch.zeros(0).long(), torch.zeros(0).double())
-    chosen_P, rejected_P, shares_P = map(torch.cat, zip(*found, strict=True))
-    return Pairs(chosen_P, rejected_P, shares_P / len(found))
+    chosen_P, rejected_P, shares_P = map(torch.cat, zip(*pairs_by_group, strict=True))
+    return Pairs(chosen_P, rejected_P, shares_P / len(pairs_by_group))
 
 
 def best_and_worst(
     rewards_G: Sequence[float], texts_G: Sequence[str], num_pairs: int
 ) -> list[tuple[int, int]]:
-    """Up to `num_pairs` (chosen, rejected) among one prompt's samples: the best with the worst, the second
-    best with the second worst, ... Each of the texts is in one pair at most.
+    """Return up to `num_pairs` (chosen, rejected) indices among the samples of one prompt.
+
+    The best sample is paired with the worst, the second best with the second worst, and so on.
+    Equal texts count as one sample, and a sample is in at most one pair.
     """
-    first = {text: i for i, text in reversed(list(enumerate(texts_G)))}
-    order = sorted(sorted(first.values()), key=lambda i: -rewards_G[i])
-    both = zip(order[: len(order) // 2], reversed(order), strict=False)
-    return [(a, b) for a, b in both if rewards_G[a] > rewards_G[b]][:num_pairs]
+    first: dict[str, int] = {}
+    for i, text in enumerate(texts_G):
+        first.setdefault(text, i)
+    best_first = sorted(sorted(first.values()), key=lambda i: -rewards_G[i])
+    better_half = best_first[: len(best_first) // 2]
+    candidates = zip(better_half, reversed(best_first), strict=False)
+    pairs = [(best, worst) for best, worst in candidates if rewards_G[best] > rewards_G[worst]]
+    return pairs[:num_pairs]

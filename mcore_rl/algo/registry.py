@@ -1,8 +1,57 @@
-"""Names in recipes -> functions: one registry each for advantages, losses, KL, aggregation."""
+"""The functions that recipes choose by name, and what each advantage and loss needs from a run."""
 
 import difflib
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from mcore_rl.algo.loss_tokens import LossTokens, Metrics
+from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.config import AlgorithmConfig, CovarianceConfig
+
+Pick = Callable[[Tensor, CovarianceConfig, int], Tensor]
+"""(covariance_R of the trained tokens, options, seed) -> indices of the tokens to hold back."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run must provide for an advantage or a loss, besides rewards and the engine's
+    log-probs.
+
+    critic           values of each token, from a critic (Outcomes.values_R)
+    greedy_baseline  the reward of a greedy response to each prompt (Outcomes.greedy_N)
+    reference        log-probs of the weights that training began with (Outcomes.ref_logprobs_R)
+    teacher          a teacher's log-probs of the sampled tokens (Outcomes.teacher_logprobs_R)
+    parts            a reward made of several parts (Outcomes.parts)
+    old_logprobs     the trainer's log-probs of the samples before the first optimizer step
+    sum_squares      the sum of squared probabilities at each token (Outcomes.energy_R); implies
+                     old_logprobs
+    pairs            the advantages hold the whole loss of preference pairs: the loss must be
+                     policy_gradient, the aggregation token_sum, and a rollout takes one optimizer
+                     step
+    held_back        chooses the tokens that the loss holds back (LossTokens.held_back_T)
+    """
+
+    critic: bool = False
+    greedy_baseline: bool = False
+    reference: bool = False
+    teacher: bool = False
+    parts: bool = False
+    old_logprobs: bool = False
+    sum_squares: bool = False
+    pairs: bool = False
+    held_back: Pick | None = None
+
+    def joined(self, other: "Needs") -> "Needs":
+        """Everything that either of the two needs."""
+        union = {
+            field.name: getattr(self, field.name) or getattr(other, field.name)
+            for field in fields(self)
+        }
+        return Needs(**union)
+
 
 F = TypeVar("F", bound=Callable)
 
@@ -12,26 +61,57 @@ class Registry(Generic[F]):
 
     def __init__(self, option: str) -> None:
         self.option = option
-        self._functions: dict[str, F] = {}
+        self._entries: dict[str, tuple[F, Needs]] = {}
 
-    def register(self, name: str) -> Callable[[F], F]:
+    def register(self, name: str, needs: Needs | None = None) -> Callable[[F], F]:
+        """Decorate a function to make it a choice. Raises ValueError if `name` is taken."""
+
         def add(function: F) -> F:
-            assert name not in self._functions, f"{self.option}: {name!r} is registered twice"
-            self._functions[name] = function
+            if name in self._entries:
+                owner = getattr(self._entries[name][0], "__module__", "another module")
+                raise ValueError(
+                    f"{self.option}={name!r} is registered already, by {owner}: choose another name"
+                )
+            self._entries[name] = (function, needs or Needs())
             return function
 
         return add
 
     def __getitem__(self, name: str) -> F:
-        """Raises ValueError naming the option, the nearest name and all names."""
-        if name not in self._functions:
-            near = difflib.get_close_matches(name, self._functions, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(
-                f"{self.option}={name!r}{hint}: expected one of {', '.join(map(repr, self.names))}"
-            )
-        return self._functions[name]
+        """Raise ValueError naming the option, the nearest name and all names if there is no `name`."""
+        return self._entry(name)[0]
+
+    def needs(self, name: str) -> Needs:
+        """Return what `name` was registered with. Raises ValueError like `[]`."""
+        return self._entry(name)[1]
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._functions)
+        return sorted(self._entries)
+
+    def keep_only(self, names: list[str]) -> None:
+        """Remove every entry that is not in `names`, to undo the registrations of a file that
+        failed.
+        """
+        self._entries = {name: entry for name, entry in self._entries.items() if name in names}
+
+    def _entry(self, name: str) -> tuple[F, Needs]:
+        if name not in self._entries:
+            near = difflib.get_close_matches(name, self._entries, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            choices = ", ".join(map(repr, self.names))
+            raise ValueError(f"{self.option}={name!r}{hint}: expected one of {choices}")
+        return self._entries[name]
+
+
+Advantage = Callable[[Outcomes, AlgorithmConfig], Tensor]
+"""Outcomes of a step's samples -> advantages_R, float32."""
+
+PolicyLoss = Callable[[LossTokens], tuple[Tensor, Metrics]]
+"""Tokens -> (loss_T, metrics_T)."""
+
+PolicyLossMaker = Callable[[AlgorithmConfig], PolicyLoss]
+"""Options -> the loss with its constants bound."""
+
+advantages: Registry[Advantage] = Registry("algorithm.advantage")
+losses: Registry[PolicyLossMaker] = Registry("algorithm.loss")

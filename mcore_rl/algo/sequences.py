@@ -1,4 +1,4 @@
-"""Sums over whole sequences of token values, wherever the sequences' tokens lie."""
+"""Sums of token values over whole sequences, whose tokens may lie on several ranks."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,13 +6,18 @@ import torch
 from torch import Tensor
 
 SequenceSum = Callable[[Tensor], Tensor]
-"""values_T -> their sum over the whole sequence, at each of its tokens, without gradient."""
+"""values_T -> at each token, the sum over its whole sequence; without gradient."""
 
 
 def sequence_sum(
     lens_N: Sequence[int], device: torch.device, reduce: Callable[[Tensor], object] | None = None
 ) -> SequenceSum:
-    """Of sequences with `lens_N` tokens here; `reduce` adds, in place, what ranks with other parts have."""
+    """Return a function that sums token values by sequence.
+
+    lens_N   tokens of each sequence on this rank
+    reduce   adds, in place, the sums of the ranks that hold other parts of the sequences; None if
+             no rank does
+    """
     lens = torch.tensor(lens_N, device=device)
     index_T = torch.arange(len(lens_N), device=device).repeat_interleave(lens)
 

@@ -1,4 +1,4 @@
-"""What a critic is for: values of tokens and rewards in, advantages, returns and the critic's loss out.
+"""Values of tokens and rewards in; advantages, returns and the critic's loss out.
 
 Axes: N samples, R response tokens of all samples end to end, M tokens of the longest response.
 """
@@ -6,16 +6,17 @@ Axes: N samples, R response tokens of all samples end to end, M tokens of the lo
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.losses import Metrics
+from mcore_rl.algo.loss_tokens import Metrics
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.types import TrainBatch
 
 
-def generalised(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
+def generalized(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
     """float64 [R]: A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t.
 
-    Generalised advantage estimation, arXiv:1506.02438, eq. 16. Nothing comes after the last token: its
-    V_(t+1) and A_(t+1) are 0. A_t + V_t is the return that the critic learns.
+    Generalized advantage estimation, arXiv:1506.02438, eq. 16. V_(t+1) and A_(t+1) are 0 at the
+    last token. A_t + V_t is the return that the critic learns. Raises ValueError without a critic's
+    values.
     """
     if outcomes.values_R is None:
         raise ValueError("algorithm.advantage=gae needs a critic's values")
@@ -29,16 +30,18 @@ def generalised(outcomes: Outcomes, gamma: float, lam: float) -> Tensor:
 
 
 def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Tensor, Metrics]:
-    """(max((V - R)^2, (V_clipped - R)^2) / 2 per token, metrics_T), V_clipped within `clip` of the old value.
+    """Return (max((V - R)^2, (V_clipped - R)^2) / 2 of each token, metrics_T).
 
-    PPO's clipped value loss (openai/baselines, ppo2/model.py; arXiv:2005.12729, section 3, item 1); `clip` 0
-    leaves the values free. Nothing off the loss mask reaches loss, gradient or metrics.
+    V_clipped is V held within `clip` of the value before the step; `clip` 0 leaves V unclipped.
+    PPO's clipped value loss: openai/baselines, ppo2/model.py; arXiv:2005.12729, section 3, item 1.
+    Tokens off the loss mask do not affect loss, gradient or metrics.
     """
     if batch.values_T is None or batch.returns_T is None:
         raise ValueError("value_loss needs batch.values_T and batch.returns_T")
     mask_T = batch.loss_mask_T
-    fields = values_T, batch.values_T, batch.returns_T
-    values_T, old_T, returns_T = (torch.where(mask_T, field_T, 0.0) for field_T in fields)
+    values_T = torch.where(mask_T, values_T, 0.0)
+    old_T = torch.where(mask_T, batch.values_T, 0.0)
+    returns_T = torch.where(mask_T, batch.returns_T, 0.0)
     squared_T = (values_T - returns_T).square()
     clipped_T = torch.zeros_like(mask_T)
     if clip:
@@ -56,8 +59,15 @@ def value_loss(values_T: Tensor, batch: TrainBatch, *, clip: float) -> tuple[Ten
 
 
 def explained_variance(values_R: Tensor, returns_R: Tensor) -> float:
-    """1 - var(R - V) / var(R): 1 where the critic knows the returns, 0 where a constant would do as well."""
+    """1 - var(R - V) / var(R): 1 for a perfect critic, 0 for one that does no better than a
+    constant.
+
+    0 for fewer than two returns, or if all are equal.
+    """
     if len(returns_R) < 2:
         return 0.0
-    spread = returns_R.double().var()
-    return float(1 - (returns_R.double() - values_R.double()).var() / spread) if spread > 0 else 0.0
+    returns_R = returns_R.double()
+    variance = returns_R.var()
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns_R - values_R.double()).var() / variance)

@@ -17,12 +17,9 @@ from mcore_rl.config.bounds import Options
 from mcore_rl.config.consistency import (
     check_colocated,
     check_colocated_models,
-    check_critic_fits,
-    check_offload,
     check_quantization,
     check_replay,
     check_steps,
-    check_teacher,
 )
 from mcore_rl.config.rollout import (
     CanaryConfig,
@@ -132,10 +129,6 @@ class Config(Options, group=""):
             "dpo.optimizer": self.dpo.optimizer,
         }
 
-    @property
-    def has_critic(self) -> bool:
-        return self.algorithm.needs_critic
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.parallel.check("parallel")
@@ -143,16 +136,9 @@ class Config(Options, group=""):
         for role, model in self.served_groups.items():
             model.check(role)
         check_quantization(self.rollout, self.model)
-        check_replay(self.train, self.algorithm, self.drift)
-        check_teacher(self.algorithm, self.teacher, self.rollout)
+        check_replay(self.train, self.drift)
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
-        has_colocated_critic = self.has_critic and self.critic.colocated
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
-        if has_colocated_critic:
-            check_critic_fits(self.critic.parallel, self.parallel)
-        has_colocated_model = any(model.is_colocated for model in self.served_models.values())
-        shares_gpus = self.cluster.colocated or has_colocated_critic or has_colocated_model
-        check_offload(self.cluster, shares_gpus)
         check_unread(self)

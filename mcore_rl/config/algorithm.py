@@ -143,6 +143,9 @@ class PreferenceConfig(Options, group="algorithm.preference"):
 
 @dataclass
 class AlgorithmConfig(Options, group="algorithm"):
+    path: str = ""
+    """Python file that registers advantages and losses of your own (docs/algorithms.md); a relative
+    path is looked up from the working directory, then beside recipes/."""
     advantage: str = "grpo"
     gamma: float = bounded(1.0, above=0, most=1)
     """Discount of later rewards, for advantages that are computed token by token."""
@@ -179,45 +182,3 @@ class AlgorithmConfig(Options, group="algorithm"):
             raise ValueError(
                 f"algorithm.dual_clip={self.dual_clip}: algorithm.loss={self.loss} has none"
             )
-        if self.correction.bypass and self.needs_sum_squares:
-            raise ValueError(
-                f"algorithm.advantage={self.advantage} with algorithm.correction.bypass=true: it"
-                " needs the pass that bypass leaves out"
-            )
-        if self.reward_coef and self.advantage != "distillation":
-            raise ValueError(
-                f"algorithm.reward_coef={self.reward_coef} with"
-                f" algorithm.advantage={self.advantage}: only distillation reads it; set it to 0"
-            )
-        form = (self.loss, self.aggregation, self.correction.bypass)
-        if self.advantage == "dpo" and form != ("policy_gradient", "token_sum", False):
-            raise ValueError(
-                f"algorithm.advantage=dpo with loss={self.loss}, aggregation={self.aggregation} and"
-                f" correction.bypass={self.correction.bypass}: the whole loss of the pairs is in"
-                " the advantages; set algorithm.loss=policy_gradient"
-                " algorithm.aggregation=token_sum algorithm.correction.bypass=false"
-            )
-
-    @property
-    def needs_critic(self) -> bool:
-        return self.advantage == "gae"
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether the trainer must compute its own log-probs of a rollout before the first
-        step on it.
-        """
-        return (
-            (self.kl.in_reward and self.kl.coef != 0)
-            or self.loss in COVARIANCE_LOSSES
-            or self.needs_sum_squares
-            or self.advantage in ("dpo", "distillation")
-        )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl.coef != 0 or (self.advantage == "dpo" and self.preference.needs_reference)
-
-    @property
-    def needs_sum_squares(self) -> bool:
-        return self.advantage == "optimal_token_baseline"

@@ -22,12 +22,6 @@ def check_steps(
     algorithm: AlgorithmConfig, rollout: RolloutConfig, train: TrainConfig, critic: CriticConfig
 ) -> None:
     """Raise ValueError if the samples of a step cannot be trained on as the recipe says."""
-    num_steps = train.mini_batches * train.epochs
-    if algorithm.advantage == "dpo" and num_steps > 1:
-        raise ValueError(
-            f"algorithm.advantage=dpo with train.mini_batches * train.epochs = {num_steps}: the"
-            " pairs' gradient is that of the policy before the first of these steps; set both to 1"
-        )
     if rollout.stale == "correct" and not algorithm.correction.is_on:
         raise ValueError(
             "rollout.stale=correct with algorithm.correction.weight=none and bypass=false: none"
@@ -40,36 +34,6 @@ def check_steps(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
                 f" divisible by {name}.mini_batches={mini_batches}"
             )
-
-
-def check_teacher(
-    algorithm: AlgorithmConfig, teacher: ServedModelConfig, rollout: RolloutConfig
-) -> None:
-    distils = algorithm.advantage == "distillation"
-    if distils and not teacher.path:
-        raise ValueError(
-            "algorithm.advantage=distillation with teacher.path='' and"
-            f" teacher.url={teacher.url!r}:"
-            " a teacher is asked about token ids, by SGLang's own interface; set teacher.path"
-        )
-    if teacher.is_used and not distils:
-        raise ValueError(
-            f"teacher.path={teacher.path} with algorithm.advantage={algorithm.advantage}:"
-            " nothing asks the teacher; set algorithm.advantage=distillation"
-        )
-    if distils and rollout.temperature != 1:
-        raise ValueError(
-            f"algorithm.advantage=distillation with rollout.temperature={rollout.temperature}: a"
-            " teacher's log-probs are those at temperature 1; set rollout.temperature=1"
-        )
-
-
-def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
-    if critic.world_size > trainer.world_size:
-        raise ValueError(
-            f"critic.colocated=true with {critic.world_size} ranks by critic.parallel: there are"
-            f" {trainer.world_size} by parallel to share a GPU with; lower critic.parallel.*"
-        )
 
 
 def check_colocated_models(
@@ -91,19 +55,11 @@ def check_colocated_models(
             )
 
 
-def check_replay(train: TrainConfig, algorithm: AlgorithmConfig, drift: DriftConfig) -> None:
+def check_replay(train: TrainConfig, drift: DriftConfig) -> None:
     if train.router_replay == "engine" and not drift.routed_experts:
         raise ValueError(
             "train.router_replay=engine with drift.routed_experts=False: engines are not asked for"
             " their experts; set drift.routed_experts=true"
-        )
-    has_old_pass = train.epochs * train.mini_batches > 1 or algorithm.needs_old_logprobs
-    if train.router_replay == "old_pass" and (algorithm.correction.bypass or not has_old_pass):
-        raise ValueError(
-            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches},"
-            f" train.epochs={train.epochs} and"
-            f" algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass for the"
-            " old log-probs; set train.router_replay=engine or none"
         )
 
 

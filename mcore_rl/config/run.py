@@ -29,6 +29,8 @@ class DataConfig(Options, group="data"):
     overlong: str = one_of("filter", ("filter", "error"))
     """Longer prompts are dropped and counted, or refused."""
     shuffle: bool = True
+    cache_dir: str = ""
+    """Folder that keeps tokenized files; empty: mcore_rl/tokens in $XDG_CACHE_HOME or ~/.cache."""
 
 
 @dataclass
@@ -130,6 +132,12 @@ class EvalConfig(Options, group="eval"):
     pass_k: int = bounded(1, least=1)
     """Report pass@k of k samples at the rollout temperature besides greedy accuracy; 1: greedy
     alone."""
+    correct_part: str = ""
+    """Part of the reward that says whether an answer is right; empty: the reward before
+    penalties."""
+    correct_at: float | None = None
+    """Least value of a right answer; None: full marks, 1 for a number that rates an answer from 0
+    to 1."""
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """Options that nothing reads in their context: a checked tree in, a refusal of those that are set,
 out.
 
-An option counts as set if it differs from its default. Only what is surely unread is listed.
+An option counts as set if it differs from its default. Only what is surely unread is listed. What depends on the needs of an
+advantage or a loss is refused by algo/requirements.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,12 @@ class Unread:
 
 def check_unread(config: "Config") -> None:
     """Raise ValueError naming the first option that is set although nothing reads it."""
-    for unread in _unread(config):
+    refuse(config, _unread(config))
+
+
+def refuse(config: "Config", unread_options: Iterable[Unread]) -> None:
+    """Raise ValueError naming the first option of `unread_options` that differs from its default."""
+    for unread in unread_options:
         for option in unread.options:
             for name, default in defaults_of(type(config), option):
                 value = value_of(config, name)
@@ -51,13 +57,11 @@ def check_unread(config: "Config") -> None:
 
 def _unread(config: "Config") -> Iterator[Unread]:
     yield from _of_rollout(config.rollout)
-    yield from _of_algorithm(config.algorithm)
-    yield from _of_kl(config.algorithm.kl, config.algorithm.needs_reference)
+    if not config.algorithm.path:  # nobody knows yet what a loss of the user's own reads
+        yield from _of_algorithm(config.algorithm)
+    yield from _of_kl(config.algorithm.kl)
     yield from _of_correction(config.algorithm.correction)
     yield from _of_reward(config.reward)
-    if not config.has_critic:
-        context = f"algorithm.advantage={config.algorithm.advantage}"
-        yield Unread(("critic",), context, "set algorithm.advantage=gae")
     for role, model in config.served_groups.items():
         yield from _of_served(role, model)
     if not config.judge.is_used:
@@ -119,13 +123,11 @@ def _of_algorithm(algorithm: AlgorithmConfig) -> Iterator[Unread]:
         yield Unread(("algorithm.gamma",), advantage, remedy)
 
 
-def _of_kl(kl: KLConfig, needs_reference: bool) -> Iterator[Unread]:
+def _of_kl(kl: KLConfig) -> Iterator[Unread]:
     remedy = "set algorithm.kl.coef above 0"
     if kl.coef == 0:
         options = ("algorithm.kl.in_reward", "algorithm.kl.horizon")
         yield Unread(options, "algorithm.kl.coef=0", remedy)
-    if not needs_reference:
-        yield Unread(("algorithm.kl.estimator",), "algorithm.kl.coef=0", remedy)
     if kl.target == 0:
         remedy = "set algorithm.kl.target above 0"
         yield Unread(("algorithm.kl.horizon",), "algorithm.kl.target=0", remedy)

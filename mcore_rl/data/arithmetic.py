@@ -1,12 +1,13 @@
-"""Arithmetic word problems, a tokenizer for them and a tiny Qwen3-MoE configuration, all made from a seed.
+"""Arithmetic word problems, a tokenizer for them and a tiny Qwen3-MoE configuration, all made from
+a seed.
 
-Training prompts carry right answers. The demonstrations for supervised fine-tuning are of mixed quality, as
-crowd-written ones are: whoever wrote them confused taking away with adding in SLIP_SHARE of the steps that
-take something away. As most of these are wrong, greedy decoding after imitation repeats the mistake (right on
-about the third of the problems that only add), while sampling still finds the right answer often enough for
-reinforcement learning to put it right.
+Training prompts carry right answers. The demonstrations for supervised fine-tuning are of mixed
+quality, as crowd-written ones are: in SLIP_SHARE of the steps that subtract, they add instead. Most
+of these steps are wrong, so greedy decoding after imitation repeats the mistake and solves only the
+third of the problems that just add. Sampling still finds the right answer often enough for
+reinforcement learning to correct it.
 
-Held-out problems share templates, names, things and sums with the others; no question as a whole occurs
+Held-out problems share templates, names, things and sums with the others, but no question occurs
 twice.
 """
 
@@ -19,10 +20,14 @@ from typing import Any
 
 from mcore_rl.data.files import prompt_row, write_parquet
 
-NUM_TRAIN, NUM_HELD_OUT, NUM_DEMONSTRATIONS = 6000, 256, 12000
+NUM_TRAIN = 6000
+NUM_HELD_OUT = 256
+NUM_DEMONSTRATIONS = 12000
 SLIP_SHARE = 0.62
-START, OPERAND = (10, 20), (1, 9)
-"""Smallest and largest number that a problem starts with, and that it adds or takes away."""
+START = (10, 20)
+"""Smallest and largest number that a problem starts with."""
+OPERAND = (1, 9)
+"""Smallest and largest number that a problem adds or subtracts."""
 MAX_NUMBER = START[1] + 2 * OPERAND[1]
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo", "Ida", "Jon", "Kim", "Leo")
@@ -52,7 +57,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Problem:
-    """`start`, then each of `steps` (operator, operand) in turn."""
+    """A number to start with, then `steps` of (operator, operand) applied in turn."""
 
     question: str
     start: int
@@ -67,7 +72,8 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
     """Write {train,heldout,sft}.parquet and model/ (config.json and tokenizer) to `out_dir`."""
     rng = random.Random(seed)
     problems = list(_distinct_problems(rng, NUM_TRAIN + NUM_HELD_OUT + NUM_DEMONSTRATIONS))
-    held_out, train = problems[:NUM_HELD_OUT], problems[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAIN]
+    held_out = problems[:NUM_HELD_OUT]
+    train = problems[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAIN]
     demonstrated = problems[NUM_HELD_OUT + NUM_TRAIN :]
     for name, split in (("train", train), ("heldout", held_out)):
         rows = [
@@ -86,10 +92,11 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
 
 
 def demonstrate(problem: Problem, rng: random.Random, slip_share: float = SLIP_SHARE) -> str:
-    """The worked answer, "12 + 5 = 17 ; 17 - 3 = 14"; `slip_share` of the steps add instead of taking
-    away.
+    """Return the worked answer, "12 + 5 = 17 ; 17 - 3 = 14"; `slip_share` of subtractions add
+    instead.
     """
-    total, lines = problem.start, []
+    total = problem.start
+    lines = []
     for op, n in problem.steps:
         written = "+" if op == "-" and rng.random() < slip_share else op
         result = total + n if written == "+" else total - n
@@ -115,7 +122,9 @@ def _distinct_problems(rng: random.Random, num_problems: int) -> Iterator[Proble
 def _make_problem(rng: random.Random) -> Problem:
     kind = rng.choice(tuple(TEMPLATES))
     name, other = rng.sample(NAMES, 2)
-    a, b, c = rng.randint(*START), rng.randint(*OPERAND), rng.randint(*OPERAND)
+    a = rng.randint(*START)
+    b = rng.randint(*OPERAND)
+    c = rng.randint(*OPERAND)
     question = rng.choice(TEMPLATES[kind]).format(
         name=name, other=other, things=rng.choice(THINGS), a=a, b=b, c=c
     )
@@ -123,7 +132,7 @@ def _make_problem(rng: random.Random) -> Problem:
 
 
 def vocabulary() -> list[str]:
-    """Special tokens, numbers, then the words of the templates."""
+    """Return special tokens, numbers, then the words of the templates; a token's id is its index."""
     filled = " ".join(
         t.format(name="", other="", things="", a="", b="", c="")
         for ts in TEMPLATES.values()
@@ -134,7 +143,7 @@ def vocabulary() -> list[str]:
 
 
 def make_tokenizer() -> Any:
-    """One token per word and per number."""
+    """Return a tokenizer with one token per word and per number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -153,7 +162,9 @@ def make_tokenizer() -> Any:
 
 
 def model_config() -> dict[str, Any]:
-    """About one million parameters: 4 layers, 8 experts (2 active), 4 query and 2 key-value heads."""
+    """Return config.json of about one million parameters: 4 layers, 8 experts (2 active), 4 query
+    heads.
+    """
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -12,10 +12,13 @@ from mcore_rl.types import Sample, TrainBatch, WeightVersion
 
 
 def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = None) -> TrainBatch:
-    """Prompt and response of each sample laid end to end, trained on the response, in the order of `samples`.
+    """Lay prompt and response of each sample end to end, in the order of `samples`; train on
+    responses.
 
-    Samples without a response token are left out: there is nothing to train on. ValueError if none has any.
-    `version`: of the weights that train; tokens sampled from another one are stale.
+    Samples without a response token are left out. Raises ValueError if no sample has one.
+
+    version   weights that are trained; tokens sampled from other weights are marked stale. None: no
+              marks.
     """
     kept = [i for i, sample in enumerate(samples) if sample.response_ids]
     if not kept:
@@ -45,14 +48,20 @@ def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = 
 
 
 def _stale(sample: Sample, version: WeightVersion) -> list[bool]:
-    of_response = [
-        span.version != version for span in sample.versions for _ in range(span.start, span.stop)
-    ]
-    return [False] * len(sample.prompt.token_ids) + of_response
+    """Return, for each token of the sample, whether it was sampled from other weights than
+    `version`.
+    """
+    stale = [False] * len(sample.prompt.token_ids)
+    for span in sample.versions:
+        stale += [span.version != version] * (span.stop - span.start)
+    return stale
 
 
 def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
-    """Rows of all samples end to end, -1 for the last token of each, which no engine has run."""
+    """Lay the rows of all samples end to end; None unless all have them.
+
+    The last token of each sample gets -1: no engine has run it.
+    """
     rows = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
     if len(rows) != len(samples):
         return None
@@ -61,8 +70,9 @@ def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
 
 
 def without_truncated(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
-    """The batch made of `samples` with no loss on responses that were cut off; DAPO, arXiv:2503.14476,
-    section 3.4.
+    """Remove cut-off responses from the loss mask of the batch that was made of `samples`.
+
+    DAPO, arXiv:2503.14476, section 3.4.
     """
     whole_N = torch.tensor(
         [sample.finish_reason != "length" for sample in samples if sample.response_ids]
@@ -72,7 +82,7 @@ def without_truncated(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatc
 
 
 def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
-    """The sequences at `indices`, in that order."""
+    """Return the sequences at `indices`, in that order."""
     stops = list(accumulate(batch.lens_N))
     rows = [slice(stops[i] - batch.lens_N[i], stops[i]) for i in indices]
     picked = {
@@ -82,16 +92,17 @@ def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
 
 
 def split_by_lens(values_T: Tensor, lens_N: Sequence[int]) -> tuple[Tensor, ...]:
-    """One view of `values_T` per sequence."""
+    """Return one view of `values_T` per sequence."""
     return values_T.split(list(lens_N))
 
 
 def plan_mini_batches(
     num_sequences: int, mini_batches: int, epochs: int, seed: int
 ) -> list[list[int]]:
-    """Sequence indices of each optimizer step: every sequence once per epoch, shuffled anew in each.
+    """Return the sequence indices of each optimizer step.
 
-    Sizes differ by at most one; with one mini-batch the order is kept.
+    Every epoch has every sequence once, in a new random assignment to mini-batches whose sizes
+    differ by at most one. With one mini-batch the order is kept.
     """
     steps = []
     for epoch in range(epochs):
@@ -105,14 +116,15 @@ def plan_mini_batches(
 
 
 def with_loss_weights(batch: TrainBatch, aggregation: str, max_response_len: int) -> TrainBatch:
-    """The batch as one optimizer step: loss weights over all of its sequences."""
+    """Set the batch's loss weights as one optimizer step; max_response_len in tokens."""
     weights_T = loss_weights(aggregation, batch.loss_mask_T, batch.lens_N, max_response_len)
     return replace(batch, loss_weights_T=weights_T)
 
 
 def make_filler(batch: TrainBatch) -> TrainBatch:
-    """A micro-batch without weight, for a rank that has fewer than the others: the batch's first two
-    tokens.
+    """Return a micro-batch of the batch's first two tokens without weight.
+
+    A rank with fewer micro-batches than the others runs it to take part in collectives.
     """
     values = {name: value[:2] for name, value in batch.token_fields().items()}
     values["loss_mask_T"] = torch.zeros(2, dtype=torch.bool)

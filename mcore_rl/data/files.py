@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 def prompt_row(
     question: str, answer: str, data_source: str, split: str, index: int
 ) -> dict[str, Any]:
-    """One problem as verl's columns: prompt, data_source, ability, reward_model, extra_info."""
+    """Return one problem in verl's columns: prompt, data_source, ability, reward_model, extra_info."""
     return {
         "prompt": [{"role": "user", "content": question}],
         "data_source": data_source,
@@ -22,7 +22,7 @@ def prompt_row(
 
 
 def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Under a temporary name first, so that a file of this name is always whole."""
+    """Write the rows, under a temporary name first, so that a file at `path` is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist([dict(row) for row in rows]), temporary)

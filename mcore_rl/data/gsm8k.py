@@ -1,12 +1,10 @@
 """GSM8K (arXiv:2110.14168) from a local copy or the hub in, prompt and conversation files out."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.rows import load_rows
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
@@ -14,8 +12,10 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 def prepare_gsm8k(source: str, out_dir: Path) -> None:
     """Write train.parquet, heldout.parquet (its test split) and sft.parquet to `out_dir`.
 
-    source   folder with parquet or jsonl files whose names hold "train" and "test", or the name of a dataset
-             on the hub. ValueError names what is missing or malformed.
+    source   folder with parquet or jsonl files whose names contain "train" and "test", or the name
+             of a dataset on the hub
+
+    Raises ValueError naming what is missing or malformed.
     """
     folder = Path(source) if Path(source).is_dir() else _download(source)
     for split, name in (("train", "train"), ("test", "heldout")):
@@ -31,7 +31,7 @@ def prepare_gsm8k(source: str, out_dir: Path) -> None:
 
 
 def final_answer(answer: str) -> str:
-    """The number behind "####", without thousands separators."""
+    """Return the number after "####", without thousands separators."""
     _, mark, final = answer.rpartition("####")
     if not mark:
         raise ValueError(f"a GSM8K answer without '####': {answer[-80:]!r}")
@@ -46,23 +46,18 @@ def _conversation(question: str, answer: str) -> dict[str, list[dict[str, str]]]
 
 
 def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
+    """Yield (question, answer) of a split. Raises ValueError if there is no file or a column is
+    missing.
+    """
     files = sorted(
         p for p in folder.rglob("*") if split in p.name and p.suffix in (".parquet", ".jsonl")
     )
     if not files:
         raise ValueError(f"{folder}: no .parquet or .jsonl file with {split!r} in its name")
-    for path in files:
-        if path.suffix == ".parquet":
-            rows = pq.read_table(path).to_pylist()
-        else:
-            lines = path.read_text().split("\n")  # splitlines would cut a text at U+2028 as well
-            rows = [json.loads(line) for line in lines if line.strip()]
-        for i, row in enumerate(rows):
-            if not {"question", "answer"} <= row.keys():
-                raise ValueError(
-                    f"{path} row {i}: expected `question` and `answer`, found {sorted(row)}"
-                )
-            yield row["question"], row["answer"]
+    for where, row in load_rows([str(path) for path in files]):
+        if not {"question", "answer"} <= row.keys():
+            raise ValueError(f"{where}: expected `question` and `answer`, found {sorted(row)}")
+        yield row["question"], row["answer"]
 
 
 def _download(name: str) -> Path:

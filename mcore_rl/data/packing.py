@@ -7,14 +7,15 @@ from collections.abc import Sequence
 def plan_microbatches(
     lens_N: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int = 1
 ) -> list[list[list[int]]]:
-    """[dp rank][micro-batch] -> sequence indices; every sequence is in exactly one micro-batch.
+    """Return sequence indices by data-parallel rank and micro-batch; each sequence appears once.
     Deterministic.
 
-    There are as few micro-batches of at most `max_tokens` tokens as first-fit decreasing finds, raised to a
-    multiple of dp_size * multiple_of, dealt out so that the ranks' tokens are balanced. All ranks get equally
-    many; some are empty only where there are fewer sequences than micro-batches.
+    The number of micro-batches of at most `max_tokens` tokens is what first-fit decreasing finds,
+    raised to a multiple of dp_size * multiple_of. All ranks get the same number, dealt out so that
+    their tokens are balanced. A micro-batch is empty only if there are fewer sequences than
+    micro-batches.
 
-    ValueError: a sequence longer than `max_tokens`.
+    Raises ValueError if a sequence is longer than `max_tokens`.
     """
     unit = dp_size * multiple_of
     longest = max(range(len(lens_N)), key=lambda i: lens_N[i])
@@ -34,7 +35,7 @@ def _by_len(lens_N: Sequence[int]) -> list[int]:
 
 
 def _first_fit(lens_N: Sequence[int], max_tokens: int) -> list[int]:
-    """Tokens of each bin that first-fit decreasing opens."""
+    """Return the number of tokens in each bin that first-fit decreasing opens."""
     bins: list[int] = []
     for i in _by_len(lens_N):
         for k, used in enumerate(bins):
@@ -47,7 +48,7 @@ def _first_fit(lens_N: Sequence[int], max_tokens: int) -> list[int]:
 
 
 def _spread(lens_N: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:
-    """Longest first into the emptiest bin; None if that overfills one."""
+    """Put sequences, longest first, into the emptiest bin; None if that overfills a bin."""
     heap = [(0, k) for k in range(num_bins)]
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i in _by_len(lens_N):
@@ -60,7 +61,9 @@ def _spread(lens_N: Sequence[int], num_bins: int, max_tokens: int) -> list[list[
 
 
 def _deal(bins: list[list[int]], lens_N: Sequence[int], dp_size: int) -> list[list[list[int]]]:
-    """The fullest bins first, in turns that reverse direction, so that the ranks' tokens are balanced."""
+    """Deal the fullest bins first, reversing direction each round, so that the ranks' tokens are
+    balanced.
+    """
     order = sorted(range(len(bins)), key=lambda k: (-sum(lens_N[i] for i in bins[k]), k))
     ranks: list[list[list[int]]] = [[] for _ in range(dp_size)]
     for turn in range(0, len(order), dp_size):

@@ -1,15 +1,17 @@
-"""Preference files (parquet or jsonl) in, train batches of pairs out: chosen and rejected ones by turns."""
+"""Preference files (parquet or jsonl) in; train batches of alternating chosen and rejected
+sequences out.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from mcore_rl.data.batch import with_loss_weights
-from mcore_rl.data.prompts import Tokenizer, load_rows, required
-from mcore_rl.data.sft import Answered, tokenize
+from mcore_rl.data.rows import load_rows, required
+from mcore_rl.data.sft import Answered, answers_batch, tokenize_answered
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
@@ -33,16 +35,22 @@ class PreferenceStream:
         self._stream.load_state_dict(state)
 
 
-def load_pairs(files: Sequence[str], tokenizer: Tokenizer, max_len: int) -> list[Pair]:
-    """All rows of `files`, tokenized with the chat template.
+def load_pairs(
+    files: Sequence[str], tokenizer: Tokenizer, max_len: int, cache_dir: Path | None = None
+) -> list[Pair]:
+    """Return all rows of `files` as (chosen, rejected), tokenized with the chat template.
 
-    Pairs with a sequence of more than `max_len` tokens, and those of two equal sequences, are dropped and
-    counted. ValueError names the row that is none, or the files if no pair is left.
+    Pairs with a sequence of more than `max_len` tokens and pairs of equal sequences are dropped and
+    counted. Raises ValueError naming a row that is no pair, or the files if no pair is left.
+    `cache_dir` keeps token ids; None keeps nothing.
     """
-    pairs = [
-        tuple(tokenize(m, tokenizer) for m in conversations(row, at))
-        for at, row in load_rows(files)
-    ]
+    rows = [conversations(row, where) for where, row in load_rows(files)]
+    tokenization = Tokenization(tokenizer, cache_dir)
+    chosen, rejected = (
+        tokenize_answered([row[side] for row in rows], tokenization, files, column)
+        for side, column in enumerate(("chosen", "rejected"))
+    )
+    pairs = list(zip(chosen, rejected, strict=True))
     short = [(a, b) for a, b in pairs if max(len(a[0]), len(b[0])) <= max_len]
     kept = [(a, b) for a, b in short if a != b]
     logger.info(
@@ -64,8 +72,8 @@ def load_pairs(files: Sequence[str], tokenizer: Tokenizer, max_len: int) -> list
 def conversations(row: Mapping[str, Any], where: str) -> tuple[Messages, Messages]:
     """(with the chosen answer, with the rejected one).
 
-    `chosen` and `rejected` are texts or lists of messages: the answer alone after `prompt` (a text or
-    messages), or the whole conversation.
+    `chosen` and `rejected` are texts or lists of messages: the answer alone after `prompt` (a text
+    or messages), or the whole conversation.
     """
     chosen, rejected = (_conversation(row, name, where) for name in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
@@ -94,25 +102,21 @@ def _messages(value: Any, role: str) -> Messages:
 
 
 def make_pair_batch(pairs: Sequence[Pair]) -> TrainBatch:
-    """Sequences 2 i and 2 i + 1 are the chosen and the rejected one of pair i; the loss is on the answers."""
+    """Lay out pair i as sequences 2 i (chosen) and 2 i + 1 (rejected); the loss is on the answers."""
     sequences = [sequence for pair in pairs for sequence in pair]
-    batch = TrainBatch(
-        token_ids_T=torch.tensor([t for ids, _ in sequences for t in ids]),
-        loss_mask_T=torch.tensor([i >= start for ids, start in sequences for i in range(len(ids))]),
-        lens_N=tuple(len(ids) for ids, _ in sequences),
-    )
+    batch = answers_batch(sequences)
     return with_loss_weights(batch, "token_sum", max_response_len=max(batch.lens_N))
 
 
 def batches_of(pairs: Sequence[Pair], num_pairs: int) -> list[TrainBatch]:
-    """All of `pairs` once, in their order."""
+    """Cut all of `pairs`, in their order, into batches of `num_pairs`; the last may be smaller."""
     return [make_pair_batch(pairs[i : i + num_pairs]) for i in range(0, len(pairs), num_pairs)]
 
 
 def preference_row(
     prompt: Sequence[Mapping[str, str]], chosen: str, rejected: str
 ) -> dict[str, Any]:
-    """A row of a preference file."""
+    """Return a row of a preference file."""
     return {
         "prompt": [dict(message) for message in prompt],
         "chosen": [{"role": "assistant", "content": chosen}],

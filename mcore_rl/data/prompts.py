@@ -1,44 +1,45 @@
 """Prompt files (parquet or jsonl, verl's columns) and a tokenizer in, Prompts out."""
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
-import pyarrow.parquet as pq
-
+from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import Prompt
 
 logger = logging.getLogger(__name__)
-Row = Mapping[str, Any]
-
-
-class Tokenizer(Protocol):
-    """What is used of a HuggingFace tokenizer."""
-
-    @property
-    def apply_chat_template(self) -> Callable[..., Any]: ...
 
 
 def load_prompts(
-    files: Sequence[str], tokenizer: Tokenizer, max_prompt_len: int, overlong: str
+    files: Sequence[str],
+    tokenizer: Tokenizer,
+    max_prompt_len: int,
+    overlong: str,
+    cache_dir: Path | None = None,
 ) -> list[Prompt]:
-    """All rows of `files`, tokenized with the chat template; `index` counts rows over all files.
+    """Return all rows of `files`, tokenized with the chat template; `index` counts over all files.
 
-    overlong   what happens to prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
-               "error" raises ValueError with their number and the first of them
+    overlong    prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
+                "error" raises ValueError with their number and the first of them
+    cache_dir   folder that keeps token ids; None keeps nothing
     """
+    rows = list(load_rows(files))
+    conversations = [_messages(row, where) for where, row in rows]
+    token_ids = Tokenization(tokenizer, cache_dir).encode(
+        conversations, add_generation_prompt=True, files=files, column="prompt"
+    )
     prompts = [
-        _make_prompt(i, where, row, tokenizer) for i, (where, row) in enumerate(load_rows(files))
+        _make_prompt(i, token_ids[i], conversations[i], where, row)
+        for i, (where, row) in enumerate(rows)
     ]
     too_long = [p for p in prompts if len(p.token_ids) > max_prompt_len]
     if too_long and overlong == "error":
         first = too_long[0]
         raise ValueError(
             f"{len(too_long)} of {len(prompts)} prompts are longer than"
-            f" data.max_prompt_len={max_prompt_len}, the first"
-            f" is row {first.index} with {len(first.token_ids)} tokens: raise it, or set data.overlong=filter"
+            f" data.max_prompt_len={max_prompt_len}, the first is row {first.index} with"
+            f" {len(first.token_ids)} tokens: raise it, or set data.overlong=filter"
         )
     kept = [p for p in prompts if len(p.token_ids) <= max_prompt_len]
     logger.info(
@@ -51,59 +52,20 @@ def load_prompts(
     return kept
 
 
-def load_conversations(files: Sequence[str]) -> list[list[dict[str, str]]]:
-    """The `messages` column; every conversation must end with the assistant's answer."""
-    conversations = []
-    for where, row in load_rows(files):
-        messages = [dict(m) for m in required(row, "messages", where)]
-        if not messages or messages[-1].get("role") != "assistant":
-            raise ValueError(f"{where}: `messages` must end with a message of role 'assistant'")
-        conversations.append(messages)
-    return conversations
+def _messages(row: Row, where: str) -> tuple[dict[str, str], ...]:
+    return tuple(dict(message) for message in required(row, "prompt", where))
 
 
-def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """(place for error messages, row) of every row."""
-    for name in files:
-        path = Path(name)
-        if not path.is_file():
-            raise ValueError(
-                f"data file {name} does not exist; `mcore-rl data --help` lists what can be prepared"
-            )
-        if path.suffix == ".parquet":
-            for i, row in enumerate(pq.read_table(path).to_pylist()):
-                yield f"{name} row {i}", row
-        elif path.suffix == ".jsonl":
-            yield from _jsonl_rows(path)
-        else:
-            raise ValueError(f"data file {name}: expected .parquet or .jsonl")
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open() as file:
-        for i, line in enumerate(file):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path} line {i + 1}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {i + 1} is not JSON: {error}") from None
-
-
-def required(row: Row, name: str, where: str) -> Any:
-    if row.get(name) is None:
-        raise ValueError(f"{where} lacks `{name}`; it has {', '.join(sorted(row))}")
-    return row[name]
-
-
-def _make_prompt(index: int, where: str, row: Row, tokenizer: Tokenizer) -> Prompt:
-    messages = tuple(dict(m) for m in required(row, "prompt", where))
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+def _make_prompt(
+    index: int,
+    token_ids: tuple[int, ...],
+    messages: tuple[dict[str, str], ...],
+    where: str,
+    row: Row,
+) -> Prompt:
     return Prompt(
         index=index,
-        token_ids=tuple(ids),
+        token_ids=token_ids,
         messages=messages,
         data_source=required(row, "data_source", where),
         ground_truth=required(required(row, "reward_model", where), "ground_truth", where),

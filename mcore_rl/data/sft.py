@@ -2,27 +2,41 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_rl.data.batch import with_loss_weights
-from mcore_rl.data.prompts import Tokenizer, load_conversations
+from mcore_rl.data.rows import load_rows, required
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import TrainBatch
 
 logger = logging.getLogger(__name__)
+Conversation = Sequence[dict[str, str]]
 Answered = tuple[tuple[int, ...], int]
-"""(token ids of the conversation, how many of them stand before the answer)."""
+"""(token ids of the conversation, number of them before the last answer)."""
 
 
 class SftStream:
     """Endless shuffled batches; position saved and restored like a ShuffledStream's."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, max_len: int, seed: int) -> None:
-        """ValueError if no conversation has at most `max_len` tokens; longer ones are dropped and counted."""
-        answered = [tokenize(messages, tokenizer) for messages in load_conversations(files)]
-        kept = [a for a in answered if len(a[0]) <= max_len]
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: Tokenizer,
+        max_len: int,
+        seed: int,
+        cache_dir: Path | None = None,
+    ) -> None:
+        """Drop and count conversations of more than `max_len` tokens.
+
+        Raises ValueError if none is left. `cache_dir` keeps token ids; None keeps nothing.
+        """
+        tokenization = Tokenization(tokenizer, cache_dir)
+        answered = tokenize_answered(load_conversations(files), tokenization, files, "messages")
+        kept = [pair for pair in answered if len(pair[0]) <= max_len]
         logger.info(
             "%d conversations, %d of more than %d tokens dropped",
             len(kept),
@@ -45,25 +59,57 @@ class SftStream:
         self._stream.load_state_dict(state)
 
 
-def tokenize(messages: Sequence[dict[str, str]], tokenizer: Tokenizer) -> Answered:
-    """ValueError if the chat template does not write the answer behind the generation prompt."""
-    options = {"tokenize": True, "return_dict": False}
-    before = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
-    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=False, **options)
-    if whole[: len(before)] != before or len(whole) == len(before):
-        raise ValueError(
-            f"the chat template does not continue its generation prompt with the answer, as in"
-            f" {messages[-1]}:"
-            " the loss mask cannot be placed"
-        )
-    return tuple(whole), len(before)
+def load_conversations(files: Sequence[str]) -> list[list[dict[str, str]]]:
+    """Return the `messages` column of every row.
+
+    Raises ValueError naming the row if a conversation does not end with the assistant's answer.
+    """
+    conversations = []
+    for where, row in load_rows(files):
+        messages = [dict(message) for message in required(row, "messages", where)]
+        if not messages or messages[-1].get("role") != "assistant":
+            raise ValueError(f"{where}: `messages` must end with a message of role 'assistant'")
+        conversations.append(messages)
+    return conversations
+
+
+def tokenize_answered(
+    conversations: Sequence[Conversation],
+    tokenization: Tokenization,
+    files: Sequence[str],
+    column: str,
+) -> list[Answered]:
+    """Tokenize conversations that end with an answer; see Tokenization.encode for the arguments.
+
+    Raises ValueError if the chat template does not write the answer right after the generation
+    prompt.
+    """
+    questions = [messages[:-1] for messages in conversations]
+    befores = tokenization.encode(questions, add_generation_prompt=True, files=files, column=column)
+    wholes = tokenization.encode(
+        conversations, add_generation_prompt=False, files=files, column=column
+    )
+    for messages, before, whole in zip(conversations, befores, wholes, strict=True):
+        if whole[: len(before)] != before or len(whole) == len(before):
+            raise ValueError(
+                "the chat template does not continue its generation prompt with the answer, as in"
+                f" {messages[-1]}: the loss mask cannot be placed"
+            )
+    return [(whole, len(before)) for before, whole in zip(befores, wholes, strict=True)]
 
 
 def make_sft_batch(answered: Sequence[Answered]) -> TrainBatch:
-    """Mean over all answer tokens of the batch."""
-    batch = TrainBatch(
-        token_ids_T=torch.tensor([t for ids, _ in answered for t in ids]),
-        loss_mask_T=torch.tensor([i >= start for ids, start in answered for i in range(len(ids))]),
+    """Return a batch whose loss is the mean over all answer tokens."""
+    return with_loss_weights(
+        answers_batch(answered), "token_mean", max_response_len=max(len(ids) for ids, _ in answered)
+    )
+
+
+def answers_batch(answered: Sequence[Answered]) -> TrainBatch:
+    """Return the sequences end to end, with the answers on the loss mask and no loss weights."""
+    mask = [i >= start for ids, start in answered for i in range(len(ids))]
+    return TrainBatch(
+        token_ids_T=torch.tensor([token for ids, _ in answered for token in ids]),
+        loss_mask_T=torch.tensor(mask),
         lens_N=tuple(len(ids) for ids, _ in answered),
     )
-    return with_loss_weights(batch, "token_mean", max_response_len=max(batch.lens_N))

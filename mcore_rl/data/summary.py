@@ -9,7 +9,7 @@ from mcore_rl.types import Sample, Scores, StepStats
 def summarize_samples(
     samples: Sequence[Sample], scores: Scores, seconds: float
 ) -> dict[str, float]:
-    """Rewards, lengths and generation speed of one rollout that took `seconds`."""
+    """Return rewards, lengths (tokens) and generation speed of one rollout that took `seconds`."""
     rewards_N = scores.rewards_N
     lens_N = [len(sample.response_ids) for sample in samples]
     groups: dict[int, set[float]] = {}
@@ -29,7 +29,9 @@ def summarize_samples(
 
 
 def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
-    """The optimizer steps of one loop step as one: means, the last learning rate, the largest `*_max`."""
+    """Merge the optimizer steps of a loop step: means, the last learning rate, the maximum of
+    `*_max`.
+    """
     assert stats, "a loop step has at least one optimizer step"
     metrics = {name: _merge(name, [step.metrics for step in stats]) for name in stats[0].metrics}
     return metrics | {
@@ -42,14 +44,14 @@ def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def summarize_critic(stats: Sequence[StepStats]) -> dict[str, float]:
-    """The same of the critic, every name under critic/."""
-    of_steps = summarize_steps(stats)
-    of_steps["loss"] = of_steps.pop("loss/total")
-    routers = {name for name in of_steps if name.startswith("router/")}
-    return {
-        f"critic/{name if name in routers else name.rpartition('/')[2]}": value
-        for name, value in of_steps.items()
-    }
+    """Merge the critic's optimizer steps; names become critic/<last part>, or critic/router/<name>."""
+    merged = summarize_steps(stats)
+    merged["loss"] = merged.pop("loss/total")
+    metrics = {}
+    for name, value in merged.items():
+        short = name if name.startswith("router/") else name.rpartition("/")[2]
+        metrics[f"critic/{short}"] = value
+    return metrics
 
 
 def _merge(name: str, metrics: Sequence[Mapping[str, float]]) -> float:

@@ -1,9 +1,8 @@
-"""The one place that knows CUDA from CPU: which device and backend, and what megatron-core needs where CUDA
-is absent.
+"""The one place that knows CUDA from CPU: devices, process-group backends, and patches for the CPU.
 
-Without CUDA `setup_device()` patches megatron-core to run on CPU tensors over gloo and puts torch modules
-with Transformer Engine's module tree and parameter names in its place, so that nothing above this package
-has a CPU variant.
+Without CUDA, `setup_device()` patches megatron-core to run on CPU tensors over gloo. Transformer
+Engine is replaced by torch modules with the same module tree and parameter names. Nothing above
+this package needs a CPU variant; docs/cpu.md lists every patch and stand-in.
 """
 
 import os
@@ -20,60 +19,60 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """Where this rank's parameters live; on CUDA the current device."""
+    """Return the device of this rank's parameters: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def dist_backend() -> str:
-    """Backend of the training ranks' process groups."""
+    """Return the torch.distributed backend of the training ranks' process groups."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def set_local_device(local_rank: int) -> None:
-    """Bind this process to one GPU of its node; on CPU there is nothing to bind."""
+    """Bind this process to one GPU of its node; do nothing on a CPU."""
     if has_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def environment_of(gpu_ids: Sequence[str]) -> dict[str, str]:
-    """What a process must find in its environment to see these GPUs of its node, and no others."""
+    """Return the environment variables that show a process these GPUs of its node and no others."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)} if gpu_ids else {}
 
 
 def synchronize() -> None:
-    """Wait for the device's queued work, so that host copies and clocks are right."""
+    """Wait for the device's queued work. Call it before reading a copy on the host or a clock."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:
-    """uint8, uninitialised, from which and to which copies are asynchronous."""
+    """Return uninitialized uint8 host memory, pinned on CUDA so that copies are asynchronous."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_cuda())
 
 
 def empty_cache() -> None:
-    """Give memory that no tensor has back to the device, where another process may take it."""
+    """Return cached, unused memory to the device, where another process may take it."""
     if has_cuda():
         torch.cuda.empty_cache()
 
 
 def leave_compiler_out() -> None:
-    """Without CUDA, where nothing is compiled anyway, have `torch.compile` give functions back as they are.
+    """Without CUDA, make `torch.compile` return functions unchanged; nothing is compiled there.
 
-    Call it before megatron-core or SGLang is imported: their decorators would import torch's compiler,
-    a second of each process's start.
+    Call it before megatron-core or SGLang is imported. Their decorators would import torch's
+    compiler, which adds a second to the start of each process.
     """
     if not has_cuda():
-        own_torch: Any = torch
-        own_torch.compile = _as_it_is
+        untyped_torch: Any = torch
+        untyped_torch.compile = _unchanged
 
 
-def _as_it_is(model: Any = None, **_: Any) -> Any:
+def _unchanged(model: Any = None, **_: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
 def megatron_options() -> dict[str, Any]:
-    """Options of megatron-core's TransformerConfig that choose between fused CUDA kernels and plain torch."""
+    """Return the TransformerConfig options that choose fused CUDA kernels or plain torch."""
     fused = has_cuda()
     return {
         "apply_rope_fusion": fused,
@@ -88,11 +87,12 @@ def megatron_options() -> dict[str, Any]:
 def setup_device() -> None:
     """Make megatron-core usable in this process; call it before a model is built. Idempotent.
 
-    Raises ValueError where CUDA is present but Transformer Engine is not.
+    Raises ValueError if CUDA is present but Transformer Engine is not.
     """
     if torch.cuda.is_available() and not _cpu_patches_installed:
         _require_transformer_engine()
-        # One queue: no collective may overtake the kernel before it, on which tensor parallelism relies.
+        # With a single hardware queue no collective overtakes the kernel queued before it; tensor
+        # parallelism relies on that order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     else:
         _install_cpu_patches()
@@ -116,6 +116,6 @@ def _install_cpu_patches() -> None:
         return
     from mcore_rl.device.cpu_patches import PATCHES
 
-    for patch in PATCHES.values():
+    for patch in PATCHES:
         patch()
     _cpu_patches_installed = True

@@ -1,4 +1,4 @@
-"""Adam for the distributed optimizer on CPU: gradients in, parameters and moments updated in place."""
+"""Adam for the distributed optimizer on CPU; updates parameters and moments in place."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,10 +7,11 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Interface and state layout of Transformer Engine's FusedAdam on torch's fused CPU kernel.
+    """Transformer Engine's FusedAdam, same interface and state layout, on torch's fused CPU kernel.
 
-    'step' lies in the parameter group, exp_avg and exp_avg_sq per parameter. torch.optim.AdamW keeps 'step'
-    per parameter, and a DistributedOptimizer checkpoint written with it cannot be loaded.
+    The state holds exp_avg and exp_avg_sq per parameter; 'step' is kept in the parameter group.
+    torch.optim.AdamW keeps 'step' per parameter, and megatron-core cannot load a checkpoint of its
+    distributed optimizer that was written with that layout.
     """
 
     def __init__(

@@ -1,7 +1,14 @@
-"""Causal attention over packed sequences on CPU: q, k, v laid end to end in, one call per length bucket out.
+"""Causal attention over packed sequences on CPU.
 
-Axes: T tokens of all sequences laid end to end, h heads, d head dimension, N sequences, L longest in its
-bucket.
+Packed q, k, v of all sequences in; their attention output out, one SDPA call per bucket of similar
+lengths:
+
+    packed          a a a b b b b c            lens_N = (3, 4, 1)
+    bucket 1   a a a .   bucket 2   c          "." repeats a's last token; causality hides it
+               b b b b
+
+Axes: T tokens of all sequences end to end, h heads, d head dimension, N sequences, L tokens of the
+longest sequence in a bucket.
 """
 
 from dataclasses import dataclass
@@ -12,16 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MAX_PADDING = 1.5
-"""A bucket's padded tokens per real token; quadratic work beyond it costs more than another call."""
+"""Largest ratio of padded to real tokens in a bucket; more padding costs more than another call."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What attention is beside causal.
+    """The form of causal attention.
 
-    scale     of the products of queries and keys
-    window    tokens before itself that a token sees; None: all
-    sinks_h   logit per query head that takes part in the softmax and has no value (arXiv:2309.17453)
+    scale     factor on the products of queries and keys
+    window    number of earlier tokens that a token sees; None means all
+    sinks_h   a logit per query head that joins the softmax without a value (arXiv:2309.17453)
     """
 
     scale: float
@@ -32,11 +39,11 @@ class Form:
 def packed_attention(
     q_Thd: Tensor, k_Thd: Tensor, v_Thd: Tensor, lens_N: tuple[int, ...], form: Form
 ) -> Tensor:
-    """Each sequence attends to itself, causally; [T, h * d]. Fewer key than query heads is grouped-query
-    attention.
+    """Return causal attention within each sequence, [T, h * d].
 
-    Sequences of similar length share one call, padded behind their last token: causality keeps real tokens
-    from seeing the padding, so the result is that of one sequence at a time.
+    Fewer key heads than query heads means grouped-query attention. Sequences of similar length
+    share a call, padded after their last token. Causality hides the padding from real tokens, so
+    the result equals that of one sequence at a time.
     """
     if len(lens_N) == 1:
         return _causal(q_Thd[None], k_Thd[None], v_Thd[None], form)[0]
@@ -58,18 +65,20 @@ def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, form: Form) -> Tenso
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=form.scale)
     else:
-        place_L = torch.arange(q.shape[2])
-        out = _masked(q, k, v, _sees(place_L, place_L, form), form)
+        position_L = torch.arange(q.shape[2])
+        out = _masked(q, k, v, _sees(position_L, position_L, form), form)
     return out.transpose(1, 2).flatten(2)
 
 
 def _sees(q_position: Tensor, k_position: Tensor, form: Form) -> Tensor:
+    """Return bool [queries, keys], True where the query may attend to the key."""
     distance = q_position[:, None] - k_position
-    return (distance >= 0) if form.window is None else (distance >= 0) & (distance <= form.window)
+    seen = distance >= 0
+    return seen if form.window is None else seen & (distance <= form.window)
 
 
 def _masked(q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask_LK: Tensor, form: Form) -> Tensor:
-    """[N, h, L, d]"""
+    """Return attention where `mask_LK` is True, [N, h, L, d]."""
     if form.sinks_h is None:
         options = {"scale": form.scale, "enable_gqa": q_NhLd.shape[1] != k_NhKd.shape[1]}
         return F.scaled_dot_product_attention(q_NhLd, k_NhKd, v_NhKd, attn_mask=mask_LK, **options)
@@ -81,7 +90,11 @@ def _masked(q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask_LK: Tensor, for
 def attend_with_sinks(
     q_NhLd: Tensor, k_NhKd: Tensor, v_NhKd: Tensor, mask: Tensor, scale: float, sinks: Tensor
 ) -> Tensor:
-    """[N, h, L, d]. `mask` is broadcast to [N, h, L, K], `sinks`, of each query, to [N, h, L]."""
+    """Return attention with sinks, [N, h, L, d].
+
+    mask    bool, broadcast to [N, h, L, K]
+    sinks   logit of each query's sink, broadcast to [N, h, L]
+    """
     logits = (q_NhLd @ k_NhKd.transpose(-1, -2)).float() * scale
     logits = logits.masked_fill(~mask, float("-inf"))
     sinks_NhL1 = sinks.float().expand(logits.shape[:-1])[..., None]
@@ -90,23 +103,26 @@ def attend_with_sinks(
 
 @lru_cache(maxsize=64)
 def _buckets(lens_N: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """(packed token of each padded place [N, L], flat places that hold real tokens in packed order) per
-    bucket.
+    """Return (packed_index_NL, flat positions of its real tokens) per bucket.
+
+    packed_index_NL maps each padded position to a token of the packed sequences. The flat positions
+    are in packed order.
     """
     starts = torch.tensor((0, *lens_N)).cumsum(0)
     buckets = []
     for sequences in _split_by_len(lens_N):
         lens = torch.tensor([lens_N[i] for i in sequences])
-        places_L = torch.arange(int(lens.max()))
-        real_NL = places_L < lens[:, None]
-        index_NL = starts[list(sequences), None] + torch.minimum(places_L, lens[:, None] - 1)
+        position_L = torch.arange(int(lens.max()))
+        real_NL = position_L < lens[:, None]
+        index_NL = starts[list(sequences), None] + torch.minimum(position_L, lens[:, None] - 1)
         buckets.append((index_NL, real_NL.flatten().nonzero()[:, 0]))
     return buckets
 
 
 def _split_by_len(lens_N: tuple[int, ...]) -> list[list[int]]:
-    """Sequence indices in buckets whose padding stays within MAX_PADDING; one bucket keeps the packed
-    order.
+    """Return sequence indices in buckets whose padding stays within MAX_PADDING.
+
+    A single bucket keeps the packed order; several are filled from the longest sequence down.
     """
     if max(lens_N) * len(lens_N) <= MAX_PADDING * sum(lens_N):
         return [list(range(len(lens_N)))]
@@ -122,11 +138,13 @@ def _split_by_len(lens_N: tuple[int, ...]) -> list[list[int]]:
 
 
 def zigzag_positions(lens_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """(sequence, position within it) of the tokens that context-parallel rank `cp_rank` holds, both [T /
-    cp_size].
+    """Return (sequence, position in it) of context-parallel rank `cp_rank`'s tokens, [T / cp_size].
 
     Each sequence is cut into 2 * cp_size chunks; rank r holds chunks r and 2 * cp_size - 1 - r, as
-    Transformer Engine does.
+    in Transformer Engine. Both ends of a sequence on one rank give every rank the same causal
+    work:
+
+        cp_size = 2:   | rank 0 | rank 1 | rank 1 | rank 0 |
     """
     sequence, position = [], []
     for i, num_tokens in enumerate(lens_N):
@@ -146,8 +164,9 @@ def context_parallel_attention(
     rank: int,
     size: int,
 ) -> Tensor:
-    """Attention of this rank's queries to all ranks' keys (`k_Thd`, `v_Thd` gathered in rank order); [T /
-    size, h * d].
+    """Return the attention of this rank's queries to all keys, [T / size, h * d].
+
+    `k_Thd` and `v_Thd` are gathered from all ranks, in rank order.
     """
     q_sequence, q_position = zigzag_positions(lens_N, rank, size)
     parts = [zigzag_positions(lens_N, r, size) for r in range(size)]

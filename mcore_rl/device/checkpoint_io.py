@@ -1,13 +1,14 @@
-"""Where megatron-core's checkpoint writer puts its results: a queue of this process, on CPU and GPU alike."""
+"""A patch of megatron-core's checkpoint writer that applies on CPU and GPU alike."""
 
 import queue
 
 
 def keep_write_results_in_process() -> None:
-    """megatron-core 0.16.1 starts a manager process at the first save to carry results from forked writers.
+    """Collect the results of checkpoint writes in a queue of this process.
 
-    It takes seconds to start and outlives a killed rank. Our saves are written by a thread, so a plain queue
-    will do.
+    megatron-core 0.16.1 starts a manager process at the first save to carry results from forked
+    writers. The manager takes seconds to start and outlives a killed rank. Our saves are written by
+    a thread of this process, so a plain queue is enough.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -1,8 +1,9 @@
-"""Patches that let megatron-core 0.16.1 run without CUDA: one function each, applied once per process.
+"""Patches that let megatron-core 0.16.1 run without CUDA; each is applied once per process.
 
-torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops, so every
-torch.cuda entry point that megatron-core reaches becomes its torch.cpu or default-generator twin. A test per
-patch fails as soon as training works without it.
+torch.cpu implements the interface of torch.cuda (streams, events, synchronize) as no-ops. Every
+torch.cuda entry point that megatron-core reaches is replaced by its torch.cpu or default-generator
+counterpart. tests/device/test_cpu_patches.py has a test per patch that fails once megatron-core
+works without it, and docs/cpu.md lists them.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ class _Event(torch.cpu.Event):
 
 
 def alias_streams() -> None:
-    """torch.cuda's streams, events and devices become torch.cpu's no-ops."""
+    """Replace torch.cuda's streams, events and devices by torch.cpu's no-ops."""
     cuda: Any = torch.cuda
     stream = _Stream()
     cuda.current_device = lambda: "cpu"  # valid wherever a device is expected
@@ -48,9 +49,9 @@ def alias_streams() -> None:
 
 
 def alias_rng() -> None:
-    """CUDA's generator becomes the default one.
+    """Replace CUDA's random generator by the default one.
 
-    Without CUDA torch queues calls on the CUDA generator for an initialisation that never comes.
+    Without CUDA torch defers calls on the CUDA generator until an initialization that never comes.
     """
     from megatron.core.tensor_parallel import random as tp_random
 
@@ -64,7 +65,7 @@ def alias_rng() -> None:
     tp_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: (
         generator.set_state(state) and None
     )
-    # The two generators are one here, which its check takes for a mistake.
+    # megatron-core warns when the CPU generator changes with the CUDA one; here they are the same.
     logger = logging.getLogger(tp_random.__name__)
     logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
@@ -82,17 +83,16 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def alias_factories() -> None:
-    """device="cuda" handed to a tensor factory means CPU, and .cuda() is the identity."""
-    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    for name in ("empty_like", "zeros_like"):
+    """Make tensor factories read device="cuda" as the CPU, and .cuda() the identity."""
+    names = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
+    for name in (*names, "empty_like", "zeros_like"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_, **__: self
 
 
 def alias_tensor_type() -> None:
-    """Megatron's optimizers recognise parameters by tensor.type() == 'torch.cuda.FloatTensor'."""
+    """Report CPU tensors as torch.cuda.*Tensor, the types megatron-core's optimizers accept."""
     original = torch.Tensor.type
 
     def tensor_type(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -103,28 +103,43 @@ def alias_tensor_type() -> None:
     torch.Tensor.type = tensor_type
 
 
-def define_missing_symbols() -> None:
-    """moe_utils names te_general_gemm without defining it where Transformer Engine is absent.
-
-    multi_latent_attention believes it present, its TELinear being a mock. CheckpointWithoutOutput takes its
-    own default fp8=False for "fp8 is on".
-    """
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-    from megatron.core.transformer import multi_latent_attention
+def define_router_gemm() -> None:
+    """Define moe_utils.te_general_gemm, which is read but undefined without Transformer Engine."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def report_missing_te_to_latent_attention() -> None:
+    """Set HAVE_TE to False in multi_latent_attention.
+
+    The import of TELinear succeeds without Transformer Engine, but gives a mock, for which
+    isinstance raises TypeError.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+
+
+def recompute_without_fp8() -> None:
+    """Hand CheckpointWithoutOutput fp8=None where fp8 is off.
+
+    It tests `fp8 is not None`, so its own default, False, asks for Transformer Engine's fp8
+    context.
+    """
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
     original = CheckpointWithoutOutput.__init__
     CheckpointWithoutOutput.__init__ = lambda self, fp8=False: original(self, fp8 or None)
 
 
 def convert_alltoall_splits() -> None:
-    """The all-to-all dispatcher makes its split sizes numpy only on their way from a GPU to the host.
+    """Convert the all-to-all dispatcher's split sizes to numpy on the CPU, too.
 
-    On CPU they would stay tensors, which all_to_all_single refuses.
+    megatron-core converts them only when it moves them from a GPU to the host. On CPU they would
+    stay tensors, which all_to_all_single rejects.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -135,8 +150,9 @@ def convert_alltoall_splits() -> None:
 
 
 def uneven_collectives() -> None:
-    """gloo has no all-gather and reduce-scatter of uneven parts (expert tensor parallelism): use
-    all-to-all.
+    """All-gather and reduce-scatter uneven parts with all-to-all; gloo only takes even ones.
+
+    Expert tensor parallelism needs them: each rank has another number of tokens.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -160,17 +176,18 @@ def uneven_collectives() -> None:
         if input_split_sizes is None or group.size() == 1:
             return scatter(x, group, None, use_global_buffer)
         sizes = [int(n) for n in input_split_sizes]
-        world, num_rows = len(sizes), sizes[group.rank()]
-        out = x.new_empty([world * num_rows, *x.shape[1:]])
-        dist.all_to_all_single(out, x.contiguous(), [num_rows] * world, sizes, group=group)
-        return out.view(world, num_rows, *x.shape[1:]).sum(0)
+        num_ranks = len(sizes)
+        num_rows = sizes[group.rank()]
+        out = x.new_empty([num_ranks * num_rows, *x.shape[1:]])
+        dist.all_to_all_single(out, x.contiguous(), [num_rows] * num_ranks, sizes, group=group)
+        return out.view(num_ranks, num_rows, *x.shape[1:]).sum(0)
 
     mappings._gather_along_first_dim = gather_uneven
     mappings._reduce_scatter_along_first_dim = scatter_uneven
 
 
 def contiguous_collectives() -> None:
-    """gloo's scatter and broadcast silently ignore strides: hand them contiguous tensors, as NCCL's do."""
+    """Hand gloo's scatter and broadcast contiguous tensors; gloo silently ignores strides."""
     scatter, broadcast = dist.scatter, dist.broadcast
 
     def scatter_contiguous(tensor: Any, scatter_list: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +208,7 @@ def contiguous_collectives() -> None:
 
 
 def use_fused_adam() -> None:
-    """The distributed optimizer expects the state layout of Transformer Engine's or Apex's Adam."""
+    """Give the distributed optimizer an Adam with Transformer Engine's state layout."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -203,7 +220,7 @@ def use_fused_adam() -> None:
 
 
 def use_te_workalike() -> None:
-    """The Transformer Engine spec builds torch modules of the same tree and names."""
+    """Build layers from torch modules with the tree and names of Transformer Engine's."""
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
     from megatron.core.transformer import transformer_block
 
@@ -214,22 +231,25 @@ def use_te_workalike() -> None:
 
 
 def run_eagerly() -> None:
-    """megatron-core's jit_fuser is torch.compile, which needs a C++ compiler and minutes: run such
-    functions as they are.
+    """Run functions decorated with megatron-core's jit_fuser uncompiled.
+
+    jit_fuser is torch.compile, which needs a C++ compiler and minutes of compilation on CPU.
     """
     torch.compiler.set_stance("force_eager")
 
 
-PATCHES: dict[str, Callable[[], None]] = {
-    "streams": alias_streams,
-    "rng": alias_rng,
-    "factories": alias_factories,
-    "tensor_type": alias_tensor_type,
-    "missing_symbols": define_missing_symbols,
-    "alltoall_splits": convert_alltoall_splits,
-    "uneven_collectives": uneven_collectives,
-    "contiguous_collectives": contiguous_collectives,
-    "fused_adam": use_fused_adam,
-    "te_workalike": use_te_workalike,
-    "eager": run_eagerly,
-}
+PATCHES: tuple[Callable[[], None], ...] = (
+    alias_streams,
+    alias_rng,
+    alias_factories,
+    alias_tensor_type,
+    define_router_gemm,
+    report_missing_te_to_latent_attention,
+    recompute_without_fp8,
+    convert_alltoall_splits,
+    uneven_collectives,
+    contiguous_collectives,
+    use_fused_adam,
+    use_te_workalike,
+    run_eagerly,
+)

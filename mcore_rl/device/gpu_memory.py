@@ -1,6 +1,7 @@
-"""Tensors in, the device they lie on out; work on it in an order of its own; GPU memory shared by processes.
+"""Where tensors are, streams of ordered work on a device, and GPU memory shared between processes.
 
-On the host work is done when it is called, and processes share memory without asking anything here.
+Host work is synchronous, so a stream on the CPU does nothing; processes share host memory elsewhere
+(mcore_rl/stream).
 """
 
 import json
@@ -15,13 +16,13 @@ _Storage: Any = torch.UntypedStorage  # stubs lack sharing
 
 
 def common_device(tensors: Iterable[Tensor]) -> torch.device:
-    """Where all of them lie; the host if they lie in several places."""
+    """Return the device of all tensors, or the CPU if they are on several."""
     devices = {tensor.device for tensor in tensors}
     return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
 
 class DeviceStream:
-    """Work on one device in order, beside whatever else the device does: on a GPU a CUDA stream."""
+    """Ordered work on one device, concurrent with its other work; a CUDA stream on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,7 +30,7 @@ class DeviceStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What is called inside begins when the work before it is done, and is done when this ends well."""
+        """Run the body after the work queued before it; wait for it to finish on a normal exit."""
         if self._stream is None:
             yield
             return
@@ -39,18 +40,18 @@ class DeviceStream:
         self._stream.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until all work called so far is done."""
+        """Wait for all work queued so far."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def gpu_id(device: torch.device) -> str:
-    """The same in every process that sees this GPU; empty for the host."""
+    """Return the UUID of the GPU, equal in every process that sees it; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def readable_gpus(device: torch.device) -> tuple[str, ...]:
-    """The GPUs whose memory can be read from `device`: itself, and peers that this process sees."""
+    """Return the UUIDs of the visible GPUs whose memory `device` can read, itself included."""
     if device.type != "cuda":
         return ()
     return tuple(
@@ -61,10 +62,10 @@ def readable_gpus(device: torch.device) -> tuple[str, ...]:
 
 
 def export_memory(words_W: Tensor) -> bytes:
-    """A handle by which one other process of this machine can open the GPU memory of a whole tensor, once.
+    """Return a handle with which another process of this machine can open a tensor's GPU memory.
 
-    The memory lasts until both processes have let go of it; that of a process that was killed is returned
-    when this process ends.
+    One process can open it, once. The memory is freed when both processes have released it. If the
+    other process is killed, it is freed when this one ends.
     """
     fields = words_W.untyped_storage()._share_cuda_()  # type: ignore[attr-defined]
     plain = [field.hex() if isinstance(field, bytes) else field for field in fields[1:]]
@@ -72,11 +73,11 @@ def export_memory(words_W: Tensor) -> bytes:
 
 
 def open_memory(handle: bytes) -> Tensor:
-    """int64 words of another process, on that process's GPU; RuntimeError if they cannot be opened."""
+    """Open another process's memory as int64 words on its GPU; RuntimeError if that fails."""
     gpu, memory, num_bytes, offset, counter, counter_offset, event, has_event = json.loads(handle)
-    at = {gpu_id(device): device for device in _visible_gpus()}[gpu]
+    device = {gpu_id(visible): visible for visible in _visible_gpus()}[gpu]
     storage = _Storage._new_shared_cuda(
-        at.index,
+        device.index,
         bytes.fromhex(memory),
         num_bytes,
         offset,
@@ -85,7 +86,7 @@ def open_memory(handle: bytes) -> Tensor:
         bytes.fromhex(event),
         has_event,
     )
-    return torch.empty(0, dtype=torch.int64, device=at).set_(storage)
+    return torch.empty(0, dtype=torch.int64, device=device).set_(storage)
 
 
 def _visible_gpus() -> list[torch.device]:

@@ -1,4 +1,4 @@
-"""A communicator of two ranks on GPUs, by NCCL, beside any other group of the process."""
+"""An NCCL communicator of two ranks, independent of the process's other groups."""
 
 import os
 from collections.abc import Iterator
@@ -10,20 +10,21 @@ from typing import Any
 from torch import distributed
 
 _NEVER = timedelta(days=1)
-"""NCCL's own deadline, which only logs: those of who waits come long before."""
+"""NCCL's own timeout, which only logs. Callers wait with much shorter deadlines of their own."""
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment_lock = Lock()
 
 
 def make_pair_group(store: Any, rank: int) -> Any:
-    """torch's process group of ranks 0 and 1, which meet in `store`; it connects in its first operation.
+    """Return torch's process group of ranks 0 and 1, which find each other through `store`.
 
-    Errors are left to who asks for them: torch's default is to end the process when a peer is lost.
+    It connects in its first operation. Its errors are raised to the caller; torch's default is to
+    end the process when a peer is lost.
     """
-    group_type: Any = distributed.ProcessGroupNCCL  # only where torch is built for CUDA
+    group_type: Any = distributed.ProcessGroupNCCL  # exists only in CUDA builds of torch
     options = group_type.Options()
     options._timeout = _NEVER
-    with _environment(_ERROR_HANDLING, "0"):  # read when a group is made
+    with _environment(_ERROR_HANDLING, "0"):  # torch reads it when a group is made
         return group_type(store, rank, 2, options)
 
 

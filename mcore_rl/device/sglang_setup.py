@@ -20,21 +20,21 @@ CPU_ARGUMENTS = {
     "--grammar-backend": "none",
     "--mem-fraction-static": "0.8",
 }
-"""The KV cache takes what --max-total-tokens says. The fraction has to leave room for what other processes
-take while the engine starts, which SGLang counts as its own.
+"""--max-total-tokens decides the size of the KV cache. The memory fraction only has to leave room
+for other processes that allocate while the engine starts; SGLang counts their memory as its own.
 """
 
 
 def use_cpu(arguments: list[str]) -> list[str]:
-    """Set this process up for SGLang without CUDA; returns `arguments` with those the CPU needs.
+    """Set this process up for SGLang without CUDA and return `cpu_arguments(arguments)`.
 
     Call it before anything imports sglang.
     """
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    num_ranks = int(_option(arguments, "--tp-size", "1")) * int(
-        _option(arguments, "--pp-size", "1")
-    )
+    tp_size = int(_option(arguments, "--tp-size", "1"))
+    pp_size = int(_option(arguments, "--pp-size", "1"))
+    num_ranks = tp_size * pp_size
     if num_ranks > 1:
         cpus = rank_cpus(num_ranks, sorted(os.sched_getaffinity(0)))
         os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cpus)
@@ -43,18 +43,28 @@ def use_cpu(arguments: list[str]) -> list[str]:
     from sglang_on_cpu import apply_patches  # pyright: ignore[reportMissingImports]
 
     apply_patches()
-    added = [part for item in CPU_ARGUMENTS.items() if item[0] not in arguments for part in item]
-    added.append("--disable-hybrid-swa-memory")  # which torch_native's attention would read wrongly
-    kept = [
-        argument for argument in arguments if argument != "--enable-memory-saver"
-    ]  # host memory stays
-    return [*kept, *added]
+    return cpu_arguments(arguments)
+
+
+def cpu_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with those a CPU needs; an option that is given keeps its value.
+
+    --enable-memory-saver is dropped: it frees GPU memory between rollouts, and host memory stays
+    allocated.
+    """
+    complete = [argument for argument in arguments if argument != "--enable-memory-saver"]
+    for name, value in CPU_ARGUMENTS.items():
+        if name not in arguments:
+            complete += [name, value]
+    # torch_native's attention would read the separate memory of sliding-window layers wrongly.
+    complete.append("--disable-hybrid-swa-memory")
+    return complete
 
 
 def rank_cpus(num_ranks: int, cpus: Sequence[int]) -> str:
-    """Cores of each tensor-parallel rank as SGLang writes them, "0,1|2,3"; with too few, ranks share.
+    """Return each rank's cores in SGLang's notation, "0,1|2,3"; with too few cores, ranks share.
 
-    SGLang asks for it when there are more ranks than NUMA nodes.
+    SGLang requires this setting when there are more ranks than NUMA nodes.
     """
     share = max(1, len(cpus) // num_ranks)
     starts = [rank * share % len(cpus) for rank in range(num_ranks)]

@@ -1,7 +1,7 @@
-"""Torch work-alikes of the Transformer Engine modules that megatron-core's TE layer spec is made of.
+"""Torch work-alikes of the Transformer Engine modules in megatron-core's TE layer spec.
 
-Module tree, parameter names and distributed-checkpoint keys are those of a GPU with Transformer Engine, so
-the model, its checkpoints and the table to HF names need no CPU variant.
+Module tree, parameter names and distributed-checkpoint keys equal those of a GPU with Transformer
+Engine, so the model, its checkpoints and the table to HF names need no CPU variant.
 """
 
 import math
@@ -43,8 +43,9 @@ class Norm:
 
 
 class DotProductAttention(MegatronModule):
-    """TEDotProductAttention for packed (THD) causal sequences, with grouped queries, sliding windows, sinks
-    and context parallelism.
+    """TEDotProductAttention for packed (THD) causal sequences.
+
+    Supports grouped queries, sliding windows, sinks and context parallelism.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class DotProductAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The heads' sinks, if there are any, cut over tensor parallelism."""
+        """Return the heads' sinks, if any, sharded over the tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             dict(self.named_parameters()),
             prefix,
@@ -115,9 +116,7 @@ class DotProductAttention(MegatronModule):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: norm of the (sequence-sharded) input, then the column-parallel
-    linear.
-    """
+    """TELayerNormColumnParallelLinear: norm of the (sequence-sharded) input, then the linear."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -135,7 +134,8 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return parameter
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> Any:
-        weight, eps = self.layer_norm_weight, self.config.layernorm_epsilon
+        weight = self.layer_norm_weight
+        eps = self.config.layernorm_epsilon
         if self.config.normalization == "LayerNorm":
             normed = F.layer_norm(input_, weight.shape, weight, self.layer_norm_bias, eps)
         else:
@@ -147,8 +147,9 @@ KINDS = ("weight", "bias")
 
 
 class _GroupedLinear(torch.nn.Module):
-    """Parameters weight0 .. weightN-1, one per local expert, with biases bias0 ... where asked; forward takes
-    tokens sorted by expert and their counts.
+    """One linear layer per local expert, as in TEGroupedLinear.
+
+    Its parameters are weight0 .. weightN-1, and bias0 .. biasN-1 if `bias`.
     """
 
     tp_axis: int
@@ -167,9 +168,14 @@ class _GroupedLinear(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        assert not bias or pg_collection.expt_tp.size() == 1, "biases of experts are not cut"
-        self.config, self.num_gemms, self.groups = config, num_gemms, pg_collection
-        self.has_bias, self.skip_bias_add = bias, skip_bias_add
+        assert not bias or pg_collection.expt_tp.size() == 1, (
+            "expert biases need expert tensor parallelism 1"
+        )
+        self.config = config
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
+        self.has_bias = bias
+        self.skip_bias_add = skip_bias_add
         shape = [output_size, input_size]
         shape[self.tp_axis] //= pg_collection.expt_tp.size()
         for i in range(num_gemms):
@@ -177,32 +183,34 @@ class _GroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                     init_method(weight)
-            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = (
-                True,
-                self.tp_axis,
-                1,
-            )
+            weight.tensor_model_parallel = True
+            weight.partition_dim = self.tp_axis
+            weight.partition_stride = 1
             self.register_parameter(f"weight{i}", weight)
             if bias:
                 zeros = torch.zeros(output_size, dtype=config.params_dtype)
                 self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
 
     def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """The biases are added, or come with the product, for the caller to add."""
+        """Apply each expert to its `counts[i]` rows of `x`, which are sorted by expert.
+
+        With skip_bias_add the biases are returned for the caller to add.
+        """
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        biases = (
-            [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.has_bias else None
-        )
+        biases = None
+        if self.has_bias:
+            biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         added = [None] * self.num_gemms if biases is None or self.skip_bias_add else biases
         parts = zip(torch.split(x, list(counts)), weights, added, strict=True)
-        out = torch.cat([F.linear(tokens, weight, bias) for tokens, weight, bias in parts])
+        out = torch.cat([F.linear(rows, weight, bias) for rows, weight, bias in parts])
         return out, biases if self.skip_bias_add else None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Experts are one more axis in front, as TEGroupedLinear's: key `prefix`weight, offset by the
-        global expert.
+        """Return the experts' shards with the expert as one more axis in front.
+
+        As in TEGroupedLinear, the key is `prefix`weight and the offset the global expert number.
         """
         metadata = metadata or {}
         single = metadata.get("singleton_local_shards", False)
@@ -236,7 +244,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
 
 
 class SpecProvider(BackendSpecProvider):
-    """TESpecProvider's answers in torch."""
+    """Megatron's TESpecProvider, answering with the torch modules of this file."""
 
     def linear(self) -> type:
         return Linear

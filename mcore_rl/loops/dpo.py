@@ -1,8 +1,9 @@
-"""The preference loop: pairs -> log-probs of policy and reference -> a weight per sequence -> Megatron step.
+"""The preference loop: pairs -> log-probs of policy and reference -> a weight per sequence ->
+Megatron step.
 
-The loss of a pair couples two sequences, which may lie in different micro-batches and on different ranks. So
-a forward pass comes first, and the gradient of the pairs' loss by the log-probs is taken here
-(algo/preferences.py).
+The loss of a pair couples two sequences, which may lie in different micro-batches and on different
+ranks. So a forward pass comes first, and the gradient of the pairs' loss by the log-probs is taken
+here (algo/preferences.py).
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from mcore_rl.roles import BatchStream, Log, Trainer
 from mcore_rl.types import LogprobOptions, TrainBatch
 
 
-def optimise_preferences(
+def optimize_preferences(
     config: Config,
     pairs: BatchStream,
     held_out: Sequence[TrainBatch],
@@ -30,7 +31,8 @@ def optimise_preferences(
     start_step: int = 0,
 ) -> None:
     """Run steps start_step + 1 .. dpo.steps of dpo.batch_size pairs each."""
-    options, last_step = config.algorithm.preference, config.dpo.steps
+    options = config.algorithm.preference
+    last_step = config.dpo.steps
     for step in range(start_step + 1, last_step + 1):
         timer = PhaseTimer(step)
         batch = pairs.next_batch(2 * config.dpo.batch_size)
@@ -38,7 +40,7 @@ def optimise_preferences(
             batch, metrics = with_pair_gradient(batch, trainer, options)
         with timer("train"):
             stats = trainer.train_step(batch)
-        # what was differentiated has the gradient of the pairs' loss, but not its value
+        # The trained loss has the gradient of the pairs' loss but not its value.
         loss = {"loss/total": metrics["preference/loss"]}
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
         log.log(step, {**summarize_steps([stats]), **loss, **metrics, **speed, **timer.metrics()})
@@ -52,7 +54,9 @@ def optimise_preferences(
 def evaluate_pairs(
     held_out: Sequence[TrainBatch], trainer: Trainer, options: PreferenceConfig
 ) -> dict[str, float]:
-    """Means over all pairs of the batches."""
+    """Return the means of the preference metrics over all pairs of the batches, as
+    eval/preference/*.
+    """
     metrics = [with_pair_gradient(batch, trainer, options)[1] for batch in held_out]
     sizes = [len(batch.lens_N) for batch in held_out]
     return {f"eval/{name}": fmean((m[name] for m in metrics), sizes) for name in metrics[0]}
@@ -61,23 +65,25 @@ def evaluate_pairs(
 def with_pair_gradient(
     batch: TrainBatch, trainer: Trainer, options: PreferenceConfig
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """The batch (chosen and rejected sequences by turns) with what the loss's gradient asks of each token."""
+    """Return (the batch with each token's weight as its advantage, metrics).
+
+    Chosen and rejected sequences alternate in `batch`.
+    """
     logprobs_T = trainer.compute_logprobs(batch).logprobs_T
     ref_N = None
     if options.needs_reference:
-        ref_N = of_responses(
-            batch, trainer.compute_logprobs(batch, LogprobOptions(reference=True)).logprobs_T
-        )
-    ones_T = torch.ones_like(logprobs_T)
-    likelihoods = Likelihoods(of_responses(batch, logprobs_T), of_responses(batch, ones_T), ref_N)
+        of_reference = LogprobOptions(reference=True)
+        ref_logprobs_T = trainer.compute_logprobs(batch, of_reference).logprobs_T
+        ref_N = sum_over_responses(batch, ref_logprobs_T)
+    num_tokens_N = sum_over_responses(batch, torch.ones_like(logprobs_T))
+    likelihoods = Likelihoods(sum_over_responses(batch, logprobs_T), num_tokens_N, ref_N)
     weights_N, metrics = preference_weights(likelihoods, pairs_by_turns(len(batch.lens_N)), options)
-    advantages_T = (
-        weights_N.float().repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
-    )
+    weights_T = weights_N.float().repeat_interleave(torch.tensor(batch.lens_N))
+    advantages_T = weights_T * batch.loss_mask_T
     return replace(batch, old_logprobs_T=logprobs_T, advantages_T=advantages_T), metrics
 
 
-def of_responses(batch: TrainBatch, values_T: Tensor) -> Tensor:
-    """float64 [N]: sums over the trained tokens of each sequence."""
+def sum_over_responses(batch: TrainBatch, values_T: Tensor) -> Tensor:
+    """float64 [N]: the sum of values_T over the trained tokens of each sequence."""
     values_T = torch.where(batch.loss_mask_T, values_T, 0.0).double()
     return torch.segment_reduce(values_T, "sum", lengths=torch.tensor(batch.lens_N))

@@ -1,4 +1,6 @@
-"""Prompts in, preference pairs of a model's own responses out: a better and a worse one by the reward."""
+"""Prompts in, preference pairs of a model's own responses out: a better and a worse one by the
+reward.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,6 +14,7 @@ from mcore_rl.roles import Generator, Reward
 from mcore_rl.types import Prompt, Sample
 
 Scored = tuple[Sample, float]
+"""A sample and its reward."""
 
 
 def sample_pairs(
@@ -22,10 +25,10 @@ def sample_pairs(
     pairs_per_prompt: int,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """Rows of a preference file, from `num_samples` samples of each prompt.
+    """Return rows of a preference file, from `num_samples` samples of each prompt.
 
-    Left out are responses that were cut off or whose reward failed, and prompts whose responses are all worth
-    the same.
+    Responses that were cut off or whose reward failed are left out, as are prompts whose responses
+    all have the same reward.
     """
     samples = generator.generate(prompts, num_samples, greedy=False, seed=seed)
     scores = reward(samples)
@@ -35,12 +38,14 @@ def sample_pairs(
         for sample, value, error in zip(samples, scores.rewards_N, errors, strict=True)
         if sample.finish_reason == "stop" and not error
     ]
-    groups = groupby(scored, key=lambda each: each[0].prompt.index)
-    return [row for _, group in groups for row in _rows_of_prompt(list(group), pairs_per_prompt)]
+    rows = []
+    for _, group in groupby(scored, key=lambda pair: pair[0].prompt.index):
+        rows += _rows_of_prompt(list(group), pairs_per_prompt)
+    return rows
 
 
 def write_pairs(rows: Sequence[dict[str, Any]], path: Path, num_prompts: int) -> None:
-    """ValueError if there are none."""
+    """Write the rows to a parquet file. Raises ValueError if there are none."""
     if not rows:
         raise ValueError(
             f"none of {num_prompts} prompts has two responses that differ in reward: nothing for {path};"
@@ -51,8 +56,10 @@ def write_pairs(rows: Sequence[dict[str, Any]], path: Path, num_prompts: int) ->
 
 
 def _rows_of_prompt(group: Sequence[Scored], num_pairs: int) -> list[dict[str, Any]]:
-    texts, rewards = [sample.text for sample, _ in group], [value for _, value in group]
+    messages = group[0][0].prompt.messages
+    texts = [sample.text for sample, _ in group]
+    rewards = [value for _, value in group]
     return [
-        preference_row(group[0][0].prompt.messages, texts[chosen], texts[rejected])
+        preference_row(messages, texts[chosen], texts[rejected])
         for chosen, rejected in best_and_worst(rewards, texts, num_pairs)
     ]

@@ -1,35 +1,44 @@
-"""The training loop: prompts -> rollout -> rewards -> advantages -> batch -> Megatron steps -> weight sync.
+"""The training loop: prompts -> rollout -> rewards -> advantages -> batch -> Megatron steps ->
+weight sync.
 
-Its roles are Protocols; who plays them (Ray actors on many nodes, or plain objects) is not seen from here.
+Its roles are Protocols; the loop does not know whether Ray actors on many nodes or plain objects
+play them.
 """
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
 from mcore_rl.data.batch import make_train_batch, without_truncated
 from mcore_rl.data.summary import summarize_samples
-from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.sampling import WAITING, sample_step, sync_weights
-from mcore_rl.loops.training import add_logprobs_and_values, train_policy_and_critic
+from mcore_rl.loops.training import StepOptions, add_logprobs_and_values, train_policy_and_critic
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
 from mcore_rl.types import WeightVersion
 
 
 def train(config: Config, roles: Roles, start_step: int = 0) -> None:
-    """Run steps start_step + 1 .. run.steps; the engines must already serve the weights of `start_step`."""
+    """Run steps start_step + 1 .. run.steps; the engines must already serve the weights of
+    `start_step`.
+    """
+    needs = needs_of(config.algorithm)
+    options = StepOptions.of(config, needs)
     if start_step == 0:
         run_evaluation(config, roles, step=0)
     for step in range(start_step + 1, config.run.steps + 1):
         timer = PhaseTimer(step)
-        samples, scores, sampling = sample_step(config, roles, timer, config.run.seed + step)
+        samples, scores, sampling = sample_step(
+            config.rollout, roles, timer, config.run.seed + step, needs.greedy_baseline
+        )
         with timer("logprobs"):
             batch = make_train_batch(samples, WeightVersion(step - 1))
-            batch = add_logprobs_and_values(config, roles, batch)
+            batch = add_logprobs_and_values(options, roles, batch)
             batch, estimated = roles.advantages(scores, samples, batch)
             if config.algorithm.filter_overlong:
                 batch = without_truncated(batch, samples)
         with timer("train"):
-            trained = train_policy_and_critic(config, roles, batch, step)
+            trained = train_policy_and_critic(options, roles, batch, step)
         synced = sync_weights(roles, timer, WeightVersion(step), batch)
         metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | trained
         roles.log.log(
@@ -40,22 +49,21 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
         if is_due(step, config.checkpoint.every_steps, config.run.steps):
-            # after the step was logged: a resumed run drops the rows beyond its checkpoint, and no others
-            with timer("checkpoint"):
-                state = {
-                    "prompts": roles.prompts.state_dict(),
-                    "advantages": roles.advantages.state_dict(),
-                }
-                if roles.critic:
-                    roles.critic.save(step)
-                roles.trainer.save(step, {"step": step, **state})
-            roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
+            # Save after the step is logged: a resumed run drops the rows beyond its checkpoint, no others.
+            save_checkpoint(roles, timer, step)
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:
+    """Log metrics and greedy samples of the held-out prompts, drawn from the weights of `step`."""
+    correctness = Correctness.of(config.eval, config.reward)
     with PhaseTimer(step)("evaluation"):
         metrics, samples, scores = evaluate(
-            roles.generator, roles.held_out, roles.reward, config.eval, seed=config.run.seed
+            roles.generator,
+            roles.held_out,
+            roles.reward,
+            correctness,
+            pass_k=config.eval.pass_k,
+            seed=config.run.seed,
         )
     versions = {span.version for sample in samples for span in sample.versions}
     assert versions <= {step}, (
@@ -65,6 +73,21 @@ def run_evaluation(config: Config, roles: Roles, step: int) -> None:
     roles.log.log_samples(step, samples, scores, split="eval")
 
 
+def save_checkpoint(roles: Roles, timer: PhaseTimer, step: int) -> None:
+    """Save critic and trainer, with the positions that a resumed run continues from."""
+    with timer("checkpoint"):
+        state = {
+            "prompts": roles.prompts.state_dict(),
+            "advantages": roles.advantages.state_dict(),
+        }
+        if roles.critic:
+            roles.critic.save(step)
+        roles.trainer.save(step, {"step": step, **state})
+    roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
+
+
 def is_due(step: int, every_steps: int, last_step: int) -> bool:
-    """True at every multiple of `every_steps` (0: never) and at the last step."""
+    """Return whether `step` is the last step or a multiple of `every_steps` (0: no multiple is
+    due).
+    """
     return step == last_step or (every_steps > 0 and step % every_steps == 0)

@@ -1,13 +1,13 @@
-"""Samples of one step with their scores, drawn now or taken from what was drawn beside training; and the
-weight sync in between.
+"""Samples and scores of one step, drawn now or taken from sampling in the background; the weight
+sync.
 """
 
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from mcore_rl.config import Config
+from mcore_rl.config import RolloutConfig
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.staleness import staleness_metrics
@@ -15,18 +15,22 @@ from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, WeightVersion
 
 _log = logging.getLogger(__name__)
 WAITING = ("rollout", "reward", "pause")
-"""Phases in which the trainer ranks have nothing to do."""
+"""Phases in which the trainer ranks are idle."""
 ROUND_SEEDS = 1_000_003
-"""Between the seeds of one step's rounds, which no step number reaches."""
+"""Distance between the seeds of one step's rounds; larger than any step number."""
 
 
 def sample_step(
-    config: Config, roles: Roles, timer: PhaseTimer, seed: int
+    options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
 ) -> tuple[list[Sample], Scores, dict[str, float]]:
-    """What the step trains on, and metrics of how it came about: sampled now, or beside the steps before."""
-    options, version = config.rollout, WeightVersion(timer.step - 1)
+    """Return (samples, scores, metrics) for the step to train on.
+
+    with_greedy   also score a greedy response to each prompt; background sampling decides this for
+                  itself
+    """
+    version = WeightVersion(timer.step - 1)
     if roles.background is None:
-        samples, scores, metrics = sample_now(config, roles, timer, seed)
+        samples, scores, metrics = sample_now(options, roles, timer, seed, with_greedy)
     else:
         with timer("rollout"):
             samples, scores, metrics = roles.background.take(version)
@@ -41,68 +45,107 @@ def sample_step(
 def sync_weights(
     roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: TrainBatch
 ) -> dict[str, float]:
-    """The engines' weights are the trainer's; what is sampled beside training goes on with them."""
+    """Bring the trainer's weights to the engines; background sampling pauses and continues with
+    them.
+    """
     background = roles.background
     if background is not None:
         with timer("pause"):
             background.pause_for_sync()
     with timer("sync"):
-        synced = roles.weights.sync(version, probe)
-    return {**synced, **(background.resume(version) if background else {})}
+        metrics = dict(roles.weights.sync(version, probe))
+    if background is not None:
+        metrics |= background.resume(version)
+    return metrics
+
+
+@dataclass
+class Rounds:
+    """What the rounds of dynamic sampling have sampled and kept so far."""
+
+    kept: list[Sample] = field(default_factory=list)
+    kept_scores: Scores = field(default_factory=lambda: Scores([]))
+    num_rounds: int = 0
+    num_sampled: int = 0
+    reward_sum: float = 0.0
+
+    def add(self, samples: Sequence[Sample], scores: Scores, kept: Sequence[int]) -> None:
+        """Count a round and keep its samples at the indices `kept`."""
+        self.num_rounds += 1
+        self.num_sampled += len(samples)
+        self.reward_sum += sum(scores.rewards_N)
+        self.kept += [samples[i] for i in kept]
+        self.kept_scores = self.kept_scores.joined(scores.select(kept))
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "sampling/rounds": float(self.num_rounds),
+            "sampling/samples": float(self.num_sampled),
+            "sampling/kept_share": len(self.kept) / self.num_sampled,
+            "sampling/reward_mean": self.reward_sum / self.num_sampled,
+        }
 
 
 def sample_now(
-    config: Config, roles: Roles, timer: PhaseTimer, seed: int
+    options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
 ) -> tuple[list[Sample], Scores, dict[str, float]]:
-    """Samples from the engines' present weights, with dynamic sampling of as many rounds as it takes.
+    """Sample from the engines' present weights; with dynamic sampling in as many rounds as it
+    takes.
 
-    DAPO, arXiv:2503.14476, section 3.2: groups whose rewards are all equal have no advantage; other prompts
-    take their place until there are rollout.prompts_per_step, or rollout.max_rounds are over. Without any
-    group that differs, the last round is trained on as it is.
+    DAPO, arXiv:2503.14476, section 3.2: groups whose rewards are all equal have no advantage, so
+    further prompts are sampled until rollout.prompts_per_step groups differ in reward or
+    rollout.max_rounds are over. If no group differs, the last round is returned as it is.
     """
-    options = config.rollout
-    kept, kept_scores, sampled, all_rewards = [], Scores([]), 0, 0.0
-    num_rounds, missing = 0, options.prompts_per_step
+    group_size = options.samples_per_prompt
+    if not options.dynamic_sampling:
+        samples, scores = _sample_round(
+            options.prompts_per_step, group_size, roles, timer, seed, with_greedy
+        )
+        return samples, scores, {}
+    rounds = Rounds()
+    missing = options.prompts_per_step
     while True:
-        num_prompts = (
-            math.ceil(missing * options.oversampling) if options.dynamic_sampling else missing
+        samples, scores = _sample_round(
+            math.ceil(missing * options.oversampling),
+            group_size,
+            roles,
+            timer,
+            seed + rounds.num_rounds * ROUND_SEEDS,
+            with_greedy,
         )
-        with timer("rollout"):
-            prompts = roles.prompts.take(num_prompts)
-            samples = roles.generator.generate(
-                prompts,
-                options.samples_per_prompt,
-                greedy=False,
-                seed=seed + num_rounds * ROUND_SEEDS,
-            )
-        with timer("reward"):
-            scores = roles.reward(samples)
-        if config.algorithm.advantage == "remax":
-            scores = _with_greedy(scores, prompts, options.samples_per_prompt, roles, timer, seed)
-        if not options.dynamic_sampling:
-            return samples, scores, {}
-        num_rounds, sampled = num_rounds + 1, sampled + len(samples)
-        all_rewards += sum(scores.rewards_N)
-        differing = groups_with_signal(scores.rewards_N, options.samples_per_prompt)
-        chosen = differing[: missing * options.samples_per_prompt]
-        kept, kept_scores = (
-            [*kept, *(samples[i] for i in chosen)],
-            kept_scores.joined(scores.select(chosen)),
-        )
-        missing = options.prompts_per_step - len(kept) // options.samples_per_prompt
-        if not missing or num_rounds == options.max_rounds:
+        differing = groups_with_signal(scores.rewards_N, group_size)
+        rounds.add(samples, scores, differing[: missing * group_size])
+        missing = options.prompts_per_step - len(rounds.kept) // group_size
+        if not missing or rounds.num_rounds == options.max_rounds:
             break
     if missing:
         _log.warning(
-            "%d groups with differing rewards are missing after %d rounds", missing, num_rounds
+            "%d groups with differing rewards are missing after %d rounds",
+            missing,
+            rounds.num_rounds,
         )
-    metrics = {
-        "sampling/rounds": float(num_rounds),
-        "sampling/samples": float(sampled),
-        "sampling/kept_share": len(kept) / sampled,
-        "sampling/reward_mean": all_rewards / sampled,
-    }
-    return (kept, kept_scores, metrics) if kept else (samples, scores, metrics)
+    if rounds.kept:
+        samples, scores = rounds.kept, rounds.kept_scores
+    return samples, scores, rounds.metrics()
+
+
+def _sample_round(
+    num_prompts: int,
+    group_size: int,
+    roles: Roles,
+    timer: PhaseTimer,
+    seed: int,
+    with_greedy: bool,
+) -> tuple[list[Sample], Scores]:
+    """Sample and score `group_size` responses to each of the next prompts."""
+    with timer("rollout"):
+        prompts = roles.prompts.take(num_prompts)
+        samples = roles.generator.generate(prompts, group_size, greedy=False, seed=seed)
+    with timer("reward"):
+        scores = roles.reward(samples)
+    if with_greedy:
+        scores = _with_greedy(scores, prompts, group_size, roles, timer, seed)
+    return samples, scores
 
 
 def _with_greedy(
@@ -113,7 +156,7 @@ def _with_greedy(
     timer: PhaseTimer,
     seed: int,
 ) -> Scores:
-    """With the reward of each prompt's greedy response, at each sample of the prompt."""
+    """Add the reward of each prompt's greedy response, repeated at each sample of the prompt."""
     with timer("rollout"):
         greedy = roles.generator.generate(prompts, 1, greedy=True, seed=seed)
     with timer("reward"):
@@ -122,6 +165,12 @@ def _with_greedy(
 
 
 def groups_with_signal(rewards_N: Sequence[float], group_size: int) -> list[int]:
-    """Indices of the samples in groups, of `group_size` neighbours each, whose rewards differ."""
-    groups = [range(i, i + group_size) for i in range(0, len(rewards_N), group_size)]
-    return [i for group in groups if len({rewards_N[i] for i in group}) > 1 for i in group]
+    """Return the indices of all samples in groups whose rewards differ; `group_size` neighbors are
+    a group.
+    """
+    indices: list[int] = []
+    for start in range(0, len(rewards_N), group_size):
+        group = range(start, start + group_size)
+        if len({rewards_N[i] for i in group}) > 1:
+            indices += group
+    return indices

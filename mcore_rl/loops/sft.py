@@ -1,6 +1,6 @@
 """The supervised fine-tuning loop: conversations -> packed batch -> Megatron step."""
 
-from mcore_rl.config import Config
+from mcore_rl.config import CheckpointConfig, SftConfig
 from mcore_rl.data.summary import summarize_steps
 from mcore_rl.loops.rl import is_due
 from mcore_rl.metrics import PhaseTimer
@@ -8,15 +8,20 @@ from mcore_rl.roles import BatchStream, Log, Trainer
 
 
 def fine_tune(
-    config: Config, batches: BatchStream, trainer: Trainer, log: Log, start_step: int = 0
+    sft: SftConfig,
+    checkpoint: CheckpointConfig,
+    batches: BatchStream,
+    trainer: Trainer,
+    log: Log,
+    start_step: int = 0,
 ) -> None:
     """Run steps start_step + 1 .. sft.steps of sft.batch_size sequences each."""
-    for step in range(start_step + 1, config.sft.steps + 1):
+    for step in range(start_step + 1, sft.steps + 1):
         timer = PhaseTimer(step)
         with timer("train"):
-            stats = trainer.train_step(batches.next_batch(config.sft.batch_size))
+            stats = trainer.train_step(batches.next_batch(sft.batch_size))
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
         log.log(step, {**summarize_steps([stats]), **speed, **timer.metrics()})
-        if is_due(step, config.checkpoint.every_steps, config.sft.steps):
+        if is_due(step, checkpoint.every_steps, sft.steps):
             with timer("checkpoint"):
                 trainer.save(step, {"step": step, "prompts": batches.state_dict()})

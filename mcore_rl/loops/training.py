@@ -1,72 +1,98 @@
-"""What trainer and critic do with a step's batch: its log-probs and values, then optimizer steps on it."""
+"""A step's batch in; its log-probs and values, then the optimizer steps of policy and critic, out."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mcore_rl.algo.covariance import with_held_back
-from mcore_rl.config import Config
+from mcore_rl.algo.registry import Needs
+from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.data.batch import plan_mini_batches, select, with_loss_weights
 from mcore_rl.data.summary import summarize_critic, summarize_steps
 from mcore_rl.roles import Critic, Roles, Trainer
 from mcore_rl.types import LogprobOptions, TrainBatch
 
 
-def add_logprobs_and_values(config: Config, roles: Roles, batch: TrainBatch) -> TrainBatch:
-    """What trainer and critic say of the batch before any of its steps."""
+@dataclass(frozen=True)
+class StepOptions:
+    """The parts of a recipe that say how a batch is trained on. max_response_len: tokens."""
+
+    algorithm: AlgorithmConfig
+    needs: Needs
+    train: TrainConfig
+    critic: CriticConfig
+    max_response_len: int
+
+    @staticmethod
+    def of(config: Config, needs: Needs) -> "StepOptions":
+        return StepOptions(
+            config.algorithm, needs, config.train, config.critic, config.rollout.max_response_len
+        )
+
+
+def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: TrainBatch) -> TrainBatch:
+    """Add the trainer's log-probs and the critic's values, both from before the first optimizer
+    step.
+    """
     critic = roles.critic
     batch, values_T = roles.both(
-        lambda: add_logprobs(config, roles.trainer, batch),
+        lambda: add_logprobs(options, roles.trainer, batch),
         lambda: critic and critic.compute_values(batch),
     )
     return replace(batch, values_T=values_T)
 
 
 def train_policy_and_critic(
-    config: Config, roles: Roles, batch: TrainBatch, step: int
+    options: StepOptions, roles: Roles, batch: TrainBatch, step: int
 ) -> dict[str, float]:
-    """The optimizer steps of both on the batch; the policy's once the critic is warm."""
+    """Take the optimizer steps of both; the policy takes none while its critic warms up."""
     critic = roles.critic
     if critic is None:
-        return train_policy(config, roles.trainer, batch, step)
-    is_warm = step > config.critic.warmup_steps
-    of_policy, of_critic = roles.both(
-        lambda: train_policy(config, roles.trainer, batch, step) if is_warm else {},
-        lambda: train_critic(config, critic, batch, step),
+        return train_policy(options, roles.trainer, batch, step)
+    is_warm = step > options.critic.warmup_steps
+    policy_metrics, critic_metrics = roles.both(
+        lambda: train_policy(options, roles.trainer, batch, step) if is_warm else {},
+        lambda: train_critic(options, critic, batch, step),
     )
-    return of_policy | of_critic
+    return policy_metrics | critic_metrics
 
 
 def train_policy(
-    config: Config, trainer: Trainer, batch: TrainBatch, seed: int
+    options: StepOptions, trainer: Trainer, batch: TrainBatch, seed: int
 ) -> dict[str, float]:
-    algorithm, train = config.algorithm, config.train
+    """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
     stats = []
-    for i, part in enumerate(mini_batches(batch, train.mini_batches, train.epochs, seed)):
-        part = with_held_back(part, algorithm, seed * 1009 + i)
-        stats.append(trainer.train_step(_weighted(config, part)))
+    parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)
+    for i, part in enumerate(parts):
+        part = with_held_back(part, options.algorithm, options.needs.held_back, seed * 1009 + i)
+        stats.append(trainer.train_step(_weighted(options, part)))
     return summarize_steps(stats)
 
 
-def train_critic(config: Config, critic: Critic, batch: TrainBatch, seed: int) -> dict[str, float]:
-    parts = mini_batches(batch, config.critic.mini_batches, config.critic.epochs, seed)
-    return summarize_critic([critic.train_step(_weighted(config, part)) for part in parts])
+def train_critic(
+    options: StepOptions, critic: Critic, batch: TrainBatch, seed: int
+) -> dict[str, float]:
+    """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
+    parts = mini_batches(batch, options.critic.mini_batches, options.critic.epochs, seed)
+    return summarize_critic([critic.train_step(_weighted(options, part)) for part in parts])
 
 
 def mini_batches(batch: TrainBatch, number: int, epochs: int, seed: int) -> Iterator[TrainBatch]:
-    """The batch of each optimizer step."""
-    return (
-        select(batch, indices)
-        for indices in plan_mini_batches(len(batch.lens_N), number, epochs, seed)
-    )
+    """Yield the batch of each optimizer step."""
+    for indices in plan_mini_batches(len(batch.lens_N), number, epochs, seed):
+        yield select(batch, indices)
 
 
-def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
-    """Old log-probs if the batch takes several steps (else each step's own serve), reference ones for KL."""
-    algorithm, num_steps = config.algorithm, config.train.epochs * config.train.mini_batches
-    if not algorithm.correction.bypass and (num_steps > 1 or algorithm.needs_old_logprobs):
-        old = trainer.compute_logprobs(
-            batch, LogprobOptions(sum_squares=algorithm.needs_sum_squares)
-        )
+def add_logprobs(options: StepOptions, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
+    """Add the old log-probs if something reads them, and the reference's if the algorithm needs
+    them.
+
+    With one optimizer step per rollout the step's own log-probs serve as the old ones.
+    """
+    needs = options.needs
+    num_steps = options.train.epochs * options.train.mini_batches
+    reads_old = num_steps > 1 or needs.old_logprobs
+    if reads_old and not options.algorithm.correction.bypass:
+        old = trainer.compute_logprobs(batch, LogprobOptions(sum_squares=needs.sum_squares))
         batch = replace(
             batch,
             old_logprobs_T=old.logprobs_T,
@@ -75,12 +101,12 @@ def add_logprobs(config: Config, trainer: Trainer, batch: TrainBatch) -> TrainBa
         )
         if old.routed_experts_TLK is not None:
             batch = replace(batch, routed_experts_TLK=old.routed_experts_TLK)
-    if algorithm.needs_reference:
+    if needs.reference:
         reference = trainer.compute_logprobs(batch, LogprobOptions(reference=True))
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
     return batch
 
 
-def _weighted(config: Config, batch: TrainBatch) -> TrainBatch:
-    """As one optimizer step."""
-    return with_loss_weights(batch, config.algorithm.aggregation, config.rollout.max_response_len)
+def _weighted(options: StepOptions, batch: TrainBatch) -> TrainBatch:
+    """Set the loss weights of the batch as one optimizer step."""
+    return with_loss_weights(batch, options.algorithm.aggregation, options.max_response_len)

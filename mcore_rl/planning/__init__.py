@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import require
 from mcore_rl.planning.checks import check_engines, check_sizes
@@ -20,6 +21,7 @@ from mcore_rl.planning.tables import explain, memory_table, verdict
 def print_plan(config: Config, as_json: bool = False) -> bool:
     """Whether the recipe fits its GPUs. ValueError names what it lacks, or two sizes that do not divide."""
     require(config, "model.path")
+    check_algorithm(config)
     models = read_models(config)
     check_sizes(config, models.policy)
     check_engines(config, models.policy)

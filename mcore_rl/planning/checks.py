@@ -1,5 +1,6 @@
 """Sizes of a recipe that must fit one another and the model; errors name both numbers and a remedy."""
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -10,7 +11,7 @@ from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 def check_sizes(config: Config, policy: ModelFacts) -> None:
     """ValueError where a layout does not divide the model, or a sequence does not fit where it has to be."""
     check_layout(policy.config, config.parallel)
-    if config.has_critic:
+    if needs_of(config.algorithm).critic:
         check_layout(policy.config, config.critic.parallel, "critic.parallel")
     check_lens(config, policy)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
 from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts
@@ -60,7 +61,8 @@ def predict_memory(
     ranks: list[RankMemory] = []
     if side in (None, "trainer"):
         ranks += _trainer_gpus(config, models)
-    if side in (None, "critic") and config.has_critic and not config.critic.colocated:
+    has_critic = needs_of(config.algorithm).critic
+    if side in (None, "critic") and has_critic and not config.critic.colocated:
         ranks += _own_gpus("critic", _critic(config, models), config.critic.parallel)
     if side in (None, "engine") and not config.cluster.colocated:
         ranks += _engine_ranks(_engines(config, models.policy))
@@ -70,7 +72,8 @@ def predict_memory(
 def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     parallel = config.parallel
     trainer = _trained(config, models.policy.config, parallel, sends=True)
-    critic = _critic(config, models) if config.has_critic and config.critic.colocated else []
+    shares_critic = needs_of(config.algorithm).critic and config.critic.colocated
+    critic = _critic(config, models) if shares_critic else []
     engines = _engines(config, models.policy) if config.cluster.colocated else []
     served = {
         role: _served_bytes(model)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config
 from mcore_rl.slices.hf.facts import ModelFacts
 
@@ -20,7 +21,9 @@ class RecipeModels:
 def read_models(config: Config) -> RecipeModels:
     """Raises ValueError naming the option and the file if a model is missing or not supported."""
     policy = read_policy(config)
-    return RecipeModels(policy, read_critic(config, policy) if config.has_critic else None)
+    return RecipeModels(
+        policy, read_critic(config, policy) if needs_of(config.algorithm).critic else None
+    )
 
 
 def read_policy(config: Config) -> ModelFacts:

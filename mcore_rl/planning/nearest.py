@@ -6,6 +6,7 @@ from itertools import product
 from math import ceil, log2
 from typing import Any
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.planning.memory import predict_memory
@@ -110,7 +111,7 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
     """
     now = config.parallel if side == "trainer" else config.critic.parallel
     groups = ["parallel"] if side == "trainer" else ["critic.parallel"]
-    if side == "trainer" and config.has_critic and config.critic.colocated:
+    if side == "trainer" and needs_of(config.algorithm).critic and config.critic.colocated:
         groups.append("critic.parallel")
     shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
     for growth in GROWTH:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.nearest import GIB, Settings, available_bytes, nearest_that_fits, too_large
@@ -71,7 +72,7 @@ def _layout(config: Config) -> str:
     engines = f"{rollout.engines} engines of {rollout.engine_ranks} ranks ({', '.join(shown)})"
     shared = " on the same GPUs" if config.cluster.colocated else ""
     critic = ""
-    if config.has_critic:
+    if needs_of(config.algorithm).critic:
         where = " on the trainer's GPUs" if config.critic.colocated else ""
         ranks = config.critic.parallel.world_size
         critic = f", {ranks} critic ranks ({_sizes(config.critic.parallel)}){where}"

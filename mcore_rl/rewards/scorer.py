@@ -70,6 +70,7 @@ class Scorer:
             for sample_numbers, error in zip(numbers, errors, strict=True)
         ]
         self._log_errors(samples, errors)
+        unpenalized_N = [reward for reward, _ in scored]
         scored = self._add_noise(samples, numbers, scored)
         names = dict.fromkeys([*self._config.parts, *chain(*numbers)])
         parts = {
@@ -86,7 +87,7 @@ class Scorer:
         rewards_N = [
             reward + penalty for (reward, _), penalty in zip(scored, penalties, strict=True)
         ]
-        return Scores(rewards_N, parts, errors)
+        return Scores(rewards_N, parts, errors, unpenalized_N=unpenalized_N)
 
     def __enter__(self) -> Self:
         return self

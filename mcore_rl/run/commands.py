@@ -1,17 +1,20 @@
-"""What the commands do: a checked Config in, a run folder out; parts are made here and handed to loops."""
+"""The commands: a checked Config in, a run folder out. They make the parts of a run and hand them
+to loops.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from mcore_rl.algo.build import make_policy_loss, sft_loss
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
-from mcore_rl.loops.dpo import optimise_preferences
-from mcore_rl.loops.evaluation import evaluate
+from mcore_rl.loops.dpo import optimize_preferences
+from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
@@ -27,6 +30,7 @@ from mcore_rl.run.inputs import (
     make_scorer,
     open_policy,
     read_train_inputs,
+    token_cache_dir,
     without_replay,
 )
 from mcore_rl.run.parts import (
@@ -40,7 +44,7 @@ from mcore_rl.run.parts import (
     make_teacher,
     pack,
     resume,
-    sample_beside,
+    sample_in_background,
 )
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
@@ -51,26 +55,31 @@ _log = logging.getLogger(__name__)
 
 
 def run_train(config: Config) -> None:
-    """`mcore-rl train`: everything that can be refused is refused before a process is started."""
+    """`mcore-rl train`: wrong input is refused before any process is started."""
     inputs = read_train_inputs(config)
-    prompts, scorer, advantages = inputs.prompts, inputs.scorer, inputs.advantages
+    prompts = inputs.prompts
+    scorer = inputs.scorer
+    needs = needs_of(config.algorithm)
     served = ("judge", "reward_model", "teacher")
     run = _run(
         config,
         inputs.policy,
         with_engines=True,
         with_trainer=True,
-        with_critic=config.has_critic,
+        with_critic=needs.critic,
         served=served,
     )
     with run as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
-        trainer, critic, gpus = started.trainer, started.critic, started.gpus
-        others = connect(scorer, processes)
+        trainer = started.trainer
+        critic = started.critic
+        gpus = started.gpus
+        served_models = connect(scorer, processes)
         gpus.load(TRAINER, ALL)
-        if config.algorithm.needs_reference:
+        if needs.reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, config, {"prompts": prompts, "advantages": advantages}, newest)
+        parts = {"prompts": prompts, "advantages": inputs.advantages}
+        start_step = resume(trainer, config.checkpoint, parts, newest)
         if critic is not None and start_step:
             gpus.load(CRITIC, ALL)
             saved = str(folder.critic_checkpoint(start_step))
@@ -80,19 +89,22 @@ def run_train(config: Config) -> None:
         watched = processes.watched
         weights = make_sync(config, inputs.policy, started, packed, watched)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
-        background = sample_beside(config, start_step, prompts, client, scorer, processes, weights)
-        with make_log(config, folder, config.run.steps, start_step) as log, background as beside:
+        background_sampler = sample_in_background(
+            config, start_step, prompts, client, scorer, processes, weights
+        )
+        log = make_log(config, folder, config.run.steps, start_step)
+        with log, background_sampler as background:
             roles = Roles(
                 prompts=prompts,
                 held_out=inputs.held_out,
                 generator=EngineGenerator(client, config.rollout, watched, weights.revive),
                 reward=SharingScorer(scorer, ("judge", "reward_model"), gpus),
-                advantages=advantages,
+                advantages=inputs.advantages,
                 trainer=SharingTrainer(packed, gpus),
                 weights=weights,
                 log=log,
-                background=beside,
-                teacher=make_teacher(others, watched, gpus),
+                background=background,
+                teacher=make_teacher(served_models, watched, gpus),
                 critic=critic and make_critic(config, critic, folder, gpus),
                 both=in_turn if config.critic.colocated else at_once,
             )
@@ -102,27 +114,34 @@ def run_train(config: Config) -> None:
 
 
 def run_sft(config: Config) -> None:
-    """`mcore-rl sft`: from the weights in model.path, or from random ones, to <run.dir>/hf."""
+    """`mcore-rl sft`: fine-tune the weights in model.path, or random ones, to <run.dir>/hf."""
     policy, tokenizer = open_policy(config, "sft.data")
     config = without_replay(config, policy)
-    batches = SftStream(config.sft.data, tokenizer, config.sft.max_len, config.run.seed)
+    options = config.sft
+    cache_dir = token_cache_dir(config.data)
+    batches = SftStream(options.data, tokenizer, options.max_len, config.run.seed, cache_dir)
     with _run(config, policy, with_trainer=True) as (folder, newest, processes):
-        trainer = processes.start_trainer(config.sft.optimizer, config.sft.steps, sft_loss)
+        trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
-        start_step = resume(trainer, config, {"prompts": batches}, newest)
-        with make_log(config, folder, config.sft.steps, start_step) as log:
-            fine_tune(config, batches, pack(config, trainer, folder), log, start_step)
-        finish_training(config, trainer, folder)
+        start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
+        packed = pack(config, trainer, folder)
+        with make_log(config, folder, options.steps, start_step) as log:
+            fine_tune(options, config.checkpoint, batches, packed, log, start_step)
+        finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
 
 def run_dpo(config: Config) -> None:
-    """`mcore-rl dpo`: preference optimisation of the weights in model.path, to <run.dir>/hf."""
+    """`mcore-rl dpo`: optimize preferences from the weights in model.path, to <run.dir>/hf."""
     policy, tokenizer = open_policy(config, "dpo.data")
     config = without_replay(config, policy)
     options = config.dpo
-    stream = PreferenceStream(load_pairs(options.data, tokenizer, options.max_len), config.run.seed)
-    held_out = load_pairs(options.held_out, tokenizer, options.max_len) if options.held_out else []
+    cache_dir = token_cache_dir(config.data)
+    pairs = load_pairs(options.data, tokenizer, options.max_len, cache_dir)
+    stream = PreferenceStream(pairs, config.run.seed)
+    held_out = []
+    if options.held_out:
+        held_out = load_pairs(options.held_out, tokenizer, options.max_len, cache_dir)
     batches = batches_of(held_out, options.batch_size)
     loss = make_policy_loss(
         AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
@@ -132,17 +151,18 @@ def run_dpo(config: Config) -> None:
         trainer.wait_built()
         if config.algorithm.preference.needs_reference:
             trainer.snapshot_reference()
-        start_step = resume(trainer, config, {"pairs": stream}, newest)
+        start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
+        packed = pack(config, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
-            optimise_preferences(
-                config, stream, batches, pack(config, trainer, folder), log, start_step
-            )
-        finish_training(config, trainer, folder)
+            optimize_preferences(config, stream, batches, packed, log, start_step)
+        finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
 
 
 def run_pairs(config: Config) -> None:
-    """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to <run.dir>/pairs."""
+    """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to
+    <run.dir>/pairs.
+    """
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "data.train")
     splits = {
@@ -150,7 +170,8 @@ def run_pairs(config: Config) -> None:
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
     }
     scorer = make_scorer(config)
-    num_samples, num_pairs = config.rollout.samples_per_prompt, config.dpo.pairs_per_prompt
+    num_samples = config.rollout.samples_per_prompt
+    num_pairs = config.dpo.pairs_per_prompt
     served = ("judge", "reward_model")
     with (
         _run(config, policy, "pairs", with_engines=True, served=served) as (folder, _, processes),
@@ -168,11 +189,12 @@ def run_pairs(config: Config) -> None:
 
 
 def run_eval(config: Config) -> None:
-    """`mcore-rl eval`: engines alone, on the weights in model.path; the numbers go to <run.dir>/eval."""
+    """`mcore-rl eval`: engines without a trainer, on the weights in model.path, to <run.dir>/eval."""
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = make_scorer(config)
+    correctness = Correctness.of(config.eval, config.reward)
     served = ("judge", "reward_model")
     with (
         _run(config, policy, "eval", with_engines=True, served=served) as (folder, _, processes),
@@ -183,7 +205,12 @@ def run_eval(config: Config) -> None:
         generator = EngineGenerator(client, config.rollout, processes.watched)
         with make_log(config, folder, None, 0) as log:
             metrics, samples, scores = evaluate(
-                generator, held_out, scorer, config.eval, config.run.seed
+                generator,
+                held_out,
+                scorer,
+                correctness,
+                pass_k=config.eval.pass_k,
+                seed=config.run.seed,
             )
             log.log(0, metrics)
             log.log_samples(0, samples, scores, split="eval")
@@ -201,7 +228,7 @@ def _run(
     with_critic: bool = False,
     served: Sequence[str] = (),
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
-    """The prepared run folder, the checkpoint to continue from, and the processes of the run."""
+    """Yield the prepared run folder, the checkpoint to continue from, and the processes of the run."""
     if with_engines:
         check_engines(config, policy)
     folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)

@@ -2,14 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mcore_rl.algo.build import Advantages, TokenLoss, make_policy_loss
-from mcore_rl.config import Config
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
+from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.config import Config, DataConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.data.token_cache import default_cache_dir
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.models import read_critic, read_policy
 from mcore_rl.players.canary import make_probe
@@ -40,6 +45,7 @@ class TrainInputs:
 
 def read_train_inputs(config: Config) -> TrainInputs:
     """ValueError naming the option if a file cannot be used, or a size or a model does not fit the rest."""
+    check_algorithm(config)
     policy, tokenizer = open_policy(config, "data.train")
     check_routing(config.train, policy.config)
     prompts = load_split(config, config.data.train, tokenizer)
@@ -54,7 +60,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
         Advantages(config.algorithm, config.reward.part_weights, config.critic.gae_lambda),
         make_probe(held_out or prompts, config.canary.sequences),
     )
-    if config.has_critic:
+    if needs_of(config.algorithm).critic:
         check_critic(config, policy)
     check_sizes(config, policy)
     if config.teacher.path:
@@ -105,11 +111,16 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
 def load_split(
     config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    return (
-        load_prompts(files, tokenizer, config.data.max_prompt_len, config.data.overlong)
-        if files
-        else []
-    )
+    """Return the prompts of `files`, none if there are no files."""
+    if not files:
+        return []
+    data = config.data
+    return load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, token_cache_dir(data))
+
+
+def token_cache_dir(data: DataConfig) -> Path:
+    """Return the folder that keeps token ids."""
+    return Path(data.cache_dir) if data.cache_dir else default_cache_dir()
 
 
 def make_scorer(config: Config) -> Scorer:

@@ -1,4 +1,4 @@
-"""The parts of a run, made of its recipe and its processes."""
+"""A recipe and the processes of a run in; the parts that loops work with out."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.config import Config
+from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
@@ -39,7 +40,11 @@ _log = logging.getLogger(__name__)
 
 
 def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
-    """The models beside the policy, once they are up; those that give rewards are the scorer's."""
+    """Wait for the models served beside the policy, and connect the scorer to those that give
+    rewards.
+
+    Returns the endpoints by role.
+    """
     served = processes.served_engines.wait_built()
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
@@ -51,7 +56,7 @@ def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint
 def make_client(
     config: Config, policy: ModelFacts, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutClient:
-    """Waits for the engines."""
+    """Wait for the engines. Raises ValueError if the tokenizer has no token that ends a response."""
 
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -92,7 +97,7 @@ def make_critic(config: Config, ranks: CriticGroup, folder: RunFolder, gpus: Sha
 def make_teacher(
     served: Mapping[str, ServedEndpoint], watched: Watched[Any], gpus: SharedGpus
 ) -> SharingScorer[list[tuple[float, ...]]] | None:
-    """Where the recipe has one."""
+    """Return a function that scores samples by the teacher; None if the recipe has none."""
     if "teacher" not in served:
         return None
     return SharingScorer(Teacher(served["teacher"], watched), ("teacher",), gpus)
@@ -105,8 +110,10 @@ def make_sync(
     packed: PackedTrainer,
     watched: Watched[Any],
 ) -> EngineSync:
-    """What brings the trainer's weights to the engines and sees that they compute alike."""
-    timeout_s, engines, gpus = config.run.call_timeout_s, started.engines, started.gpus
+    """Return what brings the trainer's weights to the engines and checks that both compute alike."""
+    timeout_s = config.run.call_timeout_s
+    engines = started.engines
+    gpus = started.gpus
     sync_controller = SyncController(
         started.trainer,
         host=node_address(),
@@ -120,7 +127,7 @@ def make_sync(
     return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 
-def sample_beside(
+def sample_in_background(
     config: Config,
     start_step: int,
     prompts: ShuffledStream[Prompt],
@@ -129,7 +136,9 @@ def sample_beside(
     processes: RunProcesses,
     weights: EngineSync,
 ) -> AbstractContextManager[BackgroundSampler | None]:
-    """What samples beside training, if the recipe wants that."""
+    """Return the sampler that works while the trainer trains; a context of None if rollout.mode is
+    sync.
+    """
     if config.rollout.mode == "sync":
         return nullcontext()
     return BackgroundSampler(
@@ -142,15 +151,22 @@ def sample_beside(
         processes.watched,
         processes.start_watched,
         weights.revive,
-        with_greedy=config.algorithm.advantage == "remax",
+        with_greedy=needs_of(config.algorithm).greedy_baseline,
     )
 
 
-def resume(trainer: TrainerGroup, config: Config, parts: Mapping[str, Any], newest: Any) -> int:
-    """The step to continue after: 0 without a checkpoint. `parts`: what else has a state, by its name."""
+def resume(
+    trainer: TrainerGroup, options: CheckpointConfig, parts: Mapping[str, Any], newest: Any
+) -> int:
+    """Load the trainer and `parts`, by their names in the saved state, from the checkpoint
+    `newest`.
+
+    Returns the step to continue after, 0 without a checkpoint. Raises ValueError if the checkpoint
+    holds no state of a run.
+    """
     if newest is None:
         return 0
-    state = trainer.load(str(newest), verify=config.checkpoint.verify)
+    state = trainer.load(str(newest), verify=options.verify)
     if not state:
         raise ValueError(
             f"{newest} holds a model without the state of a run: choose its HuggingFace directory as "
@@ -178,21 +194,24 @@ def make_log(
     )
 
 
-def finish_training(config: Config, trainer: TrainerGroup, folder: RunFolder) -> None:
-    """Complete the save under way; export if asked."""
+def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder: RunFolder) -> None:
+    """Complete the save in progress; export the weights if the recipe says so."""
     trainer.finish_save()
-    folder.prune(config.checkpoint.keep)
-    if config.checkpoint.export_hf:
+    folder.prune(checkpoint.keep)
+    if checkpoint.export_hf:
         _log.info("export")
         trainer.export_hf(str(folder.export))
 
 
 def finish(config: Config, started: Started, folder: RunFolder) -> None:
-    """The critic's saves and export, then the trainer's, whole on its GPUs beside the engines' weights."""
+    """Save and export the critic, then the trainer.
+
+    Each has its whole model in GPU memory meanwhile, beside colocated engines' weights.
+    """
     if started.critic is not None:
         with started.gpus.beside_engines(CRITIC):
             started.critic.finish_save()
             if config.checkpoint.export_hf:
                 started.critic.export_hf(str(folder.critic_export))
     with started.gpus.beside_engines(TRAINER):
-        finish_training(config, started.trainer, folder)
+        finish_training(config.checkpoint, started.trainer, folder)

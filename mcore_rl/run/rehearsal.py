@@ -1,8 +1,9 @@
-"""A recipe for many GPUs in, its rehearsal for a laptop out: the same family, algorithm and kinds of
-parallelism in the smallest sizes, one step, with a tiny random model and arithmetic prompts made on the spot.
+"""A recipe for many GPUs in, its rehearsal for a laptop out.
 
-Whatever the recipe says and this module does not name is kept: loss, advantage, corrections, router replay,
-modes of the rollout, the reward's function, who shares GPUs with whom.
+A rehearsal has the recipe's model family, algorithm and kinds of parallelism in the smallest sizes.
+It takes one step with a tiny random model and arithmetic prompts, both made on the spot. Options
+that this module does not name are kept: loss, advantage, corrections, router replay, modes of the
+rollout, the reward function, who shares GPUs with whom.
 """
 
 import json
@@ -12,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import (
     Config,
+    CriticConfig,
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
@@ -25,7 +28,7 @@ from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf.facts import ModelFacts
 
 SMALLEST = 2
-"""Ranks of every kind of parallelism that a recipe uses."""
+"""Size of every kind of parallelism that a recipe uses."""
 MOST_RANKS = 4
 PROMPTS, SAMPLES = 8, 4
 MAX_PROMPT_LEN, MAX_RESPONSE_LEN, MAX_TOKENS = 64, 16, 1024
@@ -56,14 +59,15 @@ TINY: Mapping[str, Any] = {
     "max_position_embeddings": 512,
     "sliding_window": 32,
 }
-"""What config.json's sizes become, where the model has them."""
+"""Replacements for sizes in config.json; keys that the model lacks are not added."""
 
 
 def rehearse(config: Config, given: Collection[str] = ()) -> Config:
-    """The rehearsal of a recipe; writes its model, tokenizer and prompts to <run.dir>_rehearsal/inputs.
+    """Return the rehearsal of a recipe; write its model, tokenizer and prompts to
+    <run.dir>_rehearsal/inputs.
 
-    `given`: options ("run.steps") asked for beside rehearse=true. Of them, run.steps and run.resume are kept;
-    see `replaced` for the others.
+    `given` names the options ("run.steps") set on the command line. run.steps and run.resume among
+    them are kept; `replaced` lists those that are not.
     """
     print(
         f"in a rehearsal every reward gets a pseudo-random number below {REWARD_NOISE:g}, and"
@@ -72,7 +76,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     )
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
-    critic = replace(config.critic, parallel=_smallest_layout(config.critic.parallel), path="")
+    has_critic = needs_of(config.algorithm).critic
+    critic = _smallest_critic(config.critic) if has_critic else config.critic
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
     inputs = _write_inputs(policy.config, layers, folder / "inputs")
@@ -95,12 +100,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             mini_batches=mini_batches,
             optimizer=_moving(config.train.optimizer),
         ),
-        critic=replace(
-            critic,
-            mini_batches=min(critic.mini_batches, SMALLEST),
-            warmup_steps=0,
-            optimizer=_moving(critic.optimizer) if config.has_critic else critic.optimizer,
-        ),
+        critic=critic,
         data=replace(
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
         ),
@@ -134,10 +134,11 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
 
 
 def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[str]:
-    """Those of the options `given` that have another value in the rehearsal, each with both values."""
+    """Return a line with both values for each of the options `given` that the rehearsal changes."""
     lines = []
     for name in sorted(set(given) - {"rehearse", "run.dir"}):
-        before, after = (value_of(c, name) for c in (config, rehearsal))
+        before = value_of(config, name)
+        after = value_of(rehearsal, name)
         if before != after:
             lines.append(f"{name}={after}, not {before}")
     return lines
@@ -152,7 +153,9 @@ def _smallest(size: int) -> int:
 
 
 def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
-    """Two of what there are several of; data-parallel ranks as well, unless there are MOST_RANKS without."""
+    """Reduce every size above 1 to 2, the data-parallel size too unless there are MOST_RANKS ranks
+    without.
+    """
     smallest = ParallelConfig(
         tp=_smallest(layout.tp),
         pp=_smallest(layout.pp),
@@ -168,14 +171,27 @@ def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
 
 
 def _num_layers(layout: ParallelConfig) -> int:
-    """Two in each model chunk, one in the last stage where stages are uneven."""
+    """Return two layers for each model chunk, but one for the last stage if stages are uneven."""
     if layout.last_stage_layers is not None:
         return 2 * (layout.pp - 1) + layout.last_stage_layers
     return 2 * layout.pp * (layout.vpp or 1)
 
 
+def _smallest_critic(critic: CriticConfig) -> CriticConfig:
+    return replace(
+        critic,
+        path="",
+        parallel=_smallest_layout(critic.parallel),
+        mini_batches=min(critic.mini_batches, SMALLEST),
+        warmup_steps=0,
+        optimizer=_moving(critic.optimizer),
+    )
+
+
 def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """`num_gpus`: of the trainer, where engines run on them."""
+    """Shrink the engines; `num_gpus` is the number of trainer GPUs if the engines share them, else
+    None.
+    """
     engine_ranks = _smallest(rollout.tp) * _smallest(rollout.pp)
     room = SMALLEST if num_gpus is None else num_gpus // engine_ranks
     return replace(
@@ -191,12 +207,14 @@ def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutCo
 
 
 def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
-    """A model at a url stays where it is."""
+    """Shrink a served model's engines; a model at a url has none and is asked where it is."""
     return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN)
 
 
 def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """config.json of a model of the same family with `num_layers` layers, of which at most one is dense."""
+    """Return config.json of a tiny model of the same family with `num_layers` layers, at most one
+    dense.
+    """
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
     tiny |= {
         "vocab_size": len(vocabulary()),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.slices.families import refuse_unsupported
-from mcore_rl.slices.families.settings import unquantised
+from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.hf.config import parse_hf_config
 
 Merge = Callable[[Path, Path, Path], object]
@@ -21,7 +21,7 @@ _ANSWER_TIMEOUT_S = 120.0
 def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
     """The HuggingFace directory to serve; made of a Megatron checkpoint if that is what `path` is."""
     if not (path / ".metadata").is_file():
-        refuse_unsupported(unquantised(parse_hf_config(path)), path / "config.json")
+        refuse_unsupported(unquantized(parse_hf_config(path)), path / "config.json")
         if not (path / "tokenizer_config.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer_config.json: chats need the model's tokenizer"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.algo.build import TokenLoss, make_value_loss
+from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses
@@ -13,7 +13,10 @@ from mcore_rl.players.colocation import CRITIC, TRAINER, EngineMemory, SharedGpu
 
 @dataclass(frozen=True)
 class Started:
-    """All of it is built but engines that have GPUs of their own, for which `engines.wait_built` waits."""
+    """The groups of a training run. All are built except engines with GPUs of their own.
+
+    `engines.wait_built` waits for those.
+    """
 
     trainer: TrainerGroup
     critic: CriticGroup | None
@@ -22,11 +25,16 @@ class Started:
 
 
 def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> Started:
-    """At once what has GPUs of its own; what shares them one after the other, each giving up its memory."""
+    """Start all groups of a training run.
+
+    Groups with GPUs of their own start at the same time. Groups that share GPUs start one after the
+    other, and each gives up its memory before the next starts.
+    """
     steps = config.run.steps
     num_steps = steps * config.train.epochs * config.train.mini_batches
     num_critic_steps = steps * config.critic.epochs * config.critic.mini_batches
-    timeout_s, watched = config.run.call_timeout_s, processes.watched
+    timeout_s = config.run.call_timeout_s
+    watched = processes.watched
 
     engines = processes.start_engines()
     colocated = EngineMemory((), timeout_s)

@@ -1,12 +1,13 @@
-"""Boxes: which part of which HuggingFace tensor a piece of local memory holds.
+"""A box is a part of a HuggingFace tensor; a shard is a box and the local memory that holds it.
 
-     HF tensor "q_proj.weight" [8, 4]           tensor "qkv.weight" [6, 4] of one rank
-     rows 0-3   . . . .                         rows 0-1  # # # #   Shard(box, offset=0, strides=(4, 1))
-     rows 4-5   # # # #  <- box                 rows 2-3  k k k k
-     rows 6-7   . . . .                         rows 4-5  v v v v
+    HF tensor "q_proj.weight" [8, 4]         local tensor "qkv.weight" [6, 4] of one rank
+    rows 0-3  . . . .                        rows 0-1  # # # #  <- Shard(box, "qkv.weight", ...)
+    rows 4-5  # # # #  <- box           ==>  rows 2-3  k k k k     offset=0, strides=(4, 1)
+    rows 6-7  . . . .                        rows 4-5  v v v v
 
-Training layout, engine layout and checkpoint files are all lists of shards in the coordinates of the HF
-tensors, so loading, syncing, exporting and verifying intersect two such lists and copy.
+Training ranks, engine ranks and checkpoint files all describe what they hold as lists of shards,
+and boxes always count in the HF tensor's own rows and columns. Loading, syncing, exporting and
+verifying are therefore one operation: intersect two lists of boxes and copy the intersections.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """Elements [start, stop) on each axis of the HF tensor `name`."""
+    """The elements [start, stop) on each axis of the HF tensor `name`; never empty."""
 
     name: str
     start: tuple[int, ...]
@@ -44,7 +45,7 @@ class Box:
         return prod(self.shape)
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The elements in both boxes; None if there are none."""
+        """Return the box of the elements in both boxes, or None if they share none."""
         if self.name != other.name:
             return None
         start = tuple(map(max, self.start, other.start))
@@ -55,53 +56,60 @@ class Box:
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """`box` without `hole`, which must lie inside it, as disjoint boxes."""
+    """Return `box` without `hole`, which must lie inside it, as disjoint boxes."""
     rest = []
-    start, stop = list(box.start), list(box.stop)
+    start = list(box.start)
+    stop = list(box.stop)
     for axis in range(len(start)):
         if start[axis] < hole.start[axis]:
-            rest.append(
-                Box(box.name, tuple(start), (*stop[:axis], hole.start[axis], *stop[axis + 1 :]))
-            )
+            before_stop = (*stop[:axis], hole.start[axis], *stop[axis + 1 :])
+            rest.append(Box(box.name, tuple(start), before_stop))
         if hole.stop[axis] < stop[axis]:
-            rest.append(
-                Box(box.name, (*start[:axis], hole.stop[axis], *start[axis + 1 :]), tuple(stop))
-            )
-        start[axis], stop[axis] = hole.start[axis], hole.stop[axis]
+            after_start = (*start[:axis], hole.stop[axis], *start[axis + 1 :])
+            rest.append(Box(box.name, after_start, tuple(stop)))
+        start[axis] = hole.start[axis]
+        stop[axis] = hole.stop[axis]
     return rest
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes per element of a torch dtype given by name."""
+    """Return the bytes per element of the torch dtype named `dtype`."""
     return ITEMSIZE[dtype]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """`box` lies in local tensor `tensor` from element `offset` on, with one stride (elements) per axis."""
+    """A box of an HF tensor, and where it lies in a local tensor.
+
+    tensor    name of the local tensor
+    offset    element of the local tensor at which the box begins
+    strides   elements of the local tensor per step along each axis of the box
+    dtype     torch name of the local tensor's dtype, such as "bfloat16"
+    """
 
     box: Box
     tensor: str
     offset: int
     strides: tuple[int, ...]
     dtype: str
-    """torch name of the local tensor's dtype, such as "bfloat16"."""
 
     @property
     def num_bytes(self) -> int:
         return self.box.numel * itemsize(self.dtype)
 
     def within(self, box: Box) -> "Shard":
-        """The part of this shard that holds `box`, which must lie inside it."""
+        """Return the part of this shard that holds `box`, which must lie inside the shard's box."""
         assert self.box.intersect(box) == box, f"{box} is not inside {self.box}"
-        steps = (b - a for a, b in zip(self.box.start, box.start, strict=True))
-        offset = self.offset + sum(
-            n * stride for n, stride in zip(steps, self.strides, strict=True)
-        )
+        offset = self.offset
+        for before, after, stride in zip(self.box.start, box.start, self.strides, strict=True):
+            offset += (after - before) * stride
         return Shard(box, self.tensor, offset, self.strides, self.dtype)
 
     def view(self, tensors: "Mapping[str, Tensor]") -> "Tensor":
-        """The shard's elements, shape `box.shape`, as a view of the contiguous tensor that holds them."""
+        """Return the shard's elements as a view of its local tensor, of shape `box.shape`.
+
+        `tensors` maps names to contiguous tensors.
+        """
         tensor = tensors[self.tensor]
         assert tensor.is_contiguous(), f"{self.tensor} is not contiguous"
         return tensor.as_strided(

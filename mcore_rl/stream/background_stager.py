@@ -23,9 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 def start_background_stager(connection: Connection, staging: Staging) -> None:
-    """Start a thread that serves the stage requests in the link's store until the controller drops
-    the link.
-    """
+    """Serve the link's stage requests in a thread until the controller drops the link."""
     store = LinkStore.open(connection.end.link, waits_for_requests=True)
     stager = _BackgroundStager(store, connection, staging)
     Thread(target=stager.run, name="weights", daemon=True).start()
@@ -40,14 +38,10 @@ class _BackgroundStager:
         self._receiving: BucketTransfer | None = None
         """The transfer from a relay, kept for the next version."""
         self._forwarding: BucketTransfer | None = None
-        """The idle transfer to the next engine; its thread takes it, and puts it back after
-        success.
-        """
+        """The idle transfer to the next engine; a thread takes it and returns it on success."""
 
     def run(self) -> None:
-        """Serve requests in order. Only a failure between this rank and the trainer ranks ends the
-        link.
-        """
+        """Serve requests in order; only a failure to receive from trainer ranks ends the link."""
         end = self._connection.end
         for number in count():
             try:

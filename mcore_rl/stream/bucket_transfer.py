@@ -51,9 +51,7 @@ class BucketTransfer:
     def __init__(
         self, end: LinkEnd, buckets: Sequence[RankBucket], make_transport: MakeTransport
     ) -> None:
-        """Connect to all peers; raises TransferError for a peer that does not come by
-        end.deadline_s.
-        """
+        """Connect to all peers; TransferError names one that is not there by end.deadline_s."""
         self.link = end.link
         self._name = end.name
         self._store = end.store
@@ -149,9 +147,7 @@ class BucketTransfer:
             self._transport.recv(buckets[i].message_u8, peer, _describe(version, buckets[i]))
 
     def _allocate_messages(self, offsets: Sequence[int]) -> list[Tensor]:
-        """Return the int64 words in which each bucket travels: shared with its peer, or this rank's
-        own.
-        """
+        """Return the int64 words in which each bucket travels, shared with its peer if possible."""
         messages: list[Tensor | None] = []
         own_by_device: dict[torch.device, list[int]] = defaultdict(list)
         for i, (own, offset) in enumerate(zip(self._buckets, offsets, strict=True)):
@@ -185,9 +181,7 @@ class BucketTransfer:
         return placed
 
     def _packed_in(self, message_W: Tensor) -> Tensor:
-        """Return where a bucket is packed or verified: in its message if that is on this rank's
-        device.
-        """
+        """Return where to pack and verify: in the message if that is on this rank's device."""
         if message_W.device == self._scratch_W.device:
             return message_W
         return self._scratch_W[: len(message_W)]

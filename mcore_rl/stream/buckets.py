@@ -20,17 +20,13 @@ from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.verify import ROW_WORDS, WORD_BYTES
 
 HEADER_WORDS = 2
-"""Weight version and index of the bucket. One checksum per piece follows, then padding to a whole
-row.
-"""
+"""Weight version and bucket index. One checksum per piece follows, up to a whole row."""
 _ROW_BYTES = ROW_WORDS * WORD_BYTES
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One slice in a bucket: `num_rows` rows of ROW_WORDS words from `first_word` on, zeros at the
-    end.
-    """
+    """One slice in a bucket: `num_rows` rows of ROW_WORDS words, the last padded with zeros."""
 
     box: Box
     dtype: str

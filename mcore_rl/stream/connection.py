@@ -22,9 +22,7 @@ A receiver knows which sender it waits for. To the other senders, that receiver 
 
 
 class Connection:
-    """One rank's end of a link, and of the relay links over which engines of equal layouts forward
-    slices.
-    """
+    """One rank's end of a link, and of relay links between engines of equal layouts."""
 
     def __init__(
         self, end: LinkEnd, make_shards: MakeShards, make_transport: MakeTransport

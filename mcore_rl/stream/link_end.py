@@ -1,6 +1,4 @@
-"""One rank's end of a link: a link and a rank in; what the handshake and the transports are built
-from out.
-"""
+"""One rank's end of a link in; everything the handshake and transports are built from out."""
 
 import time
 from collections.abc import Sequence
@@ -48,18 +46,14 @@ class LinkEnd:
         return self.rank if self.is_sender else self.rank - self.link.num_senders
 
     def collect(self, topic: str, ranks: Sequence[int] | None = None) -> list[bytes]:
-        """Return what `ranks` (default: all of the link) published on `topic`, as
-        LinkStore.collect.
-        """
+        """LinkStore.collect from `ranks` (default: all of the link), by this end's deadline."""
         names = self.link.names
         if ranks is None:
             ranks = range(len(names))
         return self.store.collect(topic, ranks, names, self.name, self.deadline_s)
 
     def lost(self, what: str, reason: str, began_s: float) -> TransferError:
-        """Return the error of this rank's wait for `what`, which began at time.monotonic()
-        `began_s`.
-        """
+        """Return the error of a wait for `what` that began at time.monotonic() `began_s`."""
         waited_s = time.monotonic() - began_s
         return TransferError(
             f"{self.name} waited {waited_s:.1f} s for {what}: {reason}", peer_lost=True

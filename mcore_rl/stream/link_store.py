@@ -83,9 +83,7 @@ class LinkStore:
 
     @contextmanager
     def errors_published(self, topic: str, rank: int) -> Iterator[None]:
-        """Publish an error raised inside in place of this rank's data, so that no rank waits for
-        it.
-        """
+        """Publish an error raised inside in place of this rank's data, so that no rank waits."""
         try:
             yield
         except Exception as error:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.hf.fp8 import FP8, scale_box
-from mcore_rl.slices.hf.quantize import quantise_into
+from mcore_rl.slices.hf.quantize import quantize_into
 from mcore_rl.stream.buckets import HEADER_WORDS, Bucket
 from mcore_rl.stream.routes.copies import Copies
 from mcore_rl.stream.routes.transport import TransferError
@@ -81,13 +81,11 @@ class _Matrix:
             weights_NK = torch.empty_like(self.values_NK, dtype=weights_NK.dtype)
             for within, part in self.parts_NK:
                 weights_NK[within] = part
-        quantise_into(weights_NK, self.values_NK, self.scales_nk)
+        quantize_into(weights_NK, self.values_NK, self.scales_nk)
 
 
 class PlacedBucket:
-    """A bucket, the memory it travels in, and the parts of this rank's own tensors that belong to
-    it.
-    """
+    """A bucket, the memory it travels in, and the parts of this rank's tensors it holds."""
 
     def __init__(
         self,

@@ -74,9 +74,7 @@ class PlanHandshake:
         self._link = end.link
 
     def run(self, make_shards: MakeShards) -> RankPlan:
-        """Agree with the other ranks; TransferError names those that did not come, failed or
-        disagree.
-        """
+        """Agree with all ranks; TransferError names those that are late, failed or disagree."""
         layouts = self._check_recorded(make_shards) or self._exchange_listed(make_shards)
         own: dict[str, list[Shard]] = defaultdict(list)
         for shard in layouts.shards:

@@ -38,9 +38,7 @@ LoadWeights = Callable[[Any], object]
 
 
 class WeightReceiver:
-    """One engine rank's end of the link to the trainer ranks; every `connect` command replaces the
-    link.
-    """
+    """One engine rank's end of the link to the trainer ranks; `connect` replaces the link."""
 
     def __init__(self, make_transport: MakeTransport = make_routed_transport) -> None:
         self._make_transport = make_transport
@@ -56,9 +54,7 @@ class WeightReceiver:
         load_weights: LoadWeights,
         tensors: Mapping[str, Tensor],
     ) -> Report:
-        """Execute `command` on `tensors`, and return and publish its outcome, which may be an
-        error.
-        """
+        """Execute `command` on `tensors`; return and publish its outcome, errors included."""
         link = command.link
         rank = link.num_senders + receiver_rank
         if command.action == "connect":

@@ -15,9 +15,7 @@ _log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def report_outcome(name: str, act: Callable[[], Report]) -> Report:
-    """Return the report of `act`; an error it raises is logged and becomes the report of rank
-    `name`.
-    """
+    """Return the report of `act`; an error is logged and becomes the report of rank `name`."""
     began_s = time.monotonic()
     try:
         return act()

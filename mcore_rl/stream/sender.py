@@ -16,9 +16,7 @@ from mcore_rl.stream.wire import Link, Report
 
 
 class WeightSender:
-    """Feeds any number of engines, each over a link of its own; one that fails does not affect the
-    others.
-    """
+    """Feeds any number of engines, each over its own link; a failure affects one link alone."""
 
     def __init__(
         self,
@@ -27,9 +25,7 @@ class WeightSender:
         rank: int,
         make_transport: MakeTransport = make_routed_transport,
     ) -> None:
-        """`shards` says what `tensors`, this rank's parameters, hold; tensors are read anew at each
-        send.
-        """
+        """`shards` says what `tensors`, the rank's parameters, hold; each send reads them anew."""
         self._shards = tuple(shards)
         self._tensors = tensors
         self._rank = rank

@@ -1,6 +1,4 @@
-"""A second set of a rank's parameters: slices are received into it while the engine decodes, then
-swapped in.
-"""
+"""A second set of a rank's parameters, filled while the engine decodes, then swapped in."""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,4 @@
-"""Buckets that a relay has verified: the receiving thread adds them, the forwarding thread waits
-for them.
-"""
+"""Buckets verified by a relay: its receiving thread adds them, its forwarding thread waits."""
 
 import time
 from threading import Condition

@@ -47,9 +47,7 @@ class Checksums:
     def __init__(
         self, first_word: int, num_rows: Sequence[int], device: torch.device = _HOST
     ) -> None:
-        """`num_rows` lists the rows of each slice, in order; equal neighbors are summed in one
-        pass.
-        """
+        """`num_rows` lists each slice's rows, in order; equal neighbors are summed in one pass."""
         self._multipliers_W = _multipliers(device)
         self._runs = []
         for rows, equal_slices in groupby(num_rows):

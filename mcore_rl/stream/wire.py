@@ -72,9 +72,7 @@ class Report:
     seconds: float = 0.0
     error: str | None = None
     peer_lost: bool = False
-    """The error is that a peer went away or kept this rank waiting; the peer's own report says
-    more.
-    """
+    """A peer went away or kept this rank waiting; the peer's own report says more."""
     missing: bool = False
     """The rank sent no report; the controller made this one in its place."""
 
@@ -95,9 +93,7 @@ class Command:
 
 @dataclass(frozen=True)
 class StageRequest:
-    """A request to all ranks of an engine, left in the link's store: receive a version while
-    decoding.
-    """
+    """A request to an engine's ranks, in the link's store: receive a version while decoding."""
 
     version: int
     receive_link: Link | None = None

@@ -1,1 +1,1 @@
-"""Megatron actors: process groups, model, optimizer step, checkpoints, export."""
+"""Training on megatron-core: process groups, model, optimizer step, checkpoints, export."""

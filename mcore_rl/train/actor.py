@@ -1,4 +1,4 @@
-"""The policy on one training rank: a model that gives log-probs and learns from a loss on them."""
+"""The policy on one training rank: micro-batches in, log-probs and optimizer steps out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +22,7 @@ from mcore_rl.train.trained_model import TrainedModel, gather_tokens
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
-"""(logprobs_T, entropy_T, batch of the same tokens, sums over its sequences) -> (loss_T, metrics_T)."""
+"""(logprobs_T, entropy_T, batch of the same tokens, its sequence sums) -> (loss_T, metrics_T)."""
 
 
 class Actor(TrainedModel):
@@ -85,7 +85,10 @@ class Actor(TrainedModel):
         temperature: float,
         num_tokens: int,
     ) -> StepStats | None:
-        """One optimizer step on sum(loss_weights * loss); stats on the owning rank, None on the others.
+        """Take an optimizer step on sum(loss_weights * loss).
+
+        Returns the stats on the owning rank, None on the others. Raises ValueError if the router is
+        to replay experts that a micro-batch does not name.
 
         num_tokens   tokens of the whole step, over all data-parallel ranks
         """
@@ -105,13 +108,13 @@ class Actor(TrainedModel):
         replay = self._replay != "none"
         if replay and any(batch.routed_experts_TLK is None for batch in microbatches):
             raise ValueError(
-                f"train.router_replay={self._replay}, but no one told which experts the tokens went to:"
+                f"train.router_replay={self._replay}, but a micro-batch has no routed experts:"
                 " set train.router_replay=none"
             )
         return self._optimizer_step(microbatches, output, num_tokens, replay=replay)
 
     def snapshot_reference(self) -> None:
-        """Keep the current weights, in host memory, as the reference policy."""
+        """Keep a copy of the current weights in host memory as the reference policy."""
         self._reference = ReferenceWeights(local_tensors(self.chunks))
 
     def _reference_weights(self) -> AbstractContextManager[None]:
@@ -120,15 +123,18 @@ class Actor(TrainedModel):
         return self._reference.swapped_in(local_tensors(self.chunks))
 
     def _sums(self, report: Report, batch: RankBatch, record: RoutingRecord) -> dict[str, Tensor]:
-        """With where the difference to the engine's log-probs comes from, and what a replay changed."""
-        fields, flips_T = batch.batch, record.flips_T
+        """Add what makes log-probs differ from the engine's, and the effect of a replay."""
+        fields = batch.batch
+        flips_T = record.flips_T
         if self._replay != "none" and record.replaced_T is not None:
             replaced = {"router/replaced_share": record.replaced_T > 0}
             report = {**report, "metrics": {**report["metrics"], **replaced}}
         if fields.rollout_logprobs_T is not None and fields.stale_T is not None:
             trainer_T = report["logprobs"]
             if fields.old_logprobs_T is not None:
-                trainer_T, flips_T = fields.old_logprobs_T, fields.router_flips_T
+                # Use the scores before the first update, and the flips of that forward pass.
+                trainer_T = fields.old_logprobs_T
+                flips_T = fields.router_flips_T
             difference_T = trainer_T - fields.rollout_logprobs_T
             attributed = attribute_diff(difference_T, fields.stale_T, flips_T)
             report = {**report, "metrics": {**report["metrics"], **attributed}}
@@ -146,7 +152,7 @@ class Actor(TrainedModel):
 def _token_scores(
     batch: RankBatch, num_tokens: int, report: Report, record: RoutingRecord
 ) -> TokenScores:
-    """Put the scores of all context-parallel ranks in the order of the micro-batch; a collective."""
+    """Bring the scores of all context-parallel ranks into the micro-batch's order; a collective."""
     targets_T = batch.targets_T
     logprobs_T = gather_tokens(report["logprobs"].float(), targets_T, num_tokens)
     flips_T = record.flips_T
@@ -154,7 +160,7 @@ def _token_scores(
         flips_T = gather_tokens(flips_T, targets_T, num_tokens)
     experts_TLK = record.experts_TLK
     if experts_TLK is not None:
-        # Recorded as expert + 1, so that a token no rank has becomes -1.
+        # Recorded as expert + 1, so that dense layers become -1.
         experts_TLK = gather_tokens(experts_TLK.int(), batch.sources_T, num_tokens) - 1
         experts_TLK = experts_TLK.to(torch.int16)
     squares_T = report.get("sum_squares")

@@ -152,7 +152,7 @@ def _check_object(folder: Path, place: Place) -> None:
     if EXTRA_STATE in place.key and _has_bytes(value):
         raise ValueError(
             f"{path}: object {place.key!r} holds a state of Transformer Engine's FP8 modules, which"
-            " would be unpickled without restriction and which no model trained here has: not loaded"
+            " would be unpickled without restriction and no model trained here has: not loaded"
         )
 
 

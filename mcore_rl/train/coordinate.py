@@ -1,11 +1,11 @@
-"""The place of a rank, free of Megatron imports: the controller reads it too."""
+"""The place of a rank in the parallel layout. Imports no Megatron; the controller uses it, too."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RankCoordinate:
-    """Where a rank stands in each parallel dimension; `owns_output` is true on one rank per `dp`."""
+    """A rank's index in each parallel dimension; `owns_output` is True on one rank per `dp`."""
 
     dp: int
     tp: int

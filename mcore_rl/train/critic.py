@@ -1,4 +1,4 @@
-"""The critic on one training rank: a model with a value head that learns the returns of each token."""
+"""The critic on one training rank: a model with a value head, micro-batches in, values out."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
@@ -21,16 +21,17 @@ ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
 class Critic(TrainedModel):
     """One rank's share of the critic and its optimizer.
 
-    The value at a token is that of the state in which the token was drawn: of the tokens before it.
+    The value at a token is the value of the state before it: of the tokens that precede it.
     """
 
     def _built_config(self, stored: ModelFacts) -> HfConfig:
-        """The model that the critic starts from may be a policy, or a reward model with one label."""
+        """Return the config of a policy or of a reward model with one label, with a value head."""
         return with_value_head(stored.config)
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
-        """float32 values of each micro-batch's tokens on the owning rank, None on the others; 0 for the first
-        token of a sequence.
+        """Return the float32 values of each micro-batch's tokens, 0 for a sequence's first token.
+
+        Only the owning rank returns them, the others None.
         """
 
         def output(batch: RankBatch, values_T1: Tensor) -> tuple[Tensor, Report]:
@@ -49,7 +50,9 @@ class Critic(TrainedModel):
     def train_step(
         self, microbatches: Sequence[TrainBatch], loss_fn: ValueLoss, *, num_tokens: int
     ) -> StepStats | None:
-        """One optimizer step on sum(loss_weights * loss); stats on the owning rank, None on the others.
+        """Take an optimizer step on sum(loss_weights * loss).
+
+        Returns the stats on the owning rank, None on the others.
 
         num_tokens   tokens of the whole step, over all data-parallel ranks
         """

@@ -1,4 +1,4 @@
-"""Tokens per expert of one optimizer step: counts of each rank's routers in, statistics of all out."""
+"""Tokens per expert in an optimizer step: counts of each rank's routers in, metrics of all out."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from mcore_rl.device import device
 
 
 class StepLoad:
-    """Adds up over micro-batches; every token of a layer is counted on exactly one rank."""
+    """Sums the load over micro-batches; every token of a layer is counted on exactly one rank."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._shape = (num_layers, num_experts)
@@ -22,20 +22,22 @@ class StepLoad:
         self._losses: dict[str, Tensor] = {}
 
     def count(self, layer_number: int, routing_map_TE: Tensor, padding_T: Tensor | None) -> None:
-        """Layer `layer_number`, from 1, sends this rank's tokens to the experts marked True."""
+        """Count tokens that layer `layer_number`, from 1, sends to the experts marked True."""
         if padding_T is not None:
             routing_map_TE = routing_map_TE & ~padding_T[:, None]
         self._load_LE[layer_number - 1] += routing_map_TE.sum(0)
 
     def add_loss(self, name: str, layer_number: int, loss: Tensor) -> None:
+        """Add this rank's part of the balance loss `name`."""
         if name not in self._losses:
             self._losses[name] = torch.zeros(self._shape[0], dtype=torch.float64, device=device())
         self._losses[name][layer_number - 1] += loss
 
     def reduce(self, loss_names: Sequence[str]) -> tuple[Tensor, dict[str, float]]:
-        """(tokens of the step per layer and expert: float64 [L, E]; each loss summed over layers and tokens).
+        """Return (load_LE, sums of each balance loss over layers and tokens) of the whole step.
 
-        Collective over all ranks, which hold other layers (PP) or other tokens (TP, CP, DP).
+        load_LE is float64, tokens per layer and expert. It is a collective over all ranks, which
+        hold different layers (PP) or different tokens (TP, CP, DP).
         """
         zeros = torch.zeros(self._shape[0], dtype=torch.float64, device=device())
         parts = [
@@ -51,11 +53,11 @@ class StepLoad:
 
 
 def load_metrics(load_LE: Tensor, moe_layers: Sequence[int]) -> Mapping[str, float]:
-    """How even the load of the experts is, per layer with experts and over all of them.
+    """Return metrics of how evenly the experts are loaded, per MoE layer and as their mean.
 
     moe_layers      1 for each layer with experts, 0 for each dense one
-    max_violation   load of the busiest expert / mean load, minus 1; 0 is perfect (arXiv:2408.15664, equation
-                    4); `max_violation_max` is that of the worst layer
+    max_violation   load of the busiest expert / mean load, minus 1; 0 is perfect
+                    (arXiv:2408.15664, equation 4); `max_violation_max` is the worst layer's
     idle_share      share of experts without a token
     load_entropy    entropy of the load / log(number of experts); 1 is perfect
     """

@@ -1,17 +1,19 @@
-"""The policy as a HuggingFace directory: shards of all ranks in, safetensors files out, each written by one
-rank.
+"""Shards of all ranks in, the model's HuggingFace directory out; each file is written by one rank.
 
-Peak memory per rank: one file's tensors (`max_file_bytes`) and as much again in send and receive buffers.
+Peak memory per rank: one file's tensors (`max_file_bytes`), and as much again in send and receive
+buffers.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
@@ -37,12 +39,15 @@ def export_hf(
     side_files_from: Path,
     max_file_bytes: int = 1 << 30,
 ) -> None:
-    """Write the model to `out_dir` in `dtype`, the model's; collective over all ranks.
+    """Write the model to `out_dir`; collective over all ranks.
 
-    Tokenizer, other small files and tensors that are not trained come from `side_files_from`. The directory
-    counts once its index is there.
+    dtype             of the model
+    side_files_from   directory with tokenizer, other small files, and tensors that are not trained
+    The directory is complete once it has its index. Raises DiskFullError with the file that did
+    not fit.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+    world_size = dist.get_world_size()
+    rank = dist.get_rank()
     held_by: list[list[Shard]] = [[] for _ in range(world_size)]
     dist.all_gather_object(held_by, list(shards))
     family = family_of(hf_config)
@@ -55,19 +60,24 @@ def export_hf(
         exchange(plan, rank, tensors, filled)
         for file in files[i : i + world_size]:
             if file.rank == rank:
-                sums[file.filename] = write_export_file(out_dir, file, filled)
-    sums_of: list[dict[str, FileSums]] = [{} for _ in range(world_size)]
-    dist.all_gather_object(sums_of, sums)
+                with reporting_full_disk(out_dir / file.filename):
+                    sums[file.filename] = write_export_file(out_dir, file, filled)
+    sums_by_rank: list[dict[str, FileSums]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(sums_by_rank, sums)
     if rank == 0:
-        carried = write_carried(side_files_from, out_dir, hf_config, max_file_bytes)
-        every = {name: entry for of_rank in sums_of for name, entry in of_rank.items()}
-        commit_export(out_dir, files, hf_config, dtype, side_files_from, carried, every)
+        all_sums: dict[str, FileSums] = {}
+        for rank_sums in sums_by_rank:
+            all_sums |= rank_sums
+        with reporting_full_disk(out_dir):
+            carried = write_carried(side_files_from, out_dir, hf_config, max_file_bytes)
+            commit_export(out_dir, files, hf_config, dtype, side_files_from, carried, all_sums)
     dist.barrier()
 
 
 def _plan_round(
     held_by: Sequence[Sequence[Shard]], files: Sequence[ExportFile], world_size: int
 ) -> tuple[SlicePlan, list[list[Shard]]]:
+    """Plan the transfers for one file per rank; return the plan and each rank's target shards."""
     targets = export_targets(files, world_size)
     names = {shard.box.name for shards in targets for shard in shards}
     sources = [[shard for shard in shards if shard.box.name in names] for shards in held_by]
@@ -78,7 +88,7 @@ def _plan_round(
 def exchange(
     plan: SlicePlan, rank: int, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
 ) -> None:
-    """Carry out this rank's part of a plan between the ranks of the default group, one message per peer."""
+    """Carry out this rank's part of a plan, with one message per peer of the default group."""
     inboxes = []
     for peer, transfers in _by_peer(plan.recvs(rank), "source_rank"):
         buffer = torch.empty(sum(t.num_bytes for t in transfers), dtype=torch.uint8)
@@ -88,7 +98,8 @@ def exchange(
     for peer, transfers in _by_peer(plan.sends(rank), "target_rank"):
         packed = torch.cat([_bytes_of(t, source) for t in transfers])
         if peer == rank:
-            next(buffer for p, _, buffer, _ in inboxes if p == rank).copy_(packed)
+            own_inbox = next(buffer for peer, _, buffer, _ in inboxes if peer == rank)
+            own_inbox.copy_(packed)
         else:
             sent.append((dist.isend(packed, dst=peer), packed))
     for _, work, buffer, transfers in inboxes:
@@ -104,10 +115,9 @@ def exchange(
 
 
 def _by_peer(transfers: Sequence[Transfer], attribute: str) -> list[tuple[int, list[Transfer]]]:
-    ordered = sorted(transfers, key=lambda t: getattr(t, attribute))
-    return [
-        (peer, list(group)) for peer, group in groupby(ordered, key=lambda t: getattr(t, attribute))
-    ]
+    """Group transfers by the rank that `attribute` names, in the order of ranks."""
+    key = attrgetter(attribute)
+    return [(peer, list(group)) for peer, group in groupby(sorted(transfers, key=key), key=key)]
 
 
 def _bytes_of(transfer: Transfer, source: Mapping[str, Tensor]) -> Tensor:

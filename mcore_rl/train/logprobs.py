@@ -1,5 +1,6 @@
-"""Token log-probabilities and entropies from vocab-parallel logits: two small all-reduces, the logits left
-intact.
+"""Vocab-parallel logits in, token log-probs and entropies out, with two small all-reduces.
+
+The logits are not modified.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FAR_BELOW = -1e30
-"""Stands for the logits of vocabulary padding; finite, so that 0 * FAR_BELOW is 0."""
+"""The logit of vocabulary padding; finite, so that 0 * FAR_BELOW is 0."""
 
 
 def vocab_parallel_logprobs(
@@ -19,10 +20,10 @@ def vocab_parallel_logprobs(
     vocab_size: int,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """float32 (log-prob of each target [T], entropy [T]) of softmax(logits / temperature) over the ranks
-    of `group`.
+    """Return float32 (log-prob of each target [T], entropy [T]) of softmax(logits / temperature).
 
-    logits_TV is this rank's slice of the padded vocabulary; entries from `vocab_size` on are left out.
+    logits_TV is this rank's slice of the padded vocabulary, which the ranks of `group` share.
+    Entries from `vocab_size` on are padding and get probability 0.
     """
     return _LogprobEntropy.apply(logits_TV, targets_T, group, vocab_size, temperature)  # type: ignore
 
@@ -31,7 +32,7 @@ def vocab_parallel_logprobs(
 def vocab_parallel_sum_squares(
     logits_TV: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
 ) -> Tensor:
-    """float32 [T]: the sum of the squared probabilities, 1 where one token is certain."""
+    """Return the sum of the squared probabilities, float32 [T]; 1 where one token is certain."""
     first = group.rank() * logits_TV.shape[-1]
     num_real = min(max(vocab_size - first, 0), logits_TV.shape[-1])
     x = logits_TV.float() / temperature
@@ -63,34 +64,34 @@ class _LogprobEntropy(torch.autograd.Function):
         width = logits.shape[-1]
         first = group.rank() * width
         num_real = min(max(vocab_size - first, 0), width)
-        peak = (
-            logits[:, :num_real].amax(-1).float()
-            if num_real
-            else logits.new_full(logits.shape[:1], FAR_BELOW)
-        )
+        if num_real:
+            peak = logits[:, :num_real].amax(-1)
+        else:
+            peak = logits.new_full(logits.shape[:1], FAR_BELOW)
         peak = _reduce(peak.float(), dist.ReduceOp.MAX, group)
-        x = logits.float() - peak[:, None]  # the one saved buffer
+        x = logits.float() - peak[:, None]  # the only buffer of this size saved for the backward
         if temperature != 1.0:
             x /= temperature
         x[:, num_real:] = FAR_BELOW
         exp = x.exp()
         local = targets - first
-        mine = (local >= 0) & (local < width)
+        is_local = (local >= 0) & (local < width)
         index = local.clamp(0, width - 1)[:, None]
-        target_x = x.gather(-1, index)[:, 0].masked_fill(~mine, 0.0)
+        target_x = x.gather(-1, index)[:, 0].masked_fill(~is_local, 0.0)
         stats = torch.stack([target_x, exp.sum(-1), torch.linalg.vecdot(exp, x)])
         target_x, total, weighted = _reduce(stats, dist.ReduceOp.SUM, group)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(x, index, mine, log_total, entropy)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.save_for_backward(x, index, is_local, log_total, entropy)
+        ctx.temperature = temperature
+        ctx.dtype = logits.dtype
         ctx.set_materialize_grads(False)
         return target_x - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore
-        """d logprob / dx = onehot - p;  dH / dx = -p (log p + H)."""
-        x, index, mine, log_total, entropy = ctx.saved_tensors
+        """Return the logits' gradient: d logprob / dx = onehot - p, dH / dx = -p (log p + H)."""
+        x, index, is_local, log_total, entropy = ctx.saved_tensors
         log_p = x - log_total[:, None]
         grad = log_p.exp()
         if grad_entropy is None:
@@ -100,5 +101,5 @@ class _LogprobEntropy(torch.autograd.Function):
             factor = (log_p + entropy[:, None]) * -grad_entropy[:, None]
             grad *= factor if grad_logprob is None else factor - grad_logprob[:, None]
         if grad_logprob is not None:
-            grad.scatter_add_(-1, index, (grad_logprob * mine)[:, None])
+            grad.scatter_add_(-1, index, (grad_logprob * is_local)[:, None])
         return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None

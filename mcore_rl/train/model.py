@@ -1,6 +1,4 @@
-"""This rank's part of the model: HF config and layout in, megatron-core GPTModel chunks out, not yet
-filled.
-"""
+"""HF config and layout in, this rank's megatron-core GPTModel chunks out, not yet filled."""
 
 from collections.abc import Sequence
 
@@ -25,7 +23,7 @@ from mcore_rl.train.value_head import ValueHead
 
 
 def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:
-    """One GPTModel per virtual pipeline stage of this rank, on its device, parameters uninitialised."""
+    """Return one GPTModel per virtual pipeline stage of this rank, parameters uninitialized."""
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
     chunks = [_make_chunk(config, hf_config, stage if virtual else None) for stage in stages]
@@ -35,14 +33,14 @@ def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel
 
 def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None) -> GPTModel:
     value_head = has_value_head(hf_config)
+    tied = not value_head and hf_config.get("tie_word_embeddings", False)
     chunk = GPTModel(
         config,
         _make_spec(config, hf_config, vp_stage),
         vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
-        share_embeddings_and_output_weights=not value_head
-        and hf_config.get("tie_word_embeddings", False),
+        share_embeddings_and_output_weights=tied,
         parallel_output=True,
         pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -76,12 +74,14 @@ def _make_spec(
 
 
 def _mark_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Routed experts always go to the expert data-parallel buffers and optimizer. They, and attention sinks,
-    count in the norm on every rank.
+    """Mark which parameters are experts, and which count in the gradient norm on every rank.
 
-    megatron-core does the first only if EP > 1, which makes gradients wrong for ETP != TP with EP = 1 and
-    gives layouts different optimizer structures, so that their checkpoints would not reshard. The second it
-    leaves out for biases and sinks, of which the norm would then have those of tensor-parallel rank 0 alone.
+    Routed experts always go to the expert data-parallel buffers and optimizer. megatron-core puts
+    them there only if EP > 1; that makes gradients wrong for ETP != TP with EP = 1, and it gives
+    layouts different optimizer structures, between which checkpoints do not reshard.
+
+    Experts and attention sinks are sharded, so the norm must add up those of all tensor-parallel
+    ranks. megatron-core does not mark biases and sinks; the norm would hold rank 0's only.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

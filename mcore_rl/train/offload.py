@@ -1,11 +1,12 @@
-"""Device memory of a model in training, given up to host memory and taken back.
+"""Names of parts of a training model in, their device memory moved to host memory and back.
 
     held: nothing            everything is in host memory
-          weights            parameters: a forward pass, a weight sync
-          weights, training  gradients and optimizer state as well: a step, a checkpoint
+          weights            parameters: enough for a forward pass or a weight sync
+          weights, training  also gradients and optimizer state: a step, a checkpoint
 
-What is given up is empty until it is taken back, so that whoever reads it meanwhile fails instead of reading
-old values. Views of it stay valid. Peak: the host memory is allocated (pinned) once and kept.
+Storages that are moved out are empty until they are moved back, so that reading them meanwhile
+fails instead of giving old values. Views of them stay valid. Host memory is allocated (pinned)
+once and kept.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -23,7 +24,7 @@ WEIGHTS, TRAINING = "weights", "training"
 
 
 class DeviceMemory:
-    """Of one rank's model chunks and their optimizer; at first all of it is held."""
+    """The device memory of a rank's model chunks and optimizer; at first everything is held."""
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
@@ -31,35 +32,36 @@ class DeviceMemory:
         weights = _storages(local_tensors(chunks).values())
         training = _storages([*_optimizer_tensors(optimizer), *_gradients(chunks)])
         known = {memory.key for memory in weights}
-        self._parts = {WEIGHTS: weights, TRAINING: [m for m in training if m.key not in known]}
+        training = [memory for memory in training if memory.key not in known]
+        self._parts = {WEIGHTS: weights, TRAINING: training}
         self._held = {WEIGHTS, TRAINING}
 
     def hold(self, wanted: Collection[str]) -> None:
-        """Have exactly the parts `wanted` on the device. Returns when what was given up is free."""
-        given_up = self._of(self._held - set(wanted))
-        for memory in given_up:
+        """Have exactly the parts `wanted` on the device; return once other memory is free."""
+        moved_out = self._storages_of(self._held - set(wanted))
+        for memory in moved_out:
             memory.copy_to_host()
-        if given_up:
+        if moved_out:
             synchronize()
-            for memory in given_up:
+            for memory in moved_out:
                 memory.free()
             empty_cache()
-        for memory in self._of(set(wanted) - self._held):
-            memory.take_back()
+        for memory in self._storages_of(set(wanted) - self._held):
+            memory.copy_back()
         synchronize()
         self._held = set(wanted)
 
     @property
     def num_bytes(self) -> int:
-        """On the device now."""
-        return sum(memory.num_bytes for memory in self._of(self._held))
+        """Bytes that are on the device now."""
+        return sum(memory.num_bytes for memory in self._storages_of(self._held))
 
-    def _of(self, parts: Collection[str]) -> list["_Memory"]:
+    def _storages_of(self, parts: Collection[str]) -> list["_Memory"]:
         return [memory for part in sorted(parts) for memory in self._parts[part]]
 
 
 class _Memory:
-    """One storage, which any number of tensors are views of."""
+    """One device storage, of which any number of tensors are views, and its host copy."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -75,7 +77,7 @@ class _Memory:
     def free(self) -> None:
         self._storage.resize_(0)
 
-    def take_back(self) -> None:
+    def copy_back(self) -> None:
         assert self._host is not None
         self._storage.resize_(self.num_bytes)
         self._bytes().copy_(self._host, non_blocking=True)
@@ -98,12 +100,12 @@ def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Main weights and moments."""
-    tensors = []
+    """Return the main weights and the moments."""
+    tensors: list[Tensor] = []
     for part in parts_of(optimizer):
         inner = part.optimizer
-        tensors += [parameter.data for group in inner.param_groups for parameter in group["params"]]
-        tensors += [
-            v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)
-        ]
+        for group in inner.param_groups:
+            tensors += [parameter.data for parameter in group["params"]]
+        for state in inner.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
     return tensors

@@ -1,4 +1,4 @@
-"""Megatron DDP, the distributed optimizer and the learning-rate schedule."""
+"""Megatron's DDP and distributed optimizer around model chunks, and the learning-rate schedule."""
 
 from collections.abc import Sequence
 from math import cos, pi
@@ -22,7 +22,7 @@ from mcore_rl.train.optimizer_state import write_whole_parameters
 def wrap_chunks(
     config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
-    """Megatron DDP around each chunk; from here on the parameters are views of its buffers."""
+    """Wrap each chunk in Megatron's DDP; its parameters become views of DDP's buffers."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -40,9 +40,9 @@ def wrap_chunks(
 def make_optimizer(
     config: OptimizerConfig, dtype: torch.dtype, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Distributed Adam with float32 main weights, decoupled weight decay and a global gradient norm clip.
+    """Return the distributed Adam: float32 main weights, decoupled decay, global norm clipping.
 
-    Its moments exist from the start, so that a checkpoint can be saved before the first step.
+    Its moments are allocated at once, so a checkpoint can be saved before the first step.
     """
     options = MegatronOptimizerConfig(
         optimizer="adam",
@@ -67,13 +67,14 @@ def make_optimizer(
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
-    """One for dense and one for expert parameters, where Megatron chains them."""
+    """Return the chained optimizers: one for dense and one for expert parameters, or just one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step`, the first being 0: linear warm-up to lr, then the schedule down to
-    min_lr.
+    """Return the rate of optimizer step `step`, counted from 0.
+
+    It rises linearly to lr during the warm-up, then follows the schedule down to min_lr.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -86,6 +87,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
+    """Set the rate of every parameter group."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for group in groups:
         group["lr"] = rate

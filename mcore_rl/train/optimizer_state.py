@@ -1,10 +1,11 @@
-"""The distributed optimizer's state in a checkpoint: each parameter's whole, on one of the ranks that update
-it.
+"""A distributed optimizer in, the sharded state of its parameters for a checkpoint out.
 
-megatron-core's own (`DistributedOptimizer.sharded_param_state_fully_reshardable`) gathers the states of all
-data-parallel ranks on each of them to write one, reads all of them on each, and takes those of parameters
-behind a padded bucket, as tied embeddings over pipeline stages have, from the wrong place. Here a rank writes
-and reads what it updates. Names and shapes are megatron-core's, and so is what puts loaded states in place.
+One of the ranks that update a parameter writes its whole state; each of them reads it. Replaces
+`DistributedOptimizer.sharded_param_state_fully_reshardable` of megatron-core, which gathers the
+states of all data-parallel ranks on each of them, reads all of them on each, and takes the states
+of parameters behind a padded bucket from the wrong place. Tied embeddings over pipeline stages
+have such buckets. Names and shapes are megatron-core's, and so is the code that puts loaded states
+in place.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ KINDS = ("param", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a flat parameter that a data-parallel rank updates."""
+    """Elements [start, end) of a flat parameter, which one data-parallel rank updates."""
 
     rank: int
     start: int
@@ -34,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Updated:
-    """A parameter and who updates it; the owner, who has most of it, writes it."""
+    """A parameter and the ranks of `group` that update it; the one that updates most owns it."""
 
     parameter: torch.nn.Parameter
     parts: Sequence[Part]
@@ -50,16 +51,26 @@ class _Updated:
 
 
 def write_whole_parameters(optimizer: DistributedOptimizer) -> None:
-    """From here on `optimizer.sharded_state_dict` is made as this file says."""
+    """Replace the function behind `optimizer.sharded_state_dict` by this module's.
+
+    A patch of megatron-core 0.16.1; see the module's docstring for the reasons.
+    """
     optimizer.sharded_param_state_fully_reshardable = partial(_sharded_state, optimizer)
 
 
 def split(start: int, end: int, shard_size: int) -> list[Part]:
-    """Of a parameter at [start, end) of a bucket, of which every rank updates `shard_size` elements."""
-    return [
-        Part(rank, max(rank * shard_size - start, 0), min((rank + 1) * shard_size, end) - start)
-        for rank in range(start // shard_size, (end - 1) // shard_size + 1)
-    ]
+    """Return who updates a parameter at [start, end) of a bucket.
+
+    Each rank updates `shard_size` elements of the bucket.
+    """
+    first_rank = start // shard_size
+    last_rank = (end - 1) // shard_size
+    parts: list[Part] = []
+    for rank in range(first_rank, last_rank + 1):
+        shard_start = max(rank * shard_size, start)
+        shard_end = min((rank + 1) * shard_size, end)
+        parts.append(Part(rank, shard_start - start, shard_end - start))
+    return parts
 
 
 def _sharded_state(
@@ -68,19 +79,19 @@ def _sharded_state(
     is_loading: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[int, dict[str, ShardedTensor | ShardedTensorFactory]]:
-    """{number of the parameter in the optimizer: {kind: tensor of the parameter's shape}}
+    """Return {number of the parameter in the optimizer: {kind: tensor of the parameter's shape}}.
 
-    To save, of those that this rank owns; to load, of those that it updates. A collective over the
-    optimizer's ranks.
+    To save, with the parameters that this rank owns; to load, with those that it updates.
+    Collective over the optimizer's ranks.
     """
     tensors, _ = extract_sharded_tensors_and_factories(model_state)
-    of_model = {sharded.data: sharded for sharded in nested_values(tensors)}
+    model_entries = {sharded.data: sharded for sharded in nested_values(tensors)}
     state = {}
     for number, updated in enumerate(_parameters(optimizer)):
         mine = updated.mine
         if mine is None:
             continue
-        sharded = of_model[updated.parameter]
+        sharded = model_entries[updated.parameter]
         values = _empty(updated) if is_loading else _gather(optimizer, updated, mine)
         if values:
             replica = 0 if mine == updated.owner else 1 + mine.rank
@@ -91,7 +102,7 @@ def _sharded_state(
 
 
 def _parameters(optimizer: DistributedOptimizer) -> Iterator[_Updated]:
-    """In the order of `load_parameter_state_from_fully_reshardable`."""
+    """Yield parameters in the order of `load_parameter_state_from_fully_reshardable`."""
     for buffer in optimizer.buffers:
         group = buffer.data_parallel_group
         for parameter, (start, end, bucket_id) in buffer.param_index_map.items():
@@ -106,7 +117,10 @@ def _empty(updated: _Updated) -> dict[str, Tensor]:
 
 
 def _gather(optimizer: DistributedOptimizer, updated: _Updated, mine: Part) -> dict[str, Tensor]:
-    """The whole on the owner, empty elsewhere; not a copy where one rank has all."""
+    """Return the whole state of a parameter on its owner, {} elsewhere.
+
+    The state is not copied if one rank updates the whole parameter.
+    """
     states = optimizer._get_main_param_and_optimizer_states(updated.parameter)
     owned = {kind: states[kind].detach() for kind in KINDS}
     if len(updated.parts) > 1:
@@ -117,8 +131,12 @@ def _gather(optimizer: DistributedOptimizer, updated: _Updated, mine: Part) -> d
 
 
 def _gather_one(part: Tensor, updated: _Updated, mine: Part) -> Tensor:
-    """Every rank takes parameters in the same order, so that what one waits for the other has begun."""
-    group, owner = updated.group, updated.owner
+    """Return the whole of one kind of state on the owner; other ranks send their part.
+
+    All ranks go through the parameters in the same order, so that no two wait for each other.
+    """
+    group = updated.group
+    owner = updated.owner
     if mine != owner:
         dist.send(part, group=group, group_dst=owner.rank)
         return part
@@ -135,12 +153,12 @@ def _gather_one(part: Tensor, updated: _Updated, mine: Part) -> Tensor:
 def _like(
     sharded: ShardedTensor | ShardedTensorFactory, kind: str, value: Tensor, replica: int
 ) -> ShardedTensor | ShardedTensorFactory:
-    """The model's entry with a state of its parameter in it."""
-    of_pipeline_and_tensor = sharded.replica_id[:-1]  # type: ignore[index]
+    """Return the model's sharded entry with a state of its parameter in place of the parameter."""
+    model_replica = sharded.replica_id[:-1]  # type: ignore[index]
     changes: dict[str, Any] = {
         "key": f"optimizer.state.{kind}.{sharded.key}",
         "data": value,
-        "replica_id": (*of_pipeline_and_tensor, replica),
+        "replica_id": (*model_replica, replica),
     }
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = value.dtype

@@ -1,13 +1,18 @@
-"""A packed micro-batch in, what one context-parallel rank of it computes on out.
+"""A packed micro-batch in, the part that one context-parallel (CP) rank computes on out.
 
-Positions are aligned with the logits here: the local token at position p predicts token p + 1, so every
-per-token field of the local TrainBatch is the one of the token that is predicted.
+Each sequence is padded and cut into 2 * cp chunks. CP rank r holds chunks r and 2 * cp - 1 - r, so
+that every rank has the same causal attention work. One sequence of 5 tokens with cp = 2:
 
-    sequence of 5, cp = 2:   tokens   0 1 | 2 3 | 4 . | . .       rank 0 holds chunks 0 and 3, rank 1 chunks
-    1 and 2
-                             predicts 1 2   3 4   - .   . .       "." is padding, "-" has nothing to predict
+    chunk       0     1     2     3
+    token     0 1 | 2 3 | 4 . | . .      "." is padding
+    target    1 2 | 3 4 | - . | . .      "-" is the last token, which predicts nothing
+    CP rank   0     1     1     0
+
+The loss needs the fields of the token that is predicted, since logits at position p score token
+p + 1. RankBatch.batch therefore holds every per-token field shifted: entry t is that of the target.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -18,18 +23,21 @@ from mcore_rl.types import TrainBatch
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One micro-batch as rank (cp_rank, any tp) sees it; T local tokens with padding.
+    """The part of one micro-batch on a context-parallel rank; T local tokens, padding included.
 
-    tokens_T, positions_T   int64
-    sequences_T             int64, number in the micro-batch of the sequence that the token is of
-    padding_T               bool, True on padding; None where no rank has any
-    sources_T               int64, index in the whole micro-batch of the token itself; -1 on padding
-    targets_T               int64, likewise of the token predicted; -1 where there is none
-    cu_seqlens_N1           int32, cumulative padded lengths of whole sequences (not of their local parts)
-    num_tokens              real tokens on this rank; all of a filler's are padding
-    batch                   the fields of the predicted tokens; loss_mask_T False and loss_weights_T 0
-    without target
-    routed_experts_TLK      int16, of the local tokens themselves, -1 where not known; None in a batch without
+    tokens_T             int64, token ids
+    positions_T          int64, position in the sequence
+    sequences_T          int64, index of the token's sequence in the micro-batch
+    padding_T            bool, True on padding; None if no rank has any
+    sources_T            int64, index of the token in the whole micro-batch; -1 on padding
+    targets_T            int64, index of the predicted token in the whole micro-batch; -1 for none
+    cu_seqlens_N1        int32, cumulative padded lengths of whole sequences, not of local parts
+    max_len              longest padded length of a whole sequence
+    num_tokens           real tokens on this rank; all tokens of a filler count as padding
+    batch                the fields of the predicted tokens; loss_mask_T is False and loss_weights_T
+                         0 where there is none
+    routed_experts_TLK   int16, experts of the local tokens themselves, -1 where not known; None if
+                         the micro-batch has none
     """
 
     tokens_T: Tensor
@@ -46,24 +54,29 @@ class RankBatch:
 
     @property
     def labels_T(self) -> Tensor:
+        """Ids of the predicted tokens; 0 where there is none."""
         return self.batch.token_ids_T
 
     def to(self, device: torch.device) -> "RankBatch":
+        """Return a copy on `device`; copies from pinned memory are asynchronous."""
         return replace(self, batch=_move(self.batch, device), **_moved_fields(self, device))
 
 
 def padded_lens(lens_N: tuple[int, ...], cp_size: int, tp_size: int) -> tuple[int, ...]:
-    """Lengths that cut into 2 * cp chunks each, with a total that splits over cp * tp ranks (the last one
-    grows).
+    """Return lengths that split into 2 * cp_size chunks each, and whose sum splits over all ranks.
+
+    Each length is rounded up; the last one also grows until every tensor-parallel rank gets the
+    same number of tokens.
     """
     multiple = 2 * cp_size if cp_size > 1 else 1
-    lens = [-(-n // multiple) * multiple for n in lens_N]
-    lens[-1] += -sum(lens) % (multiple * tp_size)
+    lens = [math.ceil(num_tokens / multiple) * multiple for num_tokens in lens_N]
+    missing = -sum(lens) % (multiple * tp_size)
+    lens[-1] += missing
     return tuple(lens)
 
 
 def make_rank_batch(batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int) -> RankBatch:
-    """Cut out and pad what context-parallel rank `cp_rank` of `cp_size` holds of the micro-batch."""
+    """Return the padded part of the micro-batch on context-parallel rank `cp_rank` of `cp_size`."""
     padded_N = padded_lens(batch.lens_N, cp_size, tp_size)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
     lens_T = torch.tensor(batch.lens_N)[sequence_T]
@@ -83,19 +96,19 @@ def make_rank_batch(batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int)
         cu_seqlens_N1=torch.tensor((0, *padded_N)).cumsum(0).int(),
         max_len=max(padded_N),
         num_tokens=int(real_T.sum()),
-        batch=_predicted(batch, targets_T, tuple(n // cp_size for n in padded_N)),
-        routed_experts_TLK=_of_tokens(batch.routed_experts_TLK, source_T, real_T),
+        batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
+        routed_experts_TLK=_local_experts(batch.routed_experts_TLK, source_T, real_T),
     )
 
 
-def _of_tokens(experts_TLK: Tensor | None, source_T: Tensor, real_T: Tensor) -> Tensor | None:
+def _local_experts(experts_TLK: Tensor | None, source_T: Tensor, real_T: Tensor) -> Tensor | None:
     if experts_TLK is None:
         return None
     return torch.where(real_T[:, None, None], experts_TLK[source_T], -1)
 
 
 def _local_tokens(padded_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
-    """(sequence, position) of the rank's tokens, in the order in which Transformer Engine expects them."""
+    """Return (sequence, position) of the rank's tokens in the order Transformer Engine expects."""
     lens_N = torch.tensor(padded_N)
     sequence_T = torch.repeat_interleave(torch.arange(len(padded_N)), lens_N)
     position_T = torch.arange(len(sequence_T)) - (lens_N.cumsum(0) - lens_N)[sequence_T]
@@ -106,7 +119,8 @@ def _local_tokens(padded_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tupl
     return sequence_T[mine_T], position_T[mine_T]
 
 
-def _predicted(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, ...]) -> TrainBatch:
+def _fields_of_targets(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, ...]) -> TrainBatch:
+    """Return the batch's per-token fields at `targets_T`; 0 or False where there is no target."""
     has_target_T = targets_T >= 0
     index_T = targets_T.clamp(min=0)
     values = {

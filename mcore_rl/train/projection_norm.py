@@ -1,4 +1,4 @@
-"""Norm of queries or keys over all heads of a token together, while the heads lie on several ranks."""
+"""RMSNorm of queries or keys over all heads of a token, which are spread over several ranks."""
 
 from typing import Any
 
@@ -10,7 +10,11 @@ from torch import Tensor
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Every tensor-parallel rank goes on with the sum of all, so its gradient is the sum of theirs."""
+    """All-reduce in both directions.
+
+    Every tensor-parallel rank continues with the total, so the gradient of a rank's part is the sum
+    of all ranks' gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -24,28 +28,32 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class ProjectionNorm(torch.nn.Module):
-    """RMSNorm over the whole projection, as OLMoE (arXiv:2409.02060, section 2) and MiniMax-M2 have it, where
-    megatron-core normalises each head by itself.
+    """RMSNorm over the whole projection, as in OLMoE (arXiv:2409.02060, section 2) and MiniMax-M2.
 
-    The weight is whole on every tensor-parallel rank, which uses the part of its heads; Megatron sums the
-    gradients of such norms over these ranks. A token costs one all-reduce of 4 bytes, forward and backward.
+    megatron-core normalizes each head separately. Every tensor-parallel rank holds the whole weight
+    and uses its heads' part; Megatron sums the gradients of such norms over these ranks. Forward
+    and backward each all-reduce 4 bytes per token.
     """
 
     def __init__(
         self, num_heads: int, hidden_size: int, config: TransformerConfig, eps: float
     ) -> None:
-        """`num_heads` in all, query heads or key-value heads; `hidden_size` is that of one head."""
+        """num_heads     query heads or key-value heads of the whole layer
+        hidden_size   size of one head
+        """
         super().__init__()
-        self._num_heads, self._eps = num_heads, eps
+        self._num_heads = num_heads
+        self._eps = eps
         self.weight = torch.nn.Parameter(
             torch.ones(num_heads * hidden_size, dtype=config.params_dtype)
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x_THd: Tensor) -> Tensor:
-        """`x_THd` [..., H, d] are this rank's H heads; where ranks share a key-value head, each has it."""
+        """Normalize this rank's H heads [..., H, d]; several ranks may hold the same KV head."""
         num_local, head_dim = x_THd.shape[-2:]
-        rank, size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+        rank = ps.get_tensor_model_parallel_rank()
+        size = ps.get_tensor_model_parallel_world_size()
         squares_T = x_THd.float().square().sum((-2, -1), keepdim=True)
         if size > 1:
             squares_T = _SumOverRanks.apply(squares_T)

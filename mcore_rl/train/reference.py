@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 class ReferenceWeights:
-    """Host copy of the tensors it is made from. Swapping in keeps the current weights in a second host
-    copy.
+    """A host copy of the tensors it is made from.
+
+    While it is swapped in, a second host copy keeps the current values.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -17,9 +18,7 @@ class ReferenceWeights:
 
     @contextmanager
     def swapped_in(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside the block `tensors` hold the frozen values; afterwards, bit for bit, what they held
-        before.
-        """
+        """Within the block `tensors` hold the frozen values; afterwards the previous ones again."""
         current = _host_copy(tensors)
         _copy(self._frozen, tensors)
         try:

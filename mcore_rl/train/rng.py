@@ -1,4 +1,4 @@
-"""State of every random generator that training on a rank may draw from."""
+"""The state of every random generator that training on a rank may draw from."""
 
 import random
 from typing import Any
@@ -9,7 +9,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def rng_state() -> dict[str, Any]:
-    """Python's, numpy's and torch's generators, and megatron-core's per-parallelism ones."""
+    """Return the states of Python's, numpy's and torch's generators and megatron-core's tracker.
+
+    The tracker holds a generator per kind of parallelism.
+    """
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -19,6 +22,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,5 +1,11 @@
-"""The MoE router of training: megatron-core's, with balance losses that do not depend on the layout, and
-with experts that may be given instead of chosen.
+"""The MoE router of training: megatron-core's, with layout-independent balance losses and replay.
+
+Replay sends a token to experts that its batch names (`RouterCall.given_TK`) instead of those with
+the best scores. The batch may name the engine's experts, or those of the trainer's own earlier
+pass.
+
+    logits -> scores -> ExpertChoice -> experts, gating weights -> balance loss
+                            ^   given_TK (replay), or the top K scores
 """
 
 from collections.abc import Callable
@@ -16,12 +22,13 @@ from torch import Tensor
 from mcore_rl.train.packing import RankBatch
 
 AUX_LOSS, SEQUENCE_AUX_LOSS = "aux_loss", "seq_aux_loss"
-"""megatron-core's names of the losses."""
+"""megatron-core's names of the balance losses over a micro-batch and over each sequence."""
 
 
 def balance_losses(config: TransformerConfig) -> list[str]:
-    """Names of the losses that have a coefficient."""
-    names, coefs = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    """Return the names of the balance losses with a coefficient other than 0."""
+    names = config.moe_router_load_balancing_type
+    coefs = config.moe_aux_loss_coeff
     assert isinstance(names, list) and isinstance(coefs, list), (names, coefs)
     return [name for name, coef in zip(names, coefs, strict=True) if coef]
 
@@ -31,10 +38,12 @@ class RouterCall:
     """One run of one router.
 
     layer_number   counted from 1
-    rows           which tokens of the batch are this rank's (sequence parallelism)
-    given_TK       int64, experts that the batch names for these tokens, -1 where it does not
-    replays        whether tokens go to `given_TK`
-    again          a recomputation, which counts nowhere
+    rows           this rank's tokens of the batch under sequence parallelism
+    batch          the micro-batch
+    given_TK       int64, experts that the batch names for these tokens, -1 where it names none,
+                   None if it has no experts at all; also used to count flips without a replay
+    replays        whether tokens are sent to `given_TK`
+    recomputes     whether this repeats an earlier run for the backward pass; it is not counted
     """
 
     layer_number: int
@@ -42,11 +51,11 @@ class RouterCall:
     batch: RankBatch
     given_TK: Tensor | None
     replays: bool
-    again: bool
+    recomputes: bool
 
 
 class RoutingPass(Protocol):
-    """What routers ask and tell; see train/routing.py."""
+    """The calls that a router makes before and after each run; see Routing in train/routing.py."""
 
     def start_call(self, layer_number: int, num_rows: int) -> RouterCall: ...
 
@@ -58,11 +67,16 @@ class RoutingPass(Protocol):
 
 
 class ExpertChoice:
-    """Stands where megatron-core asks for the experts with the best scores: given ones come first.
+    """Chooses each token's experts: those given, otherwise those with the best scores.
 
-    megatron-core computes the gating weights of whatever is chosen here from its own scores, so they have the
-    model's form and a gradient. Its own RouterReplay knows no tokens without given experts, and takes turns
-    where this asks which micro-batch is meant.
+    megatron-core calls `get_replay_topk` and computes the gating weights of the chosen experts from
+    its own scores, so they have the model's form and a gradient. This class stands in for
+    megatron-core's RouterReplay, which needs given experts for every token, and which assumes that
+    micro-batches arrive in a fixed order; `Routing` knows which micro-batch a router runs on.
+
+    given_TK   input: experts to replay, -1 for tokens without; None to replay nothing
+    own_TK     output: experts with the best scores
+    taken_TK   output: experts the tokens are sent to
     """
 
     def __init__(self) -> None:
@@ -77,7 +91,7 @@ class ExpertChoice:
         group_topk: Any,
         compute_topk: Callable[..., Any],
     ) -> tuple[Tensor, Tensor]:
-        """(scores, numbers) of each token's experts; called by topk_routing_with_score_function."""
+        """Return (scores, numbers) of each token's experts to topk_routing_with_score_function."""
         scores_TK, self.own_TK = compute_topk(scores_TE, topk, num_groups, group_topk)
         self.taken_TK = self.own_TK
         if self.given_TK is None:
@@ -88,13 +102,14 @@ class ExpertChoice:
 
 
 class TokenWeightedRouter(TopKRouter):
-    """Balance loss of an optimizer step = token-weighted mean over its micro-batches (aux_loss) or sequences
-    (seq_aux_loss), in every layout.
+    """A router whose balance loss is the same in every layout.
 
-    With calculate_per_token_loss gradients are divided by the tokens of the step. megatron-core 0.16.1
-    multiplies a rank's share of the loss by that rank's tokens; as the shares of the TP x CP ranks add up to
-    the loss, that is too little by TP * CP, and uneven where padding is. Its sequence loss takes a packed
-    micro-batch for one sequence.
+    The loss of an optimizer step is the token-weighted mean over its micro-batches (aux_loss) or
+    its sequences (seq_aux_loss). With calculate_per_token_loss, gradients are divided by the tokens
+    of the step. megatron-core 0.16.1 multiplies each rank's share of the loss by that rank's
+    tokens. The shares of the TP x CP ranks add up to the loss, so the product is too small by TP *
+    CP, and uneven if some ranks have padding. Its sequence loss takes a packed micro-batch for one
+    sequence.
     """
 
     routing_pass: RoutingPass
@@ -102,10 +117,11 @@ class TokenWeightedRouter(TopKRouter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert not self.config.moe_router_fusion, "a fused router does not ask for experts"
+        assert not self.config.moe_router_fusion, "a fused router cannot replay experts"
         self.router_replay = ExpertChoice()  # type: ignore[assignment]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (gating weights, routing map), both [T, E]."""
         assert self.layer_number is not None
         choice: Any = self.router_replay
         call = self._call = self.routing_pass.start_call(
@@ -117,13 +133,14 @@ class TokenWeightedRouter(TopKRouter):
         return probs_TE, routing_map_TE
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Do not count tokens per expert: Routing.move_bias steers the bias, by the load of the whole step.
+        """Do nothing: Routing.move_bias steers the bias by the load of the whole step.
 
-        megatron-core 0.16.1 would fail to count where there is a padding mask, and count a recomputation.
+        megatron-core 0.16.1 counts tokens per expert here. It fails with a padding mask and counts
+        recomputations twice.
         """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TokenWeightedRouter":
-        """Cast or move, but leave the experts' bias in float32, where small differences decide."""
+        """Cast or move the module, but keep the bias in float32, where small differences decide."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -137,8 +154,10 @@ class TokenWeightedRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        first_T = torch.zeros_like(self._call.batch.sequences_T)
-        return self._with_balance_loss(AUX_LOSS, probs, scores_for_aux_loss, routing_map, first_T)
+        one_group_T = torch.zeros_like(self._call.batch.sequences_T)
+        return self._with_balance_loss(
+            AUX_LOSS, probs, scores_for_aux_loss, routing_map, one_group_T
+        )
 
     def _apply_seq_aux_loss(
         self,
@@ -162,25 +181,27 @@ class TokenWeightedRouter(TopKRouter):
         routing_map_TE: Tensor,
         groups_T: Tensor,
     ) -> Tensor:
-        """Attach coef * sum over groups of (tokens of the group * balance loss of the group).
+        """Return `probs_TE` with the loss attached: coef * sum of (group's tokens * group's loss).
 
         scores_TE, routing_map_TE   0 on padding
-        groups_T                    group of each token of the whole local batch: micro-batch or sequence
-        A group's loss is E * sum over experts of (share of choices * mean score), 1 where the load is even:
-        Switch Transformer, arXiv:2101.03961, equations 4 to 6; per sequence DeepSeek-V3, arXiv:2412.19437,
-        equations 17 to 20.
+        groups_T                    group of each local token of the micro-batch: 0, or its sequence
+
+        A group's loss is E * sum over experts of (share of choices * mean score); it is 1 for an
+        even load. Source: Switch Transformer, arXiv:2101.03961, equations 4 to 6; per sequence
+        DeepSeek-V3, arXiv:2412.19437, equations 17 to 20.
         """
         coef = self.get_aux_loss_coeff(name)
         if coef == 0:
             return probs_TE
-        call, num_groups = self._call, len(self._call.batch.cu_seqlens_N1) - 1
-        own_T = groups_T[call.rows]
+        call = self._call
+        num_groups = len(call.batch.cu_seqlens_N1) - 1
+        group_T = groups_T[call.rows]
         chosen_GE = scores_TE.new_zeros(num_groups, scores_TE.shape[1], dtype=torch.float32)
-        chosen_GE.index_add_(0, own_T, routing_map_TE.float())
+        chosen_GE.index_add_(0, group_T, routing_map_TE.float())
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(chosen_GE, group=self.tp_cp_group)
         num_choices_G1 = chosen_GE.sum(1, keepdim=True).clamp(min=1)
         factor_GE = chosen_GE * (chosen_GE.shape[1] / num_choices_G1)
-        loss = (scores_TE * factor_GE[own_T]).sum()
+        loss = (scores_TE * factor_GE[group_T]).sum()
         self.routing_pass.add_loss(name, call.layer_number, loss.detach())
         return MoEAuxLossAutoScaler.apply(probs_TE, coef * loss)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Process groups of the training ranks: rank numbers and a ParallelConfig in, this rank's coordinate out."""
+"""Process groups of the training ranks: rank and ParallelConfig in, this rank's coordinate out."""
 
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,10 @@ def init_distributed(
     seed: int,
     timeout_s: float,
 ) -> RankCoordinate:
-    """Join the other ranks; on a process that already has, regroup its ranks to the layout `parallel`.
+    """Join the other ranks and make the process groups of the layout `parallel`.
 
-    No collective outlives `timeout_s`: it raises on the ranks that wait for one that does not come.
+    A process that has joined before only gets new groups. Every collective raises after `timeout_s`
+    on the ranks that wait. Raises ValueError if the layout needs another number of ranks.
     """
     if world_size != parallel.world_size:
         sizes = f"{parallel.tp} * {parallel.pp} * {parallel.cp} * {parallel.dp_size}"
@@ -62,7 +63,9 @@ def _make_groups(parallel: ParallelConfig, timeout_s: float) -> None:
 
 
 def rank_coordinate() -> RankCoordinate:
-    tp, cp = ps.get_tensor_model_parallel_rank(), ps.get_context_parallel_rank()
+    """Return this rank's place in the current layout."""
+    tp = ps.get_tensor_model_parallel_rank()
+    cp = ps.get_context_parallel_rank()
     return RankCoordinate(
         dp=ps.get_data_parallel_rank(),
         tp=tp,
@@ -74,13 +77,13 @@ def rank_coordinate() -> RankCoordinate:
 
 
 def on_last_stage() -> bool:
-    """Whether this rank holds the output layer, in whichever of its model chunks."""
+    """Return whether one of this rank's model chunks holds the output layer."""
     return ps.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def _drop_groups() -> None:
-    """Close the groups of an earlier layout: megatron-core only forgets them, and each has threads."""
-    known: Any = dist.distributed_c10d._world
-    for group in tuple(known.pg_map):
+    """Destroy an earlier layout's groups; megatron-core drops them, but their threads live on."""
+    world: Any = dist.distributed_c10d._world
+    for group in tuple(world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)

@@ -1,5 +1,6 @@
-"""Micro-batches through megatron-core's pipeline schedule: packed batches in, what the last stage reports
-out.
+"""Runs micro-batches through megatron-core's pipeline schedule: batches in, reports out.
+
+A report is what the last stage's output function returns for a micro-batch beside the loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,10 @@ from mcore_rl.train.packing import RankBatch
 
 Report = dict[str, Any]
 OutputFn = Callable[[RankBatch, Tensor], tuple[Tensor, Report]]
-"""(batch, logits [T, V / tp]) -> (loss summed over this rank's tokens, scaled to the step's; report)."""
+"""(batch, logits [T, V / tp]) -> (loss, report).
+
+The loss is summed over this rank's tokens and scaled by the tokens of the step.
+"""
 
 
 def run_schedule(
@@ -29,12 +33,14 @@ def run_schedule(
     forward_only: bool,
     on_forward: Callable[[RankBatch], None],
 ) -> list[Report]:
-    """Run every micro-batch forward (and backward); one report per micro-batch on the last stage, none
-    elsewhere. `on_forward` hears of each micro-batch before a chunk of the model runs on it.
+    """Run every micro-batch forward and, unless `forward_only`, backward.
+
+    Returns one report per micro-batch on the last stage, none elsewhere. `on_forward` is called
+    with a micro-batch each time before a chunk of the model runs on it.
     """
     iterators = [iter(batches) for _ in chunks]
     virtual = len(chunks) > 1
-    # forward_only alone would keep activations, and count the router's auxiliary loss
+    # megatron-core's forward_only alone keeps activations and counts the router's auxiliary loss.
     with torch.set_grad_enabled(not forward_only):
         reports = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, output_fn, on_forward),
@@ -46,7 +52,7 @@ def run_schedule(
             forward_only=forward_only,
         )
     for iterator in iterators:
-        assert next(iterator, None) is None, "the schedule left micro-batches over"
+        assert next(iterator, None) is None, "the schedule did not run all micro-batches"
     return reports
 
 
@@ -71,11 +77,13 @@ def _forward_step(
 def _report(
     output_fn: OutputFn, batch: RankBatch, logits_1TV: Tensor
 ) -> tuple[Tensor, Tensor, Report]:
-    """The 3-tuple of calculate_per_token_loss: gradients are divided by the sum of the token counts of all
-    ranks.
+    """Return (loss, number of tokens, report), as megatron-core's calculate_per_token_loss asks.
+
+    It divides gradients by the number of tokens of all ranks.
     """
     loss, report = output_fn(batch, logits_1TV[0])
-    return loss, torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device), report
+    num_tokens = torch.tensor(batch.num_tokens, dtype=torch.int, device=loss.device)
+    return loss, num_tokens, report
 
 
 def _packed_seq_params(batch: RankBatch) -> PackedSeqParams:
@@ -90,17 +98,16 @@ def _packed_seq_params(batch: RankBatch) -> PackedSeqParams:
 
 
 def _padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | None:
-    """[1, T], True on padding, for the router's statistics.
+    """Return the mask for the router's statistics, [1, T], True on padding; None without padding.
 
-    Under sequence parallelism the first stage cuts the mask for its TP rank; megatron-core 0.16.1 does not
-    on the others.
+    Under sequence parallelism megatron-core 0.16.1 cuts the mask for its TP rank on the first stage
+    only; on the other stages it is cut here.
     """
     if batch.padding_T is None:
         return None
     mask = batch.padding_T
     chunk = unwrap_model(model)
     if chunk.config.sequence_parallel and not chunk.pre_process:
-        mask = mask.chunk(ps.get_tensor_model_parallel_world_size())[
-            ps.get_tensor_model_parallel_rank()
-        ]
+        parts = mask.chunk(ps.get_tensor_model_parallel_world_size())
+        mask = parts[ps.get_tensor_model_parallel_rank()]
     return mask[None].contiguous()

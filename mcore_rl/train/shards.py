@@ -1,6 +1,4 @@
-"""Where this rank's parameters lie: model chunks in, boxes of Megatron's global tensors and of HF tensors
-out.
-"""
+"""Model chunks in, the boxes of Megatron's global tensors and of HF tensors that they hold out."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +16,7 @@ from mcore_rl.slices.layouts.training import LocalPart, training_padding, traini
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Parameters and saved buffers of all chunks of this rank by "<chunk>.<name>"; views, not copies."""
+    """Return this rank's parameters and saved buffers, not copied, by "<chunk>.<name>"."""
     return {
         f"{i}.{name}": tensor
         for i, chunk in enumerate(chunks)
@@ -27,7 +25,7 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
 
 
 def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of a model: parameters, and buffers such as the experts' bias."""
+    """Return what a checkpoint holds: parameters, and buffers such as the experts' bias."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
@@ -37,7 +35,10 @@ def _weights(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def local_parts(chunks: Sequence[torch.nn.Module]) -> list[LocalPart]:
-    """Which box of which Megatron global tensor each parameter holds, as sharded_state_dict tells it."""
+    """Return the box of a Megatron global tensor that each parameter holds.
+
+    They are read off megatron-core's sharded_state_dict. A parameter may hold several boxes.
+    """
     tensors = local_tensors(chunks)
     return [
         _part(shard, name, tensors[name])
@@ -49,15 +50,14 @@ def local_parts(chunks: Sequence[torch.nn.Module]) -> list[LocalPart]:
 def weight_layout(
     chunks: Sequence[torch.nn.Module], hf_config: HfConfig
 ) -> tuple[list[Shard], dict[str, Tensor]]:
-    """(shards of HF tensors, the local tensors they lie in). Fill or read the tensors in place."""
-    return training_shards(local_parts(chunks), family_of(hf_config), hf_config), local_tensors(
-        chunks
-    )
+    """Return (shards of HF tensors, the local tensors that hold them); use the tensors in place."""
+    shards = training_shards(local_parts(chunks), family_of(hf_config), hf_config)
+    return shards, local_tensors(chunks)
 
 
 @torch.no_grad()
 def zero_padding(chunks: Sequence[torch.nn.Module], hf_config: HfConfig) -> None:
-    """Set to 0 what no HF tensor fills: the rows of the vocabulary's padding."""
+    """Set the rows of vocabulary padding, which no HF tensor fills, to 0."""
     tensors = local_tensors(chunks)
     for span in training_padding(local_parts(chunks), family_of(hf_config), hf_config):
         tensors[span.tensor].view(-1)[span.start : span.stop] = 0

@@ -1,4 +1,7 @@
-"""What the ranks report about one optimizer step, reduced over data- and context-parallel ranks."""
+"""Sums of each micro-batch in, loss and metrics of the optimizer step out.
+
+They are reduced over the data- and context-parallel ranks.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +14,11 @@ from torch import Tensor
 def token_sums(
     loss: Tensor, metrics_T: Mapping[str, Tensor], mask_T: Tensor, num_tokens: int
 ) -> dict[str, Tensor]:
-    """Scalars of one micro-batch that add up (those ending in "_max": whose maximum counts) over the step."""
+    """Return one micro-batch's scalars, to be added up over the step.
+
+    Metrics are summed over the tokens in `mask_T`. Those whose name ends in "_max" are maxima, and
+    their maximum is taken over the step.
+    """
     sums = {
         "loss": loss.detach().clone(),
         "num_masked": mask_T.sum(),
@@ -29,23 +36,31 @@ def token_sums(
 def reduce_sums(
     reports: Sequence[Mapping[str, Tensor]], num_tokens: int
 ) -> tuple[float, dict[str, float]]:
-    """(loss, metrics averaged over the step's masked tokens) from the last stage's reports of
-    `token_sums`.
+    """Return (loss, metrics) of the step from the last stage's `token_sums`; a collective.
+
+    Metrics are means over the tokens of the loss mask, or maxima if named "*_max". `num_tokens` is
+    the number by which the loss was scaled; it must equal the tokens of all ranks.
     """
     group = ps.get_data_parallel_group(with_context_parallel=True)
     added = [name for name in reports[0] if not name.endswith("_max")]
     peaks = [name for name in reports[0] if name.endswith("_max")]
-    sums = torch.stack([torch.stack([r[name].double() for r in reports]).sum() for name in added])
+    sums = torch.stack([_column(reports, name).double().sum() for name in added])
     dist.all_reduce(sums, group=group)
     total = dict(zip(added, sums.tolist(), strict=True))
     counted = total.pop("num_tokens")
     assert counted == num_tokens, (
         f"the step was scaled for {num_tokens} tokens, but its ranks had {counted:.0f}"
     )
-    loss, count = total.pop("loss"), max(total.pop("num_masked"), 1.0)
+    loss = total.pop("loss")
+    count = max(total.pop("num_masked"), 1.0)
     metrics = {name: value / count for name, value in total.items()}
     if peaks:
-        maxima = torch.stack([torch.stack([r[name] for r in reports]).amax() for name in peaks])
+        maxima = torch.stack([_column(reports, name).amax() for name in peaks])
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         metrics |= dict(zip(peaks, maxima.tolist(), strict=True))
     return loss, metrics
+
+
+def _column(reports: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
+    """Return the scalars `name` of all micro-batches, [len(reports)]."""
+    return torch.stack([report[name] for report in reports])

@@ -1,6 +1,7 @@
-"""A model in training on one rank: packed micro-batches in, optimizer steps, weights and checkpoints out.
+"""A model in training on one rank: micro-batches in, optimizer steps, weights, checkpoints out.
 
-What actor and critic have in common; they differ in what they make of the last stage's output.
+It is the common base of actor and critic, which differ in what they compute from the last stage's
+output.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -41,8 +42,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TrainedModel:
     """One rank's share of a model and its optimizer. Every method is a collective over all ranks.
 
-    Every rank of a data-parallel group passes the same micro-batches, every group equally many; with
-    `parallel.vpp` their number is a multiple of `parallel.pp`.
+    Ranks with the same data-parallel coordinate must pass the same micro-batches, and all
+    coordinates equally many. With `parallel.vpp` their number must be a multiple of `parallel.pp`.
     """
 
     def __init__(
@@ -56,21 +57,23 @@ class TrainedModel:
     ) -> None:
         """Build the model in the layout of the process groups and fill it.
 
-        Errors: see ModelFacts.read, make_transformer_config, fill_weights.
+        Raises what ModelFacts.read, make_transformer_config and fill_weights raise.
         """
         stored = ModelFacts.read(model.path)
         self.hf_config = self._built_config(stored)
         self.step = 0
         """Optimizer steps taken."""
         self._hf_path = stored.path
-        self._optimizer_config, self._total_steps = optimizer, total_steps
+        self._optimizer_config = optimizer
+        self._total_steps = total_steps
         self._dtype = model.dtype
         dtype = DTYPES[model.dtype]
         self._config = make_transformer_config(self.hf_config, parallel, dtype, train)
         chunks = make_chunks(self._config, self.hf_config)
         fill_weights(chunks, model, stored, self.hf_config, seed)
         self._replay = train.router_replay
-        self._routing, self._bias_rate = Routing(chunks, self._config), train.router_bias_rate
+        self._routing = Routing(chunks, self._config)
+        self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
         self.chunks = wrap_chunks(self._config, chunks)
@@ -83,32 +86,32 @@ class TrainedModel:
         return stored.config
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
-        """(shards of HF tensors on this rank, the parameters they lie in)."""
+        """Return (shards of HF tensors on this rank, the parameters that hold them)."""
         return weight_layout(self.chunks, self.hf_config)
 
     def hold(self, parts: Collection[str]) -> None:
-        """Have these parts, and no others, in device memory; see train/offload.py."""
+        """Keep exactly these parts in device memory; see train/offload.py."""
         self._memory.hold(parts)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Start a checkpoint of weights, optimizer, step, generators and `extra` (equal on all ranks).
+        """Start a checkpoint: weights, optimizer, step, generators and `extra`, alike on all ranks.
 
-        Returns when the state is copied; the folder appears under its name after `finish_save`, the next
-        save or some later train_step.
+        Returns once the state is copied. The folder gets its name in `finish_save`, in the next
+        save or in some later train_step.
         """
         self._checkpointer.save(Path(folder), self.step, extra)
 
     def finish_save(self, timeout_s: float = 600.0) -> None:
-        """Wait until the save under way, if there is one, is complete."""
+        """Wait for a save in progress, if there is one."""
         self._checkpointer.finish(timeout_s)
 
     def load(self, folder: Path, *, verify: bool = True) -> dict[str, Any]:
-        """Continue from a checkpoint of the same model in any layout; returns its `extra`."""
+        """Continue from a checkpoint of the same model in any layout; return its `extra`."""
         self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
         return extra
 
     def export_hf(self, out_dir: Path) -> None:
-        """Write the weights as a HuggingFace directory beside the tokenizer and config they came with."""
+        """Write a HuggingFace directory: the weights, with the original tokenizer and config."""
         shards, tensors = self.weight_layout()
         export_hf(shards, tensors, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
 
@@ -120,10 +123,13 @@ class TrainedModel:
         *,
         replay: bool = False,
     ) -> StepStats | None:
-        """One step on the sum of the losses of `output`; stats on the owning rank, None on the others.
+        """Take a step on the sum of the losses of `output`.
 
-        output       reports {"loss", "metrics": metrics_T, ...} of each micro-batch; its loss is scaled by
-                     `num_tokens`, since megatron-core divides gradients by the step's tokens
+        Returns the stats on the owning rank, None on the others.
+
+        output       reports {"loss", "metrics": metrics_T, ...} of each micro-batch; its loss is
+                     scaled by `num_tokens`, since megatron-core divides gradients by the step's
+                     tokens
         num_tokens   tokens of the whole step, over all data-parallel ranks
         replay       send tokens to the experts that the micro-batches name
         """
@@ -152,7 +158,7 @@ class TrainedModel:
         return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router)
 
     def _sums(self, report: Report, batch: RankBatch, record: RoutingRecord) -> dict[str, Tensor]:
-        """What adds up over the step of one micro-batch's report."""
+        """Return the scalars of one micro-batch's report that add up over the step."""
         metrics_T: Mapping[str, Tensor] = report["metrics"]
         return token_sums(report["loss"], metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
 
@@ -165,7 +171,7 @@ class TrainedModel:
         replay: bool = False,
         record: bool = False,
     ) -> tuple[list[Report], list[RoutingRecord]]:
-        """Reports of the last stage, and what the routers did with each micro-batch."""
+        """Return the last stage's reports, and the routers' record of each micro-batch."""
         self._routing.begin(batches, forward_only=forward_only, replay=replay, record=record)
         reports = run_schedule(
             self.chunks, batches, output, forward_only=forward_only, on_forward=self._routing.enter
@@ -173,12 +179,15 @@ class TrainedModel:
         return reports, self._routing.take(batches)
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
-        tp, cp = ps.get_tensor_model_parallel_world_size(), ps.get_context_parallel_world_size()
+        tp_size = ps.get_tensor_model_parallel_world_size()
+        cp_size = ps.get_context_parallel_world_size()
         cp_rank = ps.get_context_parallel_rank()
-        return [make_rank_batch(batch, cp_rank, cp, tp).to(device()) for batch in microbatches]
+        return [
+            make_rank_batch(batch, cp_rank, cp_size, tp_size).to(device()) for batch in microbatches
+        ]
 
     def _balance(self, num_tokens: int) -> dict[str, float]:
-        """Steer the experts' bias by the step's load, which is told with the mean balance losses."""
+        """Steer the experts' bias by the step's load; return metrics of load and balance losses."""
         layers = moe_layers(self.hf_config)
         if not any(layers):
             return {}
@@ -191,8 +200,13 @@ class TrainedModel:
 
 
 def gather_tokens(local_T: Tensor, index_T: Tensor, num_tokens: int) -> Tensor:
-    """Put each context-parallel rank's values (more axes may follow T) at the tokens they belong to, leaving
-    out those with index -1; [num_tokens] on every one of them.
+    """Return the values of all context-parallel ranks in the order of the micro-batch.
+
+    The result is [num_tokens, ...] on the CPU of every one of these ranks. Value i goes to token
+    index_T[i], and is left out if that is -1; further axes may follow T in `local_T`.
+
+        index_T   rank 0:  1 2 - -    rank 1:  3 4        "-" is -1
+        result    0 a b c d           of values a b . .   and c d
     """
     whole = torch.zeros(num_tokens, *local_T.shape[1:], dtype=local_T.dtype)
     has_index = (index_T >= 0).cpu()

@@ -1,6 +1,4 @@
-"""HuggingFace config.json in, megatron-core's TransformerConfig and GPTModel arguments out; nothing is
-typed twice.
-"""
+"""HuggingFace config.json in, megatron-core's TransformerConfig and GPTModel arguments out."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,9 +31,7 @@ ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 def make_transformer_config(
     config: HfConfig, parallel: ParallelConfig, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
-    """megatron-core's configuration of this rank's model. ValueError where `parallel` does not divide the
-    model.
-    """
+    """Return megatron-core's configuration; ValueError if `parallel` does not divide the model."""
     check_layout(config, parallel)
     options = family_of(config).options(config)
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
@@ -45,9 +41,12 @@ def make_transformer_config(
         "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "perform_initialization": True,  # overwritten; it also marks tensor-parallel parameters for the norm
+        # The initial weights are overwritten, but this also marks tensor-parallel parameters, which
+        # the gradient norm needs.
+        "perform_initialization": True,
         "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",  # the one for sequences of any length; dense models ask too
+        # The only one for sequences of any length; megatron-core reads it for dense models, too.
+        "moe_token_dispatcher_type": "alltoall",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         **megatron_options(),
@@ -60,16 +59,17 @@ def make_transformer_config(
         settings |= _experts(config, train)
     yarn = _yarn(config)
     if options.get("rope_type") == "rope" or yarn:
-        # The fused kernel for latent attention knows yarn only, the other one does not know it.
+        # The fused kernel for latent attention needs yarn; the one for other attention has no yarn.
         settings["apply_rope_fusion"] = False
-    made = kind(**settings)
+    transformer_config = kind(**settings)
     for name, value in yarn.items():
-        setattr(made, name, value)  # no fields of megatron-core's class, and read all the same
-    return made
+        # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
+        setattr(transformer_config, name, value)
+    return transformer_config
 
 
 def rotary_options(config: HfConfig) -> dict[str, Any]:
-    """GPTModel's arguments for the rotary embedding; latent attention makes its own."""
+    """Return GPTModel's arguments for the rotary embedding; latent attention makes its own."""
     rope = rope_of(config)
     options: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -84,11 +84,10 @@ def rotary_options(config: HfConfig) -> dict[str, Any]:
 
 
 def _yarn(config: HfConfig) -> dict[str, Any]:
-    """What GPTModel asks the configuration for where its rotary embedding is scaled by yarn."""
+    """Return the attributes that GPTModel reads for yarn scaling; {} without it."""
     rope = rope_of(config)
-    if rope["rope_type"] != "yarn" or family_of(config).options(config).get(
-        "multi_latent_attention"
-    ):
+    is_latent = family_of(config).options(config).get("multi_latent_attention")
+    if rope["rope_type"] != "yarn" or is_latent:
         return {}
     return {
         "yarn_rotary_scaling_factor": float(rope["factor"]),
@@ -133,7 +132,7 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
         "variable_seq_lengths": parallel.pp > 1,
     }
     if parallel.vpp:
-        # With two stages the next and the previous rank are one, and batched sends would mix up the
-        # directions.
+        # With two stages the next rank is also the previous one, and batched sends would mix up the
+        # two directions.
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return options

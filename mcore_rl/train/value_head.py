@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class ValueHead(MegatronModule):
-    """Stands in place of GPTModel.output_layer, whose arguments it takes; computed in float32.
+    """Replaces GPTModel.output_layer and takes its arguments; computes in float32.
 
-    Every tensor-parallel rank holds the whole head. Under sequence parallelism each computes its own tokens,
-    and the gradients of the head add up over them.
+    Every tensor-parallel rank holds the whole head. Under sequence parallelism each rank computes
+    its own tokens, and Megatron sums the gradients of the head over the ranks.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -23,7 +23,10 @@ class ValueHead(MegatronModule):
         self.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden_THx: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """[T / tp, 1, hidden] under sequence parallelism, else [T, 1, hidden] -> [T, 1, 1]."""
+        """Return values [T, 1, 1] of hidden states [T, 1, hidden].
+
+        Under sequence parallelism the input is this rank's [T / tp, 1, hidden].
+        """
         values_T11 = F.linear(hidden_THx.float(), self.weight.float())
         if self.sequence_parallel:
             values_T11 = gather_from_sequence_parallel_region(

@@ -1,6 +1,4 @@
-"""Fills this rank's parameters: from an HF directory, or drawn by HF name, in both cases the same for every
-layout.
-"""
+"""Fills this rank's parameters from an HF directory or at random, alike in every layout."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,14 +27,18 @@ def fill_weights(
     hf_config: HfConfig,
     seed: int,
 ) -> None:
-    """Give every parameter of the chunks its initial value; ValueError unless each element gets exactly
-    one. A value head that starts from a policy, which has none, starts at 0: so does every value.
+    """Give every parameter of the chunks its initial value.
+
+    A value head that starts from a policy's weights starts at 0, so every value is 0 at first.
+    Raises ValueError unless every element gets exactly one value.
 
     stored      the model in `model.path`
-    hf_config   config.json of the model that is built, which may have a value head that `stored` lacks
+    hf_config   config.json of the model that is built; it may have a value head that `stored` lacks
     """
-    parts, family = local_parts(chunks), family_of(hf_config)
-    shards, tensors = training_shards(parts, family, hf_config), local_tensors(chunks)
+    parts = local_parts(chunks)
+    family = family_of(hf_config)
+    shards = training_shards(parts, family, hf_config)
+    tensors = local_tensors(chunks)
     padding = training_padding(parts, family, hf_config)
     check_coverage(shards, padding, {name: t.numel() for name, t in tensors.items()})
     zero_padding(chunks, hf_config)
@@ -55,11 +57,10 @@ def fill_weights(
 def draw_weights(
     shards: Iterable[Shard], tensors: Mapping[str, Tensor], hf_config: HfConfig, seed: int
 ) -> None:
-    """Normal(0, initializer_range), norms 1, biases 0.
+    """Draw weights from Normal(0, initializer_range); set norms to 1 and biases to 0.
 
-    Each HF tensor comes from a generator of its own, so that layouts agree.
-
-    Peak memory: one HF tensor in float32.
+    Each HF tensor has a generator of its own, so that all layouts draw the same values. Peak
+    memory: one HF tensor in float32.
     """
     shapes = hf_tensor_shapes(hf_config)
     std = hf_config.get("initializer_range", 0.02)

@@ -1,11 +1,14 @@
-"""Which tokens Clip-Cov and KL-Cov hold back, and that it depends on the mini-batch and the seed alone."""
+"""Which tokens Clip-Cov and KL-Cov hold back, and that it depends on the mini-batch and the seed
+alone.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from mcore_rl.algo.covariance import with_held_back
+from mcore_rl.algo.choice import losses
+from mcore_rl.algo.covariance import pick_largest, with_held_back
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, CovarianceConfig
 from mcore_rl.types import TrainBatch
 
@@ -31,7 +34,9 @@ def covariances() -> list[float]:
 
 
 def held_back(config: AlgorithmConfig, seed: int = 0) -> list[int]:
-    mask_T = with_held_back(make_batch(), config, seed).held_back_T
+    mask_T = with_held_back(
+        make_batch(), config, losses.needs(config.loss).held_back, seed
+    ).held_back_T
     assert mask_T is not None
     return mask_T.nonzero()[:, 0].tolist()
 
@@ -57,9 +62,11 @@ def test_clip_cov_holds_back_a_random_share_of_those_between_the_bounds() -> Non
 
 def test_other_losses_hold_back_nothing_and_missing_inputs_are_refused() -> None:
     batch = make_batch()
-    assert with_held_back(batch, AlgorithmConfig(), 0) is batch
+    assert with_held_back(batch, AlgorithmConfig(), losses.needs("ppo_clip").held_back, 0) is batch
     with pytest.raises(ValueError, match=r"algorithm.loss=kl_cov needs old log-probs"):
-        with_held_back(replace(batch, old_logprobs_T=None), AlgorithmConfig(loss="kl_cov"), 0)
+        with_held_back(
+            replace(batch, old_logprobs_T=None), AlgorithmConfig(loss="kl_cov"), pick_largest, 0
+        )
 
 
 def test_without_a_pass_of_the_trainer_the_engines_log_probs_serve() -> None:
@@ -69,5 +76,9 @@ def test_without_a_pass_of_the_trainer_the_engines_log_probs_serve() -> None:
         correction=CorrectionConfig(bypass=True),
     )
     batch = replace(make_batch(), old_logprobs_T=None, rollout_logprobs_T=torch.tensor(OLD))
-    whole = with_held_back(make_batch(), replace(config, correction=CorrectionConfig()), 0)
-    assert torch.equal(with_held_back(batch, config, 0).held_back_T, whole.held_back_T)  # type: ignore[arg-type]
+    whole = with_held_back(
+        make_batch(), replace(config, correction=CorrectionConfig()), pick_largest, 0
+    )
+    assert torch.equal(
+        with_held_back(batch, config, pick_largest, 0).held_back_T, whole.held_back_T
+    )  # type: ignore[arg-type]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.algo.advantages import ADVANTAGES
 from mcore_rl.algo.aggregation import AGGREGATIONS
-from mcore_rl.algo.build import Advantages, make_policy_loss
+from mcore_rl.algo.choice import advantages, losses
+from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.kl import KL_ESTIMATORS
-from mcore_rl.algo.losses import LOSSES
+from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.config.recipe import load_recipe
 
@@ -20,7 +20,9 @@ ROWS = [
 
 
 def overrides_of(cell: str) -> list[list[str]]:
-    """The options in each pair of backticks that sets any; the table's head may name what they begin with."""
+    """The options in each pair of backticks that sets any; the table's head may name what they
+    begin with.
+    """
     options = [code.split() for code in re.findall(r"`([^`]+)`", cell) if "=" in code]
     heads = re.findall(r"options, after `(.+?)`", DOCUMENT[: DOCUMENT.index(cell)])
     return [[o if "." in o.split("=")[0] else f"{heads[-1]}{o}" for o in each] for each in options]
@@ -37,7 +39,7 @@ def test_the_options_of_each_algorithm_make_one(name: str, cell: str) -> None:
 
 @pytest.mark.parametrize(
     "registry",
-    [ADVANTAGES, LOSSES, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES],
+    [advantages, losses, AGGREGATIONS, KL_ESTIMATORS, PAIR_LOSSES],
     ids=lambda r: r.option,
 )
 def test_every_choice_is_named(registry) -> None:

@@ -1,4 +1,5 @@
-"""Policy losses against the published ones, computed on padded [N, M] arrays in float64: value and gradient.
+"""Policy losses against the published ones, computed on padded [N, M] arrays in float64: value and
+gradient.
 
 The references are whole scalar losses; ours are token losses times aggregation weights.
 """
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
-from mcore_rl.algo.losses import LOSSES, LossTokens, clipped_surrogate
+from mcore_rl.algo.choice import losses
+from mcore_rl.algo.loss_tokens import LossTokens
+from mcore_rl.algo.losses import clipped_surrogate
 from mcore_rl.algo.sequences import sequence_sum
 from mcore_rl.config import AlgorithmConfig, CovarianceConfig
 
@@ -168,7 +171,7 @@ def our_loss(case: Case, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Ten
         sequence_mean=lambda values_T: sums(values_T) / num_tokens_T,
         held_back_T=case.held_back[mask],
     )
-    loss_T, metrics = LOSSES[config.loss](config)(tokens)
+    loss_T, metrics = losses[config.loss](config)(tokens)
     weights_T = loss_weights(config.aggregation, torch.ones(sum(lens), dtype=torch.bool), lens)
     return (loss_T * weights_T).sum(), metrics
 
@@ -196,7 +199,7 @@ def test_far_from_the_old_policy_the_bounds_of_each_loss_take_hold(name: str) ->
 
 
 def test_every_loss_has_a_reference() -> None:
-    assert LOSSES.names == sorted({config.loss for _, config in REFERENCES.values()})
+    assert losses.names == sorted({config.loss for _, config in REFERENCES.values()})
 
 
 RATIOS = [0.2, 0.79, 0.81, 1.0, 1.29, 1.31, 4.0]
@@ -248,11 +251,13 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
 )
 def test_a_negative_clip_is_refused(loss: str) -> None:
     with pytest.raises(ValueError, match=r"algorithm.clip_high=-0.1"):
-        LOSSES[loss](AlgorithmConfig(clip_high=-0.1))
+        losses[loss](AlgorithmConfig(clip_high=-0.1))
 
 
 def test_options_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.dual_clip=0.5: must be greater than 1, or be 0"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.dual_clip=0.5: must be greater than 1, or be 0"
+    ):
         AlgorithmConfig(dual_clip=0.5)
     with pytest.raises(ValueError, match=r"algorithm.dual_clip=3.0: algorithm.loss=gspo has none"):
         AlgorithmConfig(dual_clip=3.0, loss="gspo")

@@ -1,4 +1,4 @@
-"""Generalised advantages and the critic's loss against loops over tokens, and the loss's gradient."""
+"""Generalized advantages and the critic's loss against loops over tokens, and the loss's gradient."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.advantages import ADVANTAGES
-from mcore_rl.algo.build import Advantages
+from mcore_rl.algo.choice import advantages
+from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.outcomes import Outcomes
-from mcore_rl.algo.values import explained_variance, generalised, value_loss
+from mcore_rl.algo.values import explained_variance, generalized, value_loss
 from mcore_rl.config import AlgorithmConfig
 from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, VersionSpan, WeightVersion
 
@@ -50,8 +50,8 @@ def by_loops(given: Outcomes, gamma: float, lam: float) -> list[float]:
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (GAMMA, LAM), (1.0, 0.0)])
 def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -> None:
     expected = torch.tensor(by_loops(outcomes(), gamma, lam), dtype=torch.float64)
-    torch.testing.assert_close(generalised(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
-    got = ADVANTAGES["gae"](
+    torch.testing.assert_close(generalized(outcomes(), gamma, lam), expected, rtol=0, atol=1e-12)
+    got = advantages["gae"](
         outcomes(), AlgorithmConfig(advantage="gae", gamma=gamma, gae_lambda=lam)
     )
     whitened = (expected - expected.mean()) / (expected.var() + 1e-8).sqrt()
@@ -61,13 +61,13 @@ def test_advantages_are_discounted_sums_of_td_errors(gamma: float, lam: float) -
 def test_with_lambda_one_the_returns_are_the_rewards_to_go_whatever_the_critic_says() -> None:
     given = outcomes()
     assert given.values_R is not None
-    returns_R = generalised(given, GAMMA, 1.0) + given.values_R
+    returns_R = generalized(given, GAMMA, 1.0) + given.values_R
     torch.testing.assert_close(returns_R, given.rewards_to_go(GAMMA), rtol=0, atol=1e-12)
 
 
 def test_without_values_there_are_no_advantages() -> None:
     with pytest.raises(ValueError, match=r"algorithm.advantage=gae needs a critic's values"):
-        generalised(replace(outcomes(), values_R=None), 1.0, 1.0)
+        generalized(replace(outcomes(), values_R=None), 1.0, 1.0)
 
 
 def test_policy_and_critic_may_have_a_lambda_each() -> None:

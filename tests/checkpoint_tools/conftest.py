@@ -1,4 +1,4 @@
-"""Checkpoints that megatron-core itself wrote, of every family, made by one launch of two processes."""
+"""Checkpoints of every family that megatron-core itself wrote, by one launch of two processes."""
 
 import pickle
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def write_source(kind: str, folder: Path) -> Path:
 
 
 def go_on_twice(rank: int, actor: Actor, root: Path) -> list[Any]:
-    """Statistics of two steps: straight on, and from a checkpoint that went through HuggingFace's names."""
+    """Return the statistics of two steps, and of the same two after a round trip through to-hf."""
     straight = [step(actor), step(actor)]
     source, names, out = root / "qwen3_moe/hf", root / "in_hf_names", root / "resumed"
     if rank == 0:
@@ -64,7 +64,7 @@ def step(actor: Actor) -> StepStats | None:
 
 
 def save_all(rank: int, world_size: int, port: int, root: Path) -> list[Any]:
-    """Each family: a random model, its weights from `megatron`, saved to `step`; one of them also trained."""
+    """Load each family's `megatron` into a random model, save it to `step`; train one of them."""
     resumed: list[Any] = []
     for kind, layout in LAYOUTS.items():
         model = ModelConfig(path=str(root / kind / "hf"), init="random")
@@ -90,7 +90,11 @@ def save_all(rank: int, world_size: int, port: int, root: Path) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """<kind>/hf: HuggingFace directory; megatron: made of it by from-hf; step: loaded from that and saved."""
+    """Return a folder with <kind>/hf, <kind>/megatron and <kind>/step.
+
+    hf is a HuggingFace directory, megatron is made of it by from-hf, step is loaded from that and
+    saved.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
     for kind in LAYOUTS:
         write_source(kind, root / kind / "hf")

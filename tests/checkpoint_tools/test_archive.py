@@ -1,4 +1,4 @@
-"""Archives around one tensor: torch.load reads ours, and we read those of torch.save."""
+"""Elements are located in the archives of torch.save; damaged and hostile archives are refused."""
 
 import io
 import os
@@ -8,20 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint_tools.archive import STORAGES, Located, Locator
-from checkpoint_tools.archive_writer import make_archive
+from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.stored import Chunk
-
-
-@pytest.mark.parametrize("dtype", sorted(set(STORAGES.values())))
-def test_torch_loads_what_we_write(dtype: str) -> None:
-    tensor = torch.arange(35).view(5, 7).to(getattr(torch, dtype))
-    data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-    archive = make_archive(dtype, (5, 7))
-    content = archive.prefix + data + archive.suffix(zlib.crc32(data))
-    assert len(content) == archive.num_bytes
-    assert len(archive.prefix) % 64 == 0
-    assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensor)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "int64"])
@@ -83,24 +71,6 @@ def _found(locator: Locator, descriptor: int, chunk: Chunk) -> Located | str:
         return locator.locate(descriptor, chunk)
     except ValueError as error:
         return str(error)
-
-
-def test_an_archive_of_more_than_4_gib_has_its_sizes(tmp_path: Path) -> None:
-    """Written with a hole in place of the elements, so that it takes no room on the disk."""
-    shape = (5, 1 << 30)
-    archive = make_archive("uint8", shape)
-    path = tmp_path / "file"
-    with path.open("wb") as file:
-        file.write(archive.prefix)
-        file.seek(archive.data_bytes, os.SEEK_CUR)
-        file.write(archive.suffix(0))
-    assert path.stat().st_size == archive.num_bytes
-    chunk = Chunk("t", "uint8", (0, 0), shape, str(path), 0, archive.num_bytes, True)
-    with path.open("rb") as file:
-        assert Locator().locate(file.fileno(), chunk).start == len(archive.prefix)
-    mapped = torch.load(path, weights_only=True, mmap=True)
-    assert tuple(mapped.shape) == shape
-    assert int(mapped[4, -1]) == 0
 
 
 def test_an_archive_that_names_code_is_refused(tmp_path: Path) -> None:

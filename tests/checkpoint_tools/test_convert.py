@@ -15,7 +15,7 @@ from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from mcore_rl.slices.hf.folder import INDEX
-from mcore_rl.slices.hf.quantize import quantise_into
+from mcore_rl.slices.hf.quantize import quantize_into
 from tests.checkpoint_tools.conftest import LAYOUTS, MTP, write_source
 from tests.house.test_documents import commands
 from tests.support.policy import read
@@ -152,7 +152,7 @@ def test_eight_bit_values_and_scales_are_those_of_the_trainer(tmp_path: Path, co
             continue
         values = torch.empty(tensor.shape, dtype=torch.float8_e4m3fn)
         scales = torch.empty_like(after[name + "_scale_inv"])
-        quantise_into(tensor, values, scales)
+        quantize_into(tensor, values, scales)
         assert torch.equal(after[name].view(torch.uint8), values.view(torch.uint8)), name
         assert torch.equal(after[name + "_scale_inv"], scales), name
     assert (

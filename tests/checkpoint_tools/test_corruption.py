@@ -36,7 +36,7 @@ def refused(name: str, folder: Path, source: Path, out: Path) -> bool:
 def damage_and_run(
     kind: str, original: Path, source: Path, tmp_path: Path, seed: int, capsys: Any
 ) -> str:
-    """ "" if the damage of this seed to a copy of `original` was refused by name, else what happened."""
+    """Damage a copy of `original`; return "" if it was refused by name, otherwise what happened."""
     rng = random.Random(seed)
     folder, out = tmp_path / "damaged", tmp_path / "out"
     shutil.copytree(original, folder)
@@ -88,7 +88,7 @@ def test_damage_to_a_quantized_model_is_refused_by_name(tmp_path: Path, capsys: 
 def test_a_flipped_bit_is_refused_or_without_effect(
     saved: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    """Without checksums.json: some bits of headers mean nothing, but no other tensor ever comes out."""
+    """Without checksums.json some bits of headers mean nothing, but no tensor is ever altered."""
     step, source, folder, out = (
         saved / "qwen3_moe/step",
         saved / "qwen3_moe/hf",

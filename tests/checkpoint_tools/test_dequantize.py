@@ -1,4 +1,4 @@
-"""Models published in block FP8 and MXFP4 come out as torch and transformers compute them, bit for bit."""
+"""Models in block FP8 and MXFP4 come out bit for bit as torch and transformers compute them."""
 
 import json
 import re
@@ -243,7 +243,7 @@ def mxfp4_tensors() -> Tensors:
             FP8,
             fp8_tensors,
             {"a.weight": None},
-            "'a.weight_scale_inv' .* with 'a.weight', which .* lacks",
+            "'a.weight_scale_inv' belongs to 'a.weight', which .* lacks",
         ),
         (
             FP8,
@@ -273,7 +273,7 @@ def mxfp4_tensors() -> Tensors:
             FP8,
             fp8_tensors,
             {"b": random_bytes(4)},
-            "tensor 'b' is uint8, and no tensor has scales of it",
+            "tensor 'b' is uint8, and no tensor has its scales",
         ),
         (
             FP8,
@@ -285,13 +285,13 @@ def mxfp4_tensors() -> Tensors:
             MXFP4,
             mxfp4_tensors,
             {"e_blocks": None},
-            "'e_scales' .* with 'e_blocks', which the model lacks",
+            "'e_scales' belongs to 'e_blocks', which the model lacks",
         ),
         (
             MXFP4,
             mxfp4_tensors,
             {"e_scales": None},
-            "'e_blocks' .* with 'e_scales', which the model lacks",
+            "'e_blocks' belongs to 'e_scales', which the model lacks",
         ),
         (
             MXFP4,
@@ -315,9 +315,9 @@ def mxfp4_tensors() -> Tensors:
             MXFP4,
             mxfp4_tensors,
             {"e": torch.ones(2)},
-            "tensor 'e' is there twice, also as .* 'e_blocks'",
+            "tensor 'e' is stored twice, also as .* 'e_blocks'",
         ),
-        (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has scales of it"),
+        (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has its scales"),
     ],
 )
 def test_what_cannot_be_dequantized_is_refused_by_name(

@@ -1,4 +1,4 @@
-"""Pieces of chunks make up tensors, read in bands of any size, cast or not; every byte is read once."""
+"""Tensors are assembled from chunks in bands of any size, cast or not; each byte is read once."""
 
 import random
 from itertools import pairwise
@@ -11,9 +11,7 @@ from checkpoint_tools.assembly import Assembly, Stretch, joined, make_pieces
 from checkpoint_tools.ledger import Ledger
 from checkpoint_tools.reader import Reader, bands
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint, Chunk, StoredTensor
-from checkpoint_tools.tiling import check_boxes
 from mcore_rl.slices.hf.checksums import sum_file
-from mcore_rl.slices.plan.coverage import contiguous_strides
 
 
 def split(size: int, rng: random.Random) -> list[int]:
@@ -105,29 +103,3 @@ def test_what_no_chunk_has_is_zero_and_padding_is_read_for_its_checksum(tmp_path
     ledger.add(reader.take_record())
     ledger.close()
     assert ledger.num_checked == 1
-
-
-def test_a_part_that_is_scattered_over_its_chunk_is_refused(tmp_path: Path) -> None:
-    chunk = Chunk("t", "uint8", (0, 0), (4, 4), str(tmp_path / "file"), 0, 16, False)
-    strides = contiguous_strides(chunk.shape)
-    with pytest.raises(
-        ValueError, match=r"file: tensor 't': a part of shape \(4, 2\) is scattered"
-    ):
-        list(make_pieces(chunk, (4, 2), (0, strides), (0, (2, 1)), 2))
-
-
-@pytest.mark.parametrize(
-    ("boxes", "message"),
-    [
-        ([((0, 0), (2, 3)), ((2, 0), (1, 3))], ""),
-        ([((0, 0), (2, 3)), ((2, 0), (2, 3))], "which is not inside it"),
-        ([((0, 0), (2, 3))], "its parts hold 6 of 9 elements"),
-        ([((0, 0), (2, 3)), ((0, 0), (1, 3))], r"its parts overlap at \(0, 0\)"),
-    ],
-)
-def test_parts_must_make_up_the_tensor(boxes: list, message: str) -> None:
-    if not message:
-        check_boxes("t", (3, 3), boxes, "file")
-        return
-    with pytest.raises(ValueError, match=rf"file: tensor 't' .*{message}"):
-        check_boxes("t", (3, 3), boxes, "file")

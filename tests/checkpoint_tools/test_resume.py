@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert_and_die(arguments: list[str]) -> None:
-    """The command, which kills its own process (SIGKILL) after some units: workers are left behind."""
+    """Run a command that kills its own process (SIGKILL) after some units, but not its workers."""
     finish = Staging.finish
 
     def finish_some(self: Staging, unit: Any, done: Any) -> None:

@@ -58,7 +58,7 @@ def test_what_cannot_be_upcycled_is_refused(
         (
             llama3,
             ["--experts", "2", "--top-k", "3"],
-            "--experts=2 --top-k=3: needs two experts or more",
+            "--experts=2 --top-k=3: take two experts or more",
         ),
         (tmp_path, [], "config.json does not exist"),
     ):

@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from mcore_rl.algo.build import sft_loss
+from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_group import ModelSpec

@@ -29,6 +29,7 @@ UNBOUNDED = {
     "algorithm.covariance.low",
     "algorithm.covariance.high",
     "algorithm.entropy_coef",
+    "eval.correct_at",
 }
 """Numbers of either sign and any size."""
 

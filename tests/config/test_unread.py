@@ -5,7 +5,8 @@ import functools
 import pytest
 import yaml
 
-from mcore_rl.algo.losses import LOSSES
+from mcore_rl.algo.registry import losses
+from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.config.algorithm import LOSSES_WITHOUT_CLIP, RATIO_BOUNDING_LOSSES
 from mcore_rl.config.recipe import load_recipe
@@ -16,7 +17,9 @@ GAE = "algorithm.advantage=gae"
 
 def make(*settings: str) -> Config:
     pairs = (setting.split("=", 1) for setting in settings)
-    return with_settings(Config(), {name: yaml.safe_load(value) for name, value in pairs})
+    config = with_settings(Config(), {name: yaml.safe_load(value) for name, value in pairs})
+    check_algorithm(config)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_the_error_says_what_to_do() -> None:
         r" algorithm.advantage=gae, or leave critic.optimizer.lr out \(by default it is 1e-05\)"
     )
     with pytest.raises(ValueError, match=message):
-        load_recipe("tiny_moe_grpo", ["critic.optimizer.lr=1.0e-4"])
+        check_algorithm(load_recipe("tiny_moe_grpo", ["critic.optimizer.lr=1.0e-4"]))
 
 
 def test_a_default_is_never_refused() -> None:
@@ -100,8 +103,8 @@ def test_a_default_is_never_refused() -> None:
 
 
 def test_the_losses_that_read_an_option_are_those_that_are_named() -> None:
-    for name in LOSSES.names:
-        loss = LOSSES[name](AlgorithmConfig(loss=name))
+    for name in losses.names:
+        loss = losses[name](AlgorithmConfig(loss=name))
         constants = loss.keywords if isinstance(loss, functools.partial) else {}
         assert ("clip_high" not in constants) == (name in LOSSES_WITHOUT_CLIP), name
         assert ("max_ratio" in constants) == (name in RATIO_BOUNDING_LOSSES), name

@@ -1,5 +1,5 @@
-"""The word problems: right answers, held-out problems unseen, demonstrations with the documented share of
-slips.
+"""The word problems: right answers, held-out problems unseen, demonstrations with the documented
+share of slips.
 """
 
 import json

@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.files import prompt_row, write_parquet
-from mcore_rl.data.prompts import load_conversations, load_prompts
+from mcore_rl.data.prompts import load_prompts
 
 SHORT, LONG = (
     "Ada has 3 apples",
@@ -51,32 +51,17 @@ def test_overlong_prompts_are_dropped_and_counted_or_refused(
         load_prompts(files, tokenizer, 2, "filter")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("x.jsonl", "{oops\n", r"x.jsonl line 1 is not JSON"),
-        ("x.jsonl", '{"data_source": "a"}\n', r"x.jsonl line 1 lacks `prompt`; it has data_source"),
-        ("x.csv", "a,b\n", r"x.csv: expected .parquet or .jsonl"),
-    ],
-)
-def test_malformed_files_are_refused_by_place(
-    tmp_path: Path, name: str, text: str, message: str
-) -> None:
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=message):
-        load_prompts([str(tmp_path / name)], make_tokenizer(), 8, "filter")
+def test_a_row_without_a_column_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"data_source": "a"}\n')
+    with pytest.raises(ValueError, match=r"x.jsonl line 1 lacks `prompt`; it has data_source"):
+        load_prompts([str(tmp_path / "x.jsonl")], make_tokenizer(), 8, "filter")
 
 
-def test_missing_file_is_named() -> None:
-    with pytest.raises(ValueError, match=r"data file /nowhere.parquet does not exist"):
-        load_prompts(["/nowhere.parquet"], make_tokenizer(), 8, "filter")
-
-
-def test_conversations_must_end_with_an_answer(tmp_path: Path) -> None:
-    (tmp_path / "c.jsonl").write_text(
-        json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n"
-    )
-    with pytest.raises(
-        ValueError, match=r"c.jsonl line 1: `messages` must end with a message of role 'assistant'"
-    ):
-        load_conversations([str(tmp_path / "c.jsonl")])
+def test_prompts_are_the_same_from_the_cache(tmp_path: Path, rows: list[dict]) -> None:
+    write_parquet(rows, tmp_path / "p.parquet")
+    files = [str(tmp_path / "p.parquet")]
+    cache = tmp_path / "cache"
+    plain = load_prompts(files, make_tokenizer(), 64, "error")
+    for _ in range(2):
+        assert load_prompts(files, make_tokenizer(), 64, "error", cache) == plain
+    assert len(list(cache.iterdir())) == 1

@@ -27,7 +27,7 @@ def make_qkv(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, lens_N: tuple[int, ...], form: Form) -> Tensor:
-    """Sequence by sequence, and with a sink or a window query by query."""
+    """Return attention sequence by sequence; with a sink or a window, query by query."""
     outs = []
     for parts in zip(*(x.split(list(lens_N)) for x in (q, k, v)), strict=True):
         qs, ks, vs = (x.transpose(0, 1)[None] for x in parts)

@@ -1,9 +1,10 @@
-"""Every CPU patch is needed still: without it, training on CPU fails or goes wrong.
+"""Every CPU patch of megatron-core is still needed: without it, training fails or goes wrong.
 
 A test that fails here means that upstream made its patch unnecessary: remove the patch.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from mcore_rl import device
 from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.device import cpu_patches
 from mcore_rl.device.cpu_patches import PATCHES
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
@@ -20,21 +22,29 @@ from tests.support.tiny_training import (
     token_loss,
     write_hf_model,
 )
+from tests.support.upstream import assert_defect, fails_without
 
 UNEVEN = {"tp": 2, "ep": 2, "etp": 2}
 EP = {"ep": 2}
 NEEDED_BY = {
-    "streams": EP,
-    "rng": EP,
-    "factories": EP,
-    "tensor_type": EP,
-    "missing_symbols": EP,
-    "alltoall_splits": EP,
+    "alias_streams": EP,
+    "alias_rng": EP,
+    "alias_factories": EP,
+    "alias_tensor_type": EP,
+    "convert_alltoall_splits": EP,
     "uneven_collectives": UNEVEN,
-    "fused_adam": EP,
-    "te_workalike": EP,
+    "use_fused_adam": EP,
+    "use_te_workalike": EP,
 }
-CHECKED_ALONE = {"contiguous_collectives", "eager"}
+"""Patch -> a layout in which a training step fails without it."""
+CHECKED_ALONE = {
+    "define_router_gemm",
+    "report_missing_te_to_latent_attention",
+    "recompute_without_fp8",
+    "contiguous_collectives",
+    "run_eagerly",
+}
+"""Patches with a test_<name> of their own below."""
 
 
 def train_without(
@@ -46,9 +56,9 @@ def train_without(
     layout: dict[str, int],
     root: Path,
 ) -> float | None:
-    """A step, a save and a load with all patches but one."""
-    for name, patch in PATCHES.items():
-        if name != without:
+    """Take a step, save and load with all patches but one; return the loss."""
+    for patch in PATCHES:
+        if patch.__name__ != without:
             patch()
     device._cpu_patches_installed = True
     parallel = ParallelConfig(**layout)
@@ -73,7 +83,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_patch_has_a_test() -> None:
-    assert set(PATCHES) == NEEDED_BY.keys() | CHECKED_ALONE
+    assert {patch.__name__ for patch in PATCHES} == NEEDED_BY.keys() | CHECKED_ALONE
+    missing = {name for name in CHECKED_ALONE if f"test_{name}" not in globals()}
+    assert not missing, f"patches without a test: {missing}"
+
+
+def test_every_function_of_the_module_that_patches_is_in_the_list() -> None:
+    public = {
+        name
+        for name, value in vars(cpu_patches).items()
+        if callable(value)
+        and getattr(value, "__module__", "") == cpu_patches.__name__
+        and not name.startswith("_")
+    }
+    assert public == {patch.__name__ for patch in PATCHES}
 
 
 @pytest.mark.gloo
@@ -87,16 +110,16 @@ def test_all_patches_together_are_enough(
 @pytest.mark.gloo
 @pytest.mark.parametrize("patch", NEEDED_BY)
 def test_training_fails_without_the_patch(model_dir: str, tmp_path: Path, patch: str) -> None:
-    with pytest.raises(AssertionError, match="--- rank"):
+    with fails_without(f"cpu_patches.{patch}", AssertionError):
         run(model_dir, tmp_path, patch, NEEDED_BY[patch])
 
 
 def send_strided(
     rank: int, world_size: int, port: int, patched: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What rank 1 gets of a broadcast and a scatter of transposed tensors."""
+    """Return what this rank gets of a broadcast and a scatter of transposed tensors."""
     if patched:
-        PATCHES["contiguous_collectives"]()
+        cpu_patches.contiguous_collectives()
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     strided = torch.arange(6.0).view(2, 3).t()
@@ -108,13 +131,75 @@ def send_strided(
 
 
 @pytest.mark.gloo
-def test_gloo_ignores_strides_without_the_patch() -> None:
+def test_contiguous_collectives() -> None:
     wanted = torch.arange(6.0).view(2, 3).t()
     assert all(torch.equal(got, wanted) for got in run_ranks(send_strided, 2, True)[1])
-    assert not any(torch.equal(got, wanted) for got in run_ranks(send_strided, 2, False)[1])
+    unpatched = run_ranks(send_strided, 2, False)[1]
+    wrong = not any(torch.equal(got, wanted) for got in unpatched)
+    assert_defect("cpu_patches.contiguous_collectives", wrong)
 
 
-def test_megatron_would_compile_without_the_patch() -> None:
+def in_fresh_process(rank: int, world_size: int, port: int, patch: str) -> dict[str, Any]:
+    """Run a probe of an unpatched megatron-core, and again after the patch."""
+    probe = PROBES[patch]
+    before = _outcome(probe)
+    getattr(cpu_patches, patch)()
+    return {"before": before, "after": _outcome(probe)}
+
+
+def _outcome(probe: Any) -> Any:
+    try:
+        return probe()
+    except (NameError, TypeError) as error:
+        return type(error).__name__
+
+
+def _route() -> list[float]:
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    out = router_gating_linear(torch.ones(1, 2), torch.ones(3, 2), None, torch.float32)
+    return out.flatten().tolist()
+
+
+def _is_te_linear() -> bool:
+    """The condition of MLASelfAttention.__init__ on its output projection."""
+    from megatron.core.transformer import multi_latent_attention as module
+
+    return module.HAVE_TE and isinstance(torch.nn.Linear(1, 1), module.TELinear)
+
+
+def _recomputes_in_fp8() -> bool:
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    return CheckpointWithoutOutput().fp8
+
+
+PROBES = {
+    "define_router_gemm": _route,
+    "report_missing_te_to_latent_attention": _is_te_linear,
+    "recompute_without_fp8": _recomputes_in_fp8,
+}
+
+
+def check_outcomes(patch: str, defect: Any, wanted: Any) -> None:
+    outcomes = run_ranks(in_fresh_process, 1, patch)[0]
+    assert_defect(f"cpu_patches.{patch}", outcomes["before"] == defect)
+    assert outcomes["after"] == wanted
+
+
+def test_define_router_gemm() -> None:
+    check_outcomes("define_router_gemm", "NameError", [2.0, 2.0, 2.0])
+
+
+def test_report_missing_te_to_latent_attention() -> None:
+    check_outcomes("report_missing_te_to_latent_attention", "TypeError", False)
+
+
+def test_recompute_without_fp8() -> None:
+    check_outcomes("recompute_without_fp8", True, False)
+
+
+def test_run_eagerly() -> None:
     from megatron.core import jit
 
-    assert jit.jit_fuser is torch.compile
+    assert_defect("cpu_patches.run_eagerly", jit.jit_fuser is torch.compile)

@@ -1,4 +1,4 @@
-"""Where tensors lie, and memory that two processes see on one GPU."""
+"""Devices of tensors, ordered work on a device, and GPU memory shared by two processes."""
 
 import multiprocessing as mp
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a process of a rank or an engine does not import, so that it starts sooner."""
+"""Processes of ranks and engines start without imports that they do not need."""
 
 import subprocess
 import sys
@@ -11,7 +11,8 @@ from mcore_rl.device import has_cuda, leave_compiler_out
 leave_compiler_out()
 import mcore_rl.train.actor
 from megatron.core.fusions import fused_bias_geglu
-assert hasattr(fused_bias_geglu.geglu, "_torchdynamo_orig_callable") == has_cuda(), "it would be compiled"
+compiled = hasattr(fused_bias_geglu.geglu, "_torchdynamo_orig_callable")
+assert compiled == has_cuda(), "megatron-core's fused functions would be compiled"
 """
 ENGINE_WORKER = """
 import sys
@@ -20,10 +21,10 @@ import mcore_rl.cluster.engine_worker
 
 
 def modules_of(program: str) -> set[str]:
-    """What is imported at the end of `program`, in a process of its own."""
-    tell = "\nprint(*sys.modules)"
+    """Return the modules imported at the end of `program`, run in a process of its own."""
+    print_modules = "\nprint(*sys.modules)"
     process = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program + tell],
+        [sys.executable, "-W", "ignore", "-c", program + print_modules],
         capture_output=True,
         text=True,
         timeout=120,
@@ -38,6 +39,6 @@ def test_a_rank_without_cuda_leaves_torchs_compiler_out() -> None:
     assert ("torch._inductor.compile_fx" in modules) == torch.cuda.is_available()
 
 
-def test_what_starts_a_server_does_without_torch() -> None:
+def test_an_engines_worker_does_not_import_torch() -> None:
     modules = modules_of(ENGINE_WORKER)
     assert "ray" in modules and "torch" not in modules

@@ -18,6 +18,9 @@ KINDS: dict[Field, str] = {
     for name, option in OPTIONS
 }
 
+HOLDERS: dict[str, dict[str, str]] = {}
+"""Other classes of the package: class -> field -> the configuration class it holds"""
+
 
 def test_every_option_is_read() -> None:
     assert not (names := unread(OPTIONS)), f"nothing reads {', '.join(names)}"
@@ -43,6 +46,10 @@ def test_the_search_tells_a_reader_from_an_option_of_the_same_name() -> None:
     assert read("@dataclass\nclass A:\n c: KLConfig\n def g(self): self.c.coef") == {
         ("KLConfig", "coef")
     }
+    held = "class A:\n c: KLConfig\ndef f(a: A): return a.c.coef"
+    assert read(held) == {("KLConfig", "coef")}
+    mapped = "def f(c: Mapping[str, KLConfig]):\n k = c[0]\n k.coef"
+    assert read(mapped) == {("KLConfig", "coef")}
     assert read("c = load_recipe('x', [])\nc.rollout") == {("Config", "rollout")}
     assert not read("def f(spec: EngineSpec): return spec.tp")
     assert not read("def f(c: KLConfig): c.coef = 1.0")
@@ -76,6 +83,8 @@ def read_by_properties(tree: ast.Module) -> set[Field]:
 
 def fields_read(trees: Iterable[ast.Module]) -> set[Field]:
     found: set[Field] = set()
+    trees = list(trees)
+    learn_holders(trees)
     for tree in trees:
         scope = Scope()
         scope.learn_attributes(tree)
@@ -122,11 +131,13 @@ class Scope:
             self.visit(child)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = self.kind(node.value)
-            if owner and node.attr in {f.name for f in fields(CLASSES[owner])}:
+            if owner in CLASSES and node.attr in {f.name for f in fields(CLASSES[owner])}:
                 self.read.add((owner, node.attr))
 
     def kind(self, node: ast.AST | None) -> str | None:
         """The configuration class of an expression, if it is known to be one."""
+        if isinstance(node, ast.Subscript):
+            return self.kind(node.value)
         if isinstance(node, ast.Name):
             return self.names.get(node.id)
         if isinstance(node, ast.Call):
@@ -134,16 +145,37 @@ class Scope:
         if isinstance(node, ast.Attribute):
             if ast.unparse(node.value) == "self":
                 return self.attributes.get(node.attr)
-            kind = KINDS.get((self.kind(node.value) or "", node.attr))
+            owner = self.kind(node.value) or ""
+            if owner in HOLDERS:
+                return HOLDERS[owner].get(node.attr)
+            kind = KINDS.get((owner, node.attr))
             return kind if kind in CLASSES else None
         return None
 
 
 def annotated(annotation: ast.expr | None) -> str | None:
-    """The configuration class an annotation names: X, config.X, X | None, "X"."""
+    """The configuration class an annotation names: X, config.X, X | None, "X", Mapping[str, X].
+
+    A class of the package that holds such a class (StepOptions) counts as one.
+    """
     text = ast.unparse(annotation).strip("'\"") if annotation else ""
+    if isinstance(annotation, ast.Subscript) and text.startswith(("Mapping[", "dict[")):
+        text = text.removesuffix("]").rpartition(", ")[2]
     names = [part.strip().rpartition(".")[2] for part in text.split("|")]
-    return next((name for name in names if name in CLASSES), None)
+    return next((name for name in names if name in CLASSES or name in HOLDERS), None)
+
+
+def learn_holders(trees: Iterable[ast.Module]) -> None:
+    """Find the classes of the package whose fields are configuration classes."""
+    for tree in trees:
+        for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            held = {
+                ast.unparse(node.target): kind
+                for node in cls.body
+                if isinstance(node, ast.AnnAssign) and (kind := annotated(node.annotation))
+            }
+            if held:
+                HOLDERS[cls.name] = held
 
 
 def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[ast.arg]:

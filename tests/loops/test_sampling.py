@@ -1,11 +1,13 @@
-"""Dynamic sampling: groups that differ are kept, others sampled in their place, until enough or the end."""
+"""Dynamic sampling: groups that differ are kept, others sampled in their place, until enough or the
+end.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
-from mcore_rl.config import AlgorithmConfig, Config, RolloutConfig
+from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.sampling import sample_step
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
@@ -45,7 +47,7 @@ class Numbered:
 
 
 def run(
-    differing: set[int], advantage: str = "grpo", **options: object
+    differing: set[int], with_greedy: bool = False, **options: object
 ) -> tuple[list[str], Scores, dict[str, float], Numbered]:
     """Samples of prompts in `differing` have unlike rewards."""
 
@@ -63,8 +65,7 @@ def run(
     given = {"prompts": parts, "generator": parts, "reward": reward, "teacher": teacher}
     roles = Roles(**fields | given)
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
-    config = Config(rollout=rollout, algorithm=AlgorithmConfig(advantage=advantage))
-    samples, scores, metrics = sample_step(config, roles, PhaseTimer(1), seed=7)
+    samples, scores, metrics = sample_step(rollout, roles, PhaseTimer(1), 7, with_greedy)
     assert {name: metrics.pop(name) for name in ALWAYS} == ALWAYS
     return [sample.text for sample in samples], scores, metrics, parts
 
@@ -116,7 +117,7 @@ def test_after_the_last_round_what_there_is_is_trained_on(caplog: pytest.LogCapt
     )
 
 
-def test_remax_asks_for_a_greedy_response_to_each_prompt() -> None:
-    samples, scores, _, parts = run({1, 2}, "remax", dynamic_sampling=True)
+def test_a_greedy_baseline_asks_for_a_greedy_response_to_each_prompt() -> None:
+    samples, scores, _, parts = run({1, 2}, with_greedy=True, dynamic_sampling=True)
     assert samples == texts(1, 2) and scores.greedy_N == [1.0] * 6
     assert parts.seeds[0] == parts.seeds[1] == 7

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ModelConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_critic, read_models, read_policy
@@ -14,7 +15,7 @@ QWEN = "recipes/model/qwen3_30b_a3b"
 
 def test_a_critic_without_a_path_starts_from_the_policy() -> None:
     config = load_recipe("tiny_moe_ppo", [f"model.path={QWEN}"])
-    assert config.has_critic
+    assert needs_of(config.algorithm).critic
     models = read_models(config)
     assert models.critic is models.policy
     assert models.policy.path == Path(QWEN)

@@ -9,14 +9,14 @@ from mcore_rl.stream.staging import Staging
 
 
 def make_parameters() -> dict[str, nn.Parameter]:
-    """One in memory of its own, two that share theirs."""
+    """One parameter in memory of its own, two that share theirs."""
     shared = torch.arange(8.0)
     views = {"left": shared[:4], "right": shared[4:]}
     own = {"alone": torch.arange(4.0), **views}
     return {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in own.items()}
 
 
-def test_staged_values_show_after_the_swap_and_memory_is_used_in_turns() -> None:
+def test_staged_values_show_after_the_swap_and_both_memories_are_used_in_turns() -> None:
     parameters = make_parameters()
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     staging = Staging(parameters)

@@ -1,4 +1,4 @@
-"""Checksums: equal for equal bytes, different for what goes wrong in transit."""
+"""Checksums: equal for equal bytes, different for the faults that happen in transit."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def test_any_flipped_bit_changes_the_sum_of_its_slice_alone() -> None:
     assert torch.equal(checksums(words_W.clone()), expected)
 
 
-def test_words_and_pages_that_trade_places_change_it() -> None:
+def test_exchanged_words_and_pages_change_the_checksum() -> None:
     checksums = Checksums(0, [32])
     words_W = random_words(32)
     for first, second, length in ((3, 40, 1), (0, 512, 512), (512, 1024, 512)):
@@ -34,7 +34,7 @@ def test_words_and_pages_that_trade_places_change_it() -> None:
         assert not torch.equal(checksums(swapped_W), checksums(words_W)), (first, second)
 
 
-def test_runs_of_equal_slices_sum_as_each_alone() -> None:
+def test_runs_of_equal_slices_have_the_sums_of_each_slice_alone() -> None:
     words_W = random_words(9)
     together = Checksums(ROW_WORDS, [1, 1, 3, 3])(words_W)
     alone = [

@@ -1,8 +1,7 @@
-"""Runs one function on several processes that talk over gloo; the results in rank order out, or every rank's
-traceback.
+"""Runs a function on several processes that talk over gloo; returns results in rank order.
 
-The processes are forks of a server that has imported torch and megatron-core once, so that a launch costs
-little.
+A failure raises with every rank's traceback. The processes are forks of a server that has imported
+torch and megatron-core once, so that a launch is cheap.
 """
 
 import gc
@@ -24,10 +23,10 @@ PRELOAD = ["torch", "mcore_rl.train.actor", "pytest"]
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
-    """fn(rank, world_size, port, *args) on `world_size` processes; `port` is free for rank 0's store.
+    """Return fn(rank, world_size, port, *args) of `world_size` processes, in rank order.
 
-    `fn` must be importable by name. AssertionError with the traceback of each rank that failed or did not
-    answer.
+    `port` is free for rank 0's store; `fn` must be importable by name. Raises AssertionError with
+    the traceback of each rank that failed or did not answer within `timeout_s`.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -51,6 +50,19 @@ def run_ranks(
                 process.join()
 
 
+def run_alone(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return fn(*args) of a fresh process, the only rank of megatron-core's process groups."""
+    return run_ranks(_alone, 1, fn, *args)[0]
+
+
+def _alone(rank: int, world_size: int, port: int, fn: Callable[..., Any], *args: Any) -> Any:
+    from mcore_rl.config import ParallelConfig
+    from mcore_rl.train.runtime import init_distributed
+
+    init_distributed(rank, world_size, "127.0.0.1", port, ParallelConfig(), seed=0, timeout_s=60)
+    return fn(*args)
+
+
 def run_each(
     fn: Callable[..., Any],
     world_size: int,
@@ -58,10 +70,10 @@ def run_each(
     *args: Any,
     timeout_s: float = 120.0,
 ) -> list[list[Any]]:
-    """fn(rank, world_size, port, *args, case) of each case on processes of its own; by case, then by rank.
+    """Return fn(rank, world_size, port, *args, case) by case, then by rank.
 
-    A training step leaves its model and the threads of its process groups in the process. Cases of fewer
-    processes than there are cores run side by side.
+    Each case has processes of its own, since a training step leaves its model and the threads of
+    its process groups behind. Cases with fewer processes than there are cores run side by side.
     """
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // world_size)) as pool:
         running = [
@@ -84,7 +96,7 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
             except EOFError:
                 succeeded, value = False, "the process died"
             (results if succeeded else errors)[rank] = value
-        if errors:  # the others may wait for the failed one: give them a moment to tell their side
+        if errors:  # the other ranks may wait for the failed one; give them a moment to fail, too
             deadline = min(deadline, time.monotonic() + 3.0)
     for rank in waiting:
         errors[rank] = f"no answer within {timeout_s:.0f} s or after another rank's failure"
@@ -111,7 +123,6 @@ def _rank_main(
         answer = (True, fn(rank, world_size, port, *args))
     except BaseException:
         answer = (False, traceback.format_exc())
-    connection.send_bytes(
-        pickle.dumps(answer)
-    )  # plain pickle: tensors by value, not by shared memory
+    # plain pickle sends tensors by value; multiprocessing's would share their memory
+    connection.send_bytes(pickle.dumps(answer))
     connection.close()

@@ -1,4 +1,7 @@
-"""What the experts of this rank really compute on: rows at their input, found again among routers' tokens."""
+"""Records which tokens the experts of this rank really compute on.
+
+Rows at an expert's input are matched with rows at the routers' inputs, whose tokens are known.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,11 +13,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from mcore_rl.train.actor import Actor
 
 Row = tuple[int, bytes]
-"""(layer from 0, a hidden state), which is a token's name here: no two of a test are alike."""
+"""(layer from 0, bytes of a hidden state). It identifies a token: no two in a test are equal."""
 
 
 class Watch:
-    """Notes the input of every router and of every expert; token ids must differ between all tokens."""
+    """Records the input of every router and every expert; all token ids must differ."""
 
     def __init__(self, actor: Actor) -> None:
         self.clear()
@@ -29,7 +32,7 @@ class Watch:
         self._experts: list[tuple[Row, int]] = []
 
     def take(self) -> tuple[dict[Row, int], list[tuple[Row, int]]]:
-        """(token id of each row that a router here got, row and expert of each that an expert here got)."""
+        """Return (token id by row at a router's input, (row, expert) of each expert's input)."""
         taken = self._tokens, self._experts
         self.clear()
         return taken
@@ -54,9 +57,11 @@ class Watch:
 def experts_by_token(
     seen: Iterable[tuple[dict[Row, int], list[tuple[Row, int]]]],
 ) -> dict[tuple[int, int], set[int]]:
-    """(layer, token id) -> the experts that computed on it, from what all ranks saw."""
+    """Return (layer, token id) -> the experts that computed on it, from all ranks' records."""
     per_rank = list(seen)
-    tokens = {row: token for found, _ in per_rank for row, token in found.items()}
+    tokens: dict[Row, int] = {}
+    for routed, _ in per_rank:
+        tokens |= routed
     experts: dict[tuple[int, int], set[int]] = defaultdict(set)
     for _, computed in per_rank:
         for (layer, row), expert in computed:

@@ -1,9 +1,12 @@
 """One rank of an SGLang engine with FP8 weights, linked as in a run, but not serving.
 
-SGLang 0.5.23 serves FP8 on the CPU only with AMX. What loads weights is its own: model, parameters, loaders.
-Arguments: JSON {"hf_dir", "sizes", "rank"}. Then a line of JSON in, a line of JSON out:
-{"link"}: connect; {"link", "version"}: receive; {"expected": safetensors file}: which parameters differ from
-those that SGLang itself loads from it.
+SGLang 0.5.23 serves FP8 on the CPU only with AMX. Model, parameters and loaders are its own.
+Arguments: JSON {"hf_dir", "sizes", "rank"}. Then each line of JSON on stdin is answered by one on
+stdout:
+
+{"link"}                         connect
+{"link", "version"}              receive
+{"expected": safetensors file}   name parameters that differ from what SGLang loads from the file
 """
 
 # pyright: reportMissingImports=false
@@ -26,12 +29,14 @@ from tests.support.sglang_layout_checks import engine_model
 
 
 def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # SGLang prints
     use_cpu([])
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)
     with engine_model(hf_dir, "bfloat16", SGLangSizes(**sizes), rank) as model:
-        receiver, tensors = WeightReceiver(), loaded_parameters(model)
+        receiver = WeightReceiver()
+        tensors = loaded_parameters(model)
         spoil(tensors)
         load_weights = on_calling_thread(model.load_weights)
         print("{}", file=answers, flush=True)
@@ -50,7 +55,7 @@ def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
 
 
 def compare(model: Any, found: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Any]:
-    """How many parameters are FP8, and which differ in any bit from what SGLang loads from `weights`."""
+    """How many parameters are FP8, and which differ in a bit from what SGLang loads."""
     wanted = loaded_parameters(model)
     spoil(wanted)
     model.load_weights(iter(weights.items()))
@@ -63,6 +68,7 @@ def compare(model: Any, found: dict[str, Tensor], weights: dict[str, Tensor]) ->
 
 
 def spoil(tensors: Mapping[str, Tensor]) -> None:
+    """Set every byte to 0xFF, which no weight has."""
     for tensor in tensors.values():
         _bytes(tensor).fill_(0xFF)
 

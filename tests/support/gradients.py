@@ -1,4 +1,4 @@
-"""Gradients of a model spread over ranks, as boxes of HF tensors, and whether layouts agree on them."""
+"""Gradients of a model spread over ranks as boxes of HF tensors, and their comparison."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -15,7 +15,7 @@ Boxed = list[tuple[Box, Tensor]]
 
 
 def boxed_gradients(model: TrainedModel) -> Boxed:
-    """Every gradient of the last step that this rank has a parameter for; collective."""
+    """Return the last step's gradient of every parameter of this rank; a collective."""
     _gather_gradients(model)
     gradients = {
         f"{i}.{name}": cast(Any, parameter).main_grad
@@ -26,7 +26,7 @@ def boxed_gradients(model: TrainedModel) -> Boxed:
 
 
 def whole_gradients(boxed: Boxed) -> dict[str, torch.Tensor]:
-    """HF name -> gradient, put together from the boxes of one process."""
+    """Return HF name -> gradient, assembled from the boxes of one process."""
     whole: dict[str, torch.Tensor] = {}
     for box, gradient in boxed:
         start = whole.get(box.name, torch.empty(0))
@@ -48,21 +48,20 @@ def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
 def check_gradients(
     per_rank: Sequence[Boxed], wanted: dict[str, Tensor], layout: Any, tolerance: float = 1e-6
 ) -> None:
-    """All of `wanted` is there, to `tolerance` of the largest."""
+    """Check that all ranks together hold `wanted`, within `tolerance` times its largest value."""
     largest = max(g.abs().max().item() for g in wanted.values())
     covered: dict[str, int] = {}
     for boxed in per_rank:
         for box, gradient in boxed:
-            difference = (
-                (gradient - wanted[box.name][tuple(map(slice, box.start, box.stop))]).abs().max()
-            )
+            part = wanted[box.name][tuple(map(slice, box.start, box.stop))]
+            difference = (gradient - part).abs().max()
             assert difference <= tolerance * largest, (layout, box, difference.item(), largest)
             covered[box.name] = covered.get(box.name, 0) + box.numel
     assert all(covered[name] >= g.numel() for name, g in wanted.items()), layout
 
 
 def _gather_gradients(model: TrainedModel) -> None:
-    """Undo the distributed optimizer's reduce-scatter: whole gradients on every rank."""
+    """Undo the distributed optimizer's reduce-scatter, so that every rank has whole gradients."""
     for chunk in model.chunks:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers:
             group = buffer.data_parallel_group

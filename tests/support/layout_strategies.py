@@ -122,7 +122,7 @@ def topologies(draw: st.DrawFn, num_sources: int, num_targets: int) -> Topology:
     return RegularHosts(draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 8)))
 
 
-GRAINS = st.builds(
+GRANULARITIES = st.builds(
     SplitGranularity, min_bytes=st.sampled_from([1, 64, 1 << 16]), rows=st.sampled_from([1, 2, 4])
 )
 

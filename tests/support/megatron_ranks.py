@@ -1,5 +1,7 @@
-"""Real Megatron ranks as a loop's trainer and a SyncController's; their weights gathered by Megatron alone, by HF
-name.
+"""Real Megatron ranks, as the trainer of a loop and of a SyncController.
+
+Their weights are also gathered by Megatron and torch alone, and named and split here by hand: an
+oracle for `mcore_rl.slices`.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.build import TokenLoss, make_policy_loss
+from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.config import Config
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.stream.sender import WeightSender
@@ -29,39 +31,41 @@ from tests.support.trainer_processes import ProcessRanks
 
 
 class MegatronRanks(ProcessRanks):
-    """The RankCalls of a PackedTrainer and the TrainerRanks of a SyncController, in processes of their own."""
+    """RankCalls of a PackedTrainer and TrainerRanks of a SyncController, in processes."""
 
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self.world_size, port = world_size, find_free_port("127.0.0.1")
-        self._pipes, self.processes = [], []
+        self.world_size = world_size
+        self._pipes = []
+        self.processes = []
+        port = find_free_port("127.0.0.1")
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
+            own_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, world_size, port), daemon=True
+                target=_serve, args=(child_end, rank, world_size, port), daemon=True
             )
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(own_end)
             self.processes.append(process)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return asyncio.run(self._call_all(method, *args))
 
     def build(self, config: Config) -> None:
-        """A new actor of the recipe, whose layout has as many ranks."""
+        """Build a new actor of the recipe, whose layout has one rank per process."""
         self.call("build", config)
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
     ) -> list[list[TokenScores]]:
-        return _of_owners(self.call("compute_logprobs", per_dp, options))
+        return _owner_answers(self.call("compute_logprobs", per_dp, options))
 
     def train_step(
         self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
     ) -> StepStats:
-        return _of_owners(self.call("train_step", per_dp, temperature, num_tokens))[0]
+        return _owner_answers(self.call("train_step", per_dp, temperature, num_tokens))[0]
 
     def save(self, folder: str | Path, extra: dict[str, Any]) -> None:
         self.call("save", Path(folder), extra)
@@ -70,8 +74,8 @@ class MegatronRanks(ProcessRanks):
         self.call("finish_save")
 
 
-def _of_owners(answers: Sequence[Any]) -> list[Any]:
-    """By data-parallel coordinate, which grows with the rank."""
+def _owner_answers(answers: Sequence[Any]) -> list[Any]:
+    """The answers that are not None, by data-parallel coordinate, which grows with the rank."""
     return [answer for answer in answers if answer is not None]
 
 
@@ -81,7 +85,9 @@ class _MegatronRank:
     _sender: WeightSender
 
     def __init__(self, rank: int, world_size: int, port: int) -> None:
-        self._rank, self._world_size, self._port = rank, world_size, port
+        self._rank = rank
+        self._world_size = world_size
+        self._port = port
 
     def build(self, config: Config) -> None:
         init_distributed(
@@ -140,7 +146,7 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
 
 
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights in a Megatron checkpoint by HF name: put together by torch, renamed and split by hand."""
+    """A Megatron checkpoint's weights by HF name: assembled by torch, named and split by hand."""
     model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer)\.")
     return dict(_hf_tensors(model, config))
 
@@ -188,7 +194,7 @@ OTHER_NAMES = {
     "MiniMaxM2ForCausalLM": NUMBERED,
     "Qwen2MoeForCausalLM": {"mlp.shared_experts.": "mlp.shared_expert."},
 }
-"""Architecture -> what is written otherwise than above, in this order."""
+"""Architecture -> replacements in HF names, made in this order."""
 
 
 def _hf_tensors(
@@ -198,11 +204,11 @@ def _hf_tensors(
         if key in MODEL_NAMES:
             yield MODEL_NAMES[key], tensor[: config["vocab_size"]] if "norm" not in key else tensor
             continue
-        found = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.*)", key)
-        assert found, key
-        layers = tensor[None] if found[1] else tensor
-        for i, layer in enumerate(layers, start=int(found[1] or 0)):
-            for name, part in _layer_tensors(found[2], layer, config):
+        match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.*)", key)
+        assert match, key
+        layers = tensor[None] if match[1] else tensor
+        for i, layer in enumerate(layers, start=int(match[1] or 0)):
+            for name, part in _layer_tensors(match[2], layer, config):
                 for usual, other in OTHER_NAMES.get(config["architectures"][0], {}).items():
                     name = name.replace(usual, other)
                 yield f"model.layers.{i}.{name}", part.contiguous()

@@ -1,4 +1,4 @@
-"""A run's loop over Megatron ranks and SGLang engines, both plain processes, where a run has Ray's."""
+"""The loop of a run over Megatron ranks and SGLang engines in plain processes, without Ray."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from mcore_rl.algo.build import Advantages
+from mcore_rl.algo.estimator import Advantages
 from mcore_rl.cluster.run import engine_spec, experts_shape
 from mcore_rl.config import (
     CheckpointConfig,
@@ -57,7 +57,10 @@ TIMEOUT_S = 60.0
 def make_config(
     hf_dir: Path, layout: Mapping[str, int], steps: int = 1, *, routed_experts: bool = True
 ) -> Config:
-    """GRPO; `routed_experts`: on the engines' choice of experts. Their bias is steered where there is one."""
+    """A GRPO recipe; the router's expert bias is trained if the family has one.
+
+    `routed_experts`: train on the experts that the engines chose.
+    """
     hf_config = read_hf_config(hf_dir)
     names = family_of(hf_config).shapes(hf_config)
     has_bias = any(name.endswith("e_score_correction_bias") for name in names)
@@ -80,9 +83,9 @@ def make_config(
 def start_engines(
     config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]
 ) -> list[EngineProcess]:
-    """One of each of `sizes`, options of RolloutConfig."""
+    """Start an engine for each of `sizes`, which are options of RolloutConfig."""
     policy = ModelFacts.read(config.model.path)
-    recipes = [replace(config, rollout=replace(config.rollout, **of_one)) for of_one in sizes]
+    recipes = [replace(config, rollout=replace(config.rollout, **own)) for own in sizes]
     engines = [
         EngineProcess(engine_spec(recipe, policy, folder / f"engine{i}.log"))
         for i, recipe in enumerate(recipes)
@@ -109,7 +112,7 @@ def share_of_even_tokens(samples: Sequence[Sample]) -> Scores:
 
 @dataclass
 class Memory:
-    """A log of one step."""
+    """A log that keeps one step in memory."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
@@ -126,14 +129,18 @@ class Memory:
 
 
 class MegatronRun:
-    """Trains what `ranks` have built of `config` on what `engines` sample."""
+    """Trains the actors that `ranks` have built of `config` on samples of `engines`."""
 
     def __init__(
         self, config: Config, ranks: MegatronRanks, engines: Sequence[EngineProcess], folder: Path
     ) -> None:
-        self.config, self._ranks, self._engines = config, ranks, engines
+        self.config = config
         self._policy = ModelFacts.read(config.model.path)
-        self.folder, self.log, self._loop = RunFolder(folder), Memory(), EventLoop()
+        self._ranks = ranks
+        self._engines = engines
+        self.folder = RunFolder(folder)
+        self.log = Memory()
+        self._loop = EventLoop()
         self.health = EngineHealth([engine.url for engine in engines])
         self.sync_controller = SyncController(
             ranks,
@@ -150,8 +157,9 @@ class MegatronRun:
         )
 
     def train(self, start_step: int) -> None:
-        """Sync, and the steps after `start_step`, each with a sync; the last one's checkpoint is kept."""
-        watched, health = self._loop.run, self.health
+        """Sync, then run the steps after `start_step`; the last one saves a checkpoint."""
+        watched = self._loop.run
+        health = self.health
         gpus = SharedGpus(EngineMemory([], TIMEOUT_S), watched)
         canary = Canary(
             self.trainer,

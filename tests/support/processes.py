@@ -1,4 +1,4 @@
-"""Sender and receiver processes around one engine, linked as in a run, without SGLang; one may be killed."""
+"""Trainer and engine ranks as processes, linked as in a run, without SGLang; one may be killed."""
 
 import multiprocessing as mp
 import os
@@ -16,6 +16,7 @@ from torch import Tensor
 from mcore_rl.device import device, set_local_device
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.layouts.engine_trace import trace_load_weights
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
@@ -36,19 +37,21 @@ Cut = Callable[[Mapping[str, Tensor], int, int, str], tuple[list[Shard], dict[st
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on trainer rank `rank` when it starts its message number `message`."""
+    """A fault on sender `rank` of a link, when it starts its message number `message`."""
 
     rank: int
     message: int
     kind: str
-    """corrupt: one byte changes in transit; kill, stop: the process gets SIGKILL, SIGSTOP."""
+    """"corrupt": a byte changes in transit; "kill", "stop": the process gets SIGKILL, SIGSTOP."""
 
 
 class FaultyTransport:
-    """The transport of one rank, except that a fault happens to it."""
+    """A rank's real transport, to which a fault happens."""
 
     def __init__(self, transport: Transport, fault: Fault) -> None:
-        self._transport, self._fault, self._started = transport, fault, 0
+        self._transport = transport
+        self._fault = fault
+        self._num_sent = 0
 
     def memory(self, peer: int) -> Tensor | None:
         return self._transport.memory(peer)
@@ -57,14 +60,14 @@ class FaultyTransport:
         return self._transport.device(peer)
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        if self._started == self._fault.message:
+        if self._num_sent == self._fault.message:
             if self._fault.kind == "corrupt":
                 tensor_u8[-3] ^= 1
             else:
                 os.kill(
                     os.getpid(), signal.SIGKILL if self._fault.kind == "kill" else signal.SIGSTOP
                 )
-        self._started += 1
+        self._num_sent += 1
         self._transport.send(tensor_u8, peer, what)
 
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
@@ -92,21 +95,24 @@ class Scene:
     absent_sender: int | None = None
     """This trainer rank never connects."""
     staged: bool = False
-    is_far: bool = False
-    """Bytes travel as between machines."""
+    between_machines: bool = False
+    """Bytes take the route they take between machines."""
     on_gpu: tuple[bool, bool] = (False, False)
-    """Whether the senders' and the receivers' tensors lie on GPUs, of which ranks take one each in turns."""
+    """Whether the tensors of senders and of receivers lie on GPUs; ranks take one each, in turns.
+    """
 
     @property
     def make_transport(self) -> MakeTransport:
-        if not self.is_far:
+        if not self.between_machines:
             return make_routed_transport
         return make_gpu_pair_transport if all(self.on_gpu) else make_gloo_transport
 
 
 def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
-    """Connect once, sync `num_syncs` versions; per sender its reports (None if it died), per receiver its
-    reports and final parameters, and the number of keys left in the store.
+    """Connect once and sync `num_syncs` versions.
+
+    Returns each sender's reports (None if it died), each receiver's reports and final parameters,
+    and the number of keys left in the store.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tests.support.processes"])
@@ -125,15 +131,15 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     num_ranks = scene.num_senders + scene.num_receivers
     started = context.Barrier(num_ranks)
     for rank in range(num_ranks):
-        ours, theirs = context.Pipe(duplex=False)
+        own_end, child_end = context.Pipe(duplex=False)
         processes.append(
             context.Process(
-                target=_rank_main, args=(theirs, started, scene, link, rank), daemon=True
+                target=_rank_main, args=(child_end, started, scene, link, rank), daemon=True
             )
         )
         processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
+        child_end.close()
+        pipes.append(own_end)
     answers: dict[int, Any] = {}
     give_up_s = time.monotonic() + 2 * scene.timeout_s + 20
     while len(answers) < len(pipes) and time.monotonic() < give_up_s:
@@ -157,7 +163,7 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
 
 
 def expected_parameters(scene: Scene, receiver: int, version: int) -> dict[str, Tensor]:
-    """What the engine's own loader puts there from the full tensors."""
+    """The parameters that the engine's own loader makes of the full tensors of `version`."""
     engine = FusedEngine(receiver, scene.num_receivers, getattr(torch, scene.dtype))
     engine.load_weights(make_tensors(seed=version).items())
     return dict(engine.named_parameters())
@@ -165,7 +171,8 @@ def expected_parameters(scene: Scene, receiver: int, version: int) -> dict[str, 
 
 def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> None:
     torch.set_num_threads(1)
-    started.wait(60)  # a process that starts late is not the lateness that scenes are about
+    _trace_once()
+    started.wait(60)  # scenes measure how late a fault is noticed, not how late processes start
     is_sender = rank < scene.num_senders
     if any(scene.on_gpu):
         set_local_device(rank)
@@ -174,6 +181,13 @@ def _rank_main(pipe: Any, started: Any, scene: Scene, link: Link, rank: int) -> 
     )
     pipe.send_bytes(pickle.dumps(answer))  # plain pickle: tensors by value, not by shared memory
     pipe.close()
+
+
+def _trace_once() -> None:
+    """Trace a loader: the first trace of a process imports torch modules for seconds."""
+    engine = FusedEngine(0, 1, torch.float32)
+    typed = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in make_tensors().items()}
+    trace_load_weights(engine.load_weights, typed, dict(engine.named_parameters()))
 
 
 def _send(scene: Scene, link: Link, rank: int) -> list[Report]:
@@ -229,7 +243,10 @@ def _receive(scene: Scene, link: Link, receiver: int) -> tuple[list[Report], dic
 
 
 def _stage(link: Link, rank: int, version: int) -> Report:
-    """StageRequest as the controller does, once all have swapped the version before; the report of this rank."""
+    """Request a version as the controller does, once all ranks have swapped in the one before it.
+
+    Returns the report of this rank.
+    """
     store = LinkStore.open(link)
     give_up_s = time.monotonic() + 2 * link.timeout_s
     while (

@@ -1,4 +1,4 @@
-"""A small set of HF tensors, cut over ranks in the ways that training and engines cut them."""
+"""A small set of HF tensors, cut over ranks as training and engines cut them."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +12,7 @@ HIDDEN, HEADS, EXPERTS, VOCAB = 12, 6, 4, 33
 
 
 def make_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """HF name -> float32 tensor."""
+    """HF name -> random float32 tensor."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "embed.weight": (VOCAB, HIDDEN),
@@ -30,13 +30,17 @@ def make_tensors(seed: int = 0) -> dict[str, Tensor]:
 def _cut(
     hf: Mapping[str, Tensor], rank: int, world_size: int, dtype: str, axis_of: Mapping[int, int]
 ) -> tuple[list[Shard], dict[str, Tensor]]:
-    shards, tensors = [], {}
+    """A rank's shards and local tensors; `axis_of`: number of axes -> axis that is cut."""
+    shards = []
+    tensors = {}
     for name, tensor in hf.items():
-        start, stop = [0] * tensor.dim(), list(tensor.shape)
+        start = [0] * tensor.dim()
+        stop = list(tensor.shape)
         axis = axis_of.get(tensor.dim())
         if axis is not None:
             size = tensor.shape[axis]
-            start[axis], stop[axis] = rank * size // world_size, (rank + 1) * size // world_size
+            start[axis] = rank * size // world_size
+            stop[axis] = (rank + 1) * size // world_size
         box = Box(name, tuple(start), tuple(stop))
         part = tensor[tuple(map(slice, start, stop))].to(getattr(torch, dtype)).clone().contiguous()
         tensors[f"local.{name}"] = part
@@ -62,26 +66,27 @@ def expert_cut(
     hf: Mapping[str, Tensor], rank: int, world_size: int, dtype: str
 ) -> tuple[list[Shard], dict[str, Tensor]]:
     """Experts dealt out to the ranks; the rest on every rank, as data-parallel replicas are."""
-    mine = {
-        name: tensor
-        for name, tensor in hf.items()
-        if not name.startswith("experts.")
-        or int(name.split(".")[1]) * world_size // EXPERTS == rank
-    }
-    return _cut(mine, 0, 1, dtype, {})
+    own = {}
+    for name, tensor in hf.items():
+        is_expert = name.startswith("experts.")
+        if not is_expert or int(name.split(".")[1]) * world_size // EXPERTS == rank:
+            own[name] = tensor
+    return _cut(own, 0, 1, dtype, {})
 
 
 class FusedEngine(nn.Module):
-    """One rank of a tensor-parallel engine: fused qkv, stacked experts, padded vocabulary, own loader."""
+    """A tensor-parallel engine rank: fused qkv, stacked experts, padded vocabulary."""
 
     def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.rank, self.world_size = rank, world_size
+        self.rank = rank
+        self.world_size = world_size
 
         def empty(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype), requires_grad=False)
 
-        rows, inner = HEADS * 2 // world_size, 8 // world_size
+        rows = HEADS * 2 // world_size
+        inner = 8 // world_size
         self.embed = empty(-(-VOCAB // world_size), HIDDEN)
         self.norm = empty(HIDDEN)
         self.qkv = empty(3 * rows, HIDDEN)

@@ -1,4 +1,4 @@
-"""Real engines linked to two trainer ranks that follow two checkpoints in turns."""
+"""Real engines linked to two trainer ranks, which load one of two checkpoints in turns."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from mcore_rl.rollout.engine import EngineProcess, EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
@@ -20,10 +21,13 @@ from tests.support.engines import save_tiny_moe
 from tests.support.megatron_layout import TrainLayout
 from tests.support.trainer_processes import ProcessRanks
 
+PROMPT = list(range(10, 22))
+"""Token ids"""
+
 
 @dataclass(frozen=True)
 class Stage:
-    """Engines linked to two trainer ranks; two unlike checkpoints."""
+    """Engines linked to two trainer ranks, and two checkpoints of different weights."""
 
     checkpoints: Sequence[Path]
     engines: Sequence[EngineProcess]
@@ -35,28 +39,28 @@ class Stage:
         return [engine.url for engine in self.engines]
 
     def sync(self, version: int, urls: Sequence[str] | None = None) -> Any:
-        """The trainer moves on to checkpoint `version` % 2 and the engines follow."""
+        """Load checkpoint `version` % 2 into the trainer ranks and sync; a SyncReport."""
         self.ranks.load(self.checkpoints[version % 2])
         return asyncio.run(self.sync_controller.sync(version, urls))
 
 
 def save_checkpoints(folder: Path) -> list[Path]:
-    """The same model twice, with other weights throughout, norms included."""
+    """Save the same model twice; every weight differs between the two, norms included."""
     first = Path(save_tiny_moe(folder / "0"))
     second = Path(save_tiny_moe(folder / "1"))
     generator = torch.Generator().manual_seed(1)
     weights = load_file(first / "model.safetensors")
-    noisy = {
-        n: t + 0.3 * t.std() * torch.randn(t.shape, generator=generator) + 0.01
-        for n, t in weights.items()
-    }
+    noisy = {}
+    for name, tensor in weights.items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        noisy[name] = tensor + 0.3 * tensor.std() * noise + 0.01
     save_file(noisy, second / "model.safetensors", metadata={"format": "pt"})
     return [first, second]
 
 
 @contextmanager
 def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> Iterator[Stage]:
-    """An engine of so many ranks for each of `engine_sizes`; `timeout_s`: of a sync."""
+    """Start and link an engine of so many ranks for each of `engine_sizes`."""
     checkpoints = save_checkpoints(folder)
     engines = [
         EngineProcess(
@@ -89,6 +93,7 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
 
 
 def call(url: str, path: str, **body: Any) -> Any:
+    """POST `body` as JSON; the answer, also of an HTTP error."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -105,13 +110,33 @@ def served_version(url: str) -> str:
 
 
 def checksums(url: str) -> list[dict[str, str]]:
-    """SGLang's own hash of every parameter and buffer, by name, for each rank."""
+    """For each rank: name of a parameter or buffer -> SGLang's own hash of it."""
     answer = call(url, "/weights_checker", action="checksum")
     assert answer["success"], answer
     return [rank["checksums"] for rank in answer["ranks"]]
 
 
 def checksums_after_loading(url: str, checkpoint: Path) -> list[dict[str, str]]:
+    """`checksums` once SGLang has loaded `checkpoint` from disk by itself."""
     loaded = call(url, "/update_weights_from_disk", model_path=str(checkpoint))
     assert loaded["success"], loaded
     return checksums(url)
+
+
+def generate(url: str, max_new_tokens: int = 8) -> Any:
+    """The engine's answer to PROMPT, sampled greedily, with log-probs."""
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return call(url, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+
+
+def logprob_error(checkpoint: Path, answer: Any) -> float:
+    """Largest difference of log-probs from those of transformers with `checkpoint`."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ids = [*PROMPT, *answer["output_ids"]]
+    with torch.no_grad():
+        logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    errors = []
+    for i, token in enumerate(answer["output_ids"]):
+        errors.append(abs(float(logprobs_TV[len(PROMPT) - 1 + i, token]) - own[i]))
+    return max(errors)

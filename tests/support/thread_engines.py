@@ -1,7 +1,8 @@
 """Trainer ranks and engines in threads of this process, called by the real SyncController.
 
-An engine is an HTTP server with SGLang's paths and answers. Behind it run a WeightReceiver per rank, and in
-each trainer rank a WeightSender, as in a run. So a sync takes milliseconds, without SGLang and Megatron.
+An engine is an HTTP server with SGLang's paths and answers. Behind it run a WeightReceiver per
+rank, and in each trainer rank a WeightSender, as in a run. So a sync takes milliseconds, without
+SGLang and Megatron.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from tests.support.processes import Fault, FaultyTransport
 from tests.support.sync_layouts import FusedEngine, expert_cut, make_tensors
 
 FaultsByLink = dict[tuple[str, str], Fault]
-"""(relay, engine) of a link, relay empty for trainer ranks -> a fault of the sender of that rank."""
+"""(relay or "" for trainer ranks, engine) of a link -> a fault of the sender of that rank."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class ThreadEngine:
     refused: set[str] = field(default_factory=set)
 
     def holds(self, version: int) -> bool:
-        """Whether every parameter is what the engine's own loader makes of the weights of `version`."""
+        """Whether each parameter is what the engine's loader makes of the weights of `version`."""
         for rank, model in enumerate(self.models):
             expected = FusedEngine(rank, len(self.models), torch.float32)
             expected.load_weights(make_tensors(seed=version).items())
@@ -146,7 +147,7 @@ def _faulty(faults: FaultsByLink) -> Any:
 
 @dataclass
 class ThreadStage:
-    """Trainer ranks, engines, and the faults of their links, which may be changed before a connect."""
+    """Trainer ranks, engines, and faults of their links, to be changed before a connect."""
 
     trainers: ThreadTrainers
     engines: list[ThreadEngine]

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, saved by transformers: the oracle of what a family computes."""
+"""Tiny random models of every family; transformers, which saves them, is the oracle of a family."""
 
 import json
 from pathlib import Path
@@ -220,11 +220,11 @@ SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
         "rotary_dim": 8,
     },
 }
-"""What the published config.json says, SGLang needs, and transformers leaves out when it saves."""
+"""Entries of the published config.json that SGLang needs and transformers does not save."""
 
 
 def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """Save a model of family `kind` with no weight at its usual value: norms not 1, biases not 0."""
+    """Save a random model of family `kind` whose norms are not 1 and whose biases are not 0."""
     import transformers
 
     class_name, settings = MODELS[kind]
@@ -237,7 +237,7 @@ def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
             if (tensor.dim() == 1 or name.endswith("_bias")) and name in saved_names:
                 tensor.add_(0.1 * torch.randn(tensor.shape))
             if name.endswith("sinks"):
-                tensor.copy_(tensor.bfloat16())  # which engines hold them in
+                tensor.copy_(tensor.bfloat16())  # engines hold them in bfloat16
     model.save_pretrained(folder)
     path = folder / "config.json"
     saved = json.loads(path.read_text()) | SAVED_ELSEWHERE.get(kind, {})
@@ -250,7 +250,7 @@ def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def write_reward_model(kind: str, folder: Path) -> Path:
-    """Save a random model of family `kind` with a score for a head, and the arithmetic data's tokenizer."""
+    """Save a random reward model of family `kind` with the tokenizer of the arithmetic data."""
     import transformers
 
     from mcore_rl.data.arithmetic import make_tokenizer, vocabulary

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE model directory and packed batches of unequal lengths, for tests of the training ranks."""
+"""A tiny Qwen3-MoE model directory and packed batches of unequal lengths, for tests of train/."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ NUM_TOKENS = sum(map(sum, LENS))
 
 
 def write_hf_model(folder: Path, **overrides: object) -> Path:
-    """A random model saved by transformers: 4 layers, the second dense, 8 experts top-2, grouped queries."""
+    """Save a random model: 4 layers, the second dense, 8 experts, top 2, grouped queries."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def _make_batch(lens_N: tuple[int, ...], seed: int) -> TrainBatch:
 
 
 def my_batches(batches: list[TrainBatch] | None = None) -> list[TrainBatch]:
-    """This data-parallel rank's share of the micro-batches, by default of `make_batches()`."""
+    """Return this data-parallel rank's share of the micro-batches, default `make_batches()`."""
     return (batches or make_batches())[
         ps.get_data_parallel_rank() :: ps.get_data_parallel_world_size()
     ]
@@ -73,10 +73,10 @@ def my_batches(batches: list[TrainBatch] | None = None) -> list[TrainBatch]:
 def token_loss(
     logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, sums: SequenceSum
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of tokens and, through their sums, of whole sequences."""
+    """Return a loss that depends on each token and on the sum over its sequence, and metrics."""
     assert batch.advantages_T is not None
-    of_sequence_T = sums(torch.where(batch.loss_mask_T, logprobs_T, 0.0))
-    loss_T = (0.001 * of_sequence_T - batch.advantages_T) * logprobs_T - 0.01 * entropy_T
+    sequence_logprob_T = sums(torch.where(batch.loss_mask_T, logprobs_T, 0.0))
+    loss_T = (0.001 * sequence_logprob_T - batch.advantages_T) * logprobs_T - 0.01 * entropy_T
     return loss_T, {"entropy": entropy_T, "nll": -logprobs_T, "nll_max": -logprobs_T}
 
 
@@ -99,10 +99,10 @@ def make_actor(
 def with_engine_records(
     batches: list[TrainBatch], hf_dir: Path
 ) -> tuple[list[TrainBatch], list[Tensor]]:
-    """The batches as an engine might have sampled them, and the router flips [T] that are put into them.
+    """Return (batches as an engine might have sampled them, the router flips [T] put into them).
 
-    Experts are those that transformers chooses, but for every third token another one in layer 2, and for
-    every sixth in layer 3 as well; layer 1 is dense. Every fourth token is stale.
+    The experts are transformers' choice, except that every third token has another one in layer 2,
+    and every sixth in layer 3 as well. Layer 1 is dense. Every fourth token is stale.
     """
     from transformers import AutoModelForCausalLM
 
@@ -133,7 +133,7 @@ def with_engine_records(
 def transformers_logprobs(
     hf_dir: Path, temperature: float = 1.0, batches: list[TrainBatch] | None = None
 ) -> list[torch.Tensor]:
-    """Token-aligned log-probs of each batch, by default of `make_batches()`, one sequence at a time."""
+    """Return token-aligned log-probs of each batch (default `make_batches()`), by sequence."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=torch.float32)

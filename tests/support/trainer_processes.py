@@ -1,4 +1,4 @@
-"""Trainer ranks as plain processes with a checkpoint cut as Megatron cuts it, called by the real SyncController."""
+"""Trainer ranks as plain processes, which hold a checkpoint as Megatron cuts it."""
 
 import asyncio
 import json
@@ -25,27 +25,28 @@ from tests.support.processes import Fault, FaultyTransport
 
 
 class ProcessRanks:
-    """The TrainerRanks that a SyncController calls; `load` stands for a training step."""
+    """The TrainerRanks that the real SyncController calls; `load` stands for a training step."""
 
     def __init__(self, layout: TrainLayout) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "tests.support.trainer_processes"])
         self.world_size = layout.world_size
-        self._pipes, self.processes = [], []
+        self._pipes = []
+        self.processes = []
         for rank in range(layout.world_size):
-            ours, theirs = context.Pipe()
+            own_end, child_end = context.Pipe()
             self.processes.append(
-                context.Process(target=_serve, args=(theirs, layout, rank), daemon=True)
+                context.Process(target=_serve, args=(child_end, layout, rank), daemon=True)
             )
             self.processes[-1].start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(own_end)
 
     def load(self, hf_dir: Path) -> None:
         asyncio.run(self._call_all("load", hf_dir))
 
     def inject(self, engine: str, fault: Fault) -> None:
-        """From the next connect to `engine` on, the fault happens on its rank."""
+        """Have the fault happen on its rank over the next link to `engine`."""
         asyncio.run(self._call_all("inject", engine, fault))
 
     async def connect(self, link: Link) -> Sequence[Report]:
@@ -75,10 +76,11 @@ class ProcessRanks:
 
 
 class _Rank:
-    """What runs in each process."""
+    """A trainer rank, in its process."""
 
     def __init__(self, layout: TrainLayout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
+        self._layout = layout
+        self._rank = rank
         self._tensors: dict[str, torch.Tensor] = {}
         self._faults: dict[str, Fault] = {}
         self._sender: WeightSender | None = None

@@ -1,4 +1,4 @@
-"""What an actor does besides stepping: reference policy, export, recomputation, bfloat16, random weights."""
+"""An actor besides its steps: reference policy, export, recomputation, bfloat16, random weights."""
 
 from pathlib import Path
 from typing import Any

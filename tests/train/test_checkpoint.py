@@ -35,8 +35,9 @@ def step(actor: Actor) -> StepStats | None:
 def save_midway(
     rank: int, world_size: int, port: int, model: ModelConfig, layout: Any, root: Path
 ) -> Any:
-    """Two steps, save, two more steps before anything of that is written; then a save that this
-    process does not live to finish.
+    """Take two steps, save, take two more before anything of the save is written; then save again.
+
+    The process ends before the last save is complete.
     """
     trained = threading.Event()
     write = checkpoint_save._write_buckets

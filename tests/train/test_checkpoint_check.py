@@ -4,7 +4,7 @@ import io
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def write_checkpoint(folder: Path, objects: dict[str, object] | None = None) -> Path:
+def write_checkpoint(folder: Path, objects: Mapping[str, object] | None = None) -> Path:
     """A tensor and some objects in one file, described as torch.distributed.checkpoint does."""
     folder.mkdir()
     values = {"weight": torch.arange(600.0), "rng/shard_0_1": [{"python": 1}], **(objects or {})}

@@ -33,10 +33,8 @@ def batches() -> list[TrainBatch]:
 def make_critic(rank: int, world_size: int, port: int, path: str, layout: Layout) -> Critic:
     parallel = ParallelConfig(**layout)
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
-    train, optimizer = (
-        TrainConfig(router_aux_loss_coef=0.1),
-        OptimizerConfig(lr=1e-3, clip_grad=0.0),
-    )
+    train = TrainConfig(router_aux_loss_coef=0.1)
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
     return Critic(ModelConfig(path=path), parallel, train, optimizer, 6, seed=0)
 
 
@@ -47,7 +45,7 @@ def step(critic: Critic) -> StepStats | None:
 def learn(
     rank: int, world_size: int, port: int, path: str, layouts: list[Layout], out: str
 ) -> list[Any]:
-    """Per layout: values before, statistics of two steps, gradients of the second, values after them."""
+    """Return by layout: values before two steps, the steps' stats, gradients, values after."""
     results: list[Any] = []
     for layout in layouts:
         critic = make_critic(rank, world_size, port, path, layout)
@@ -63,10 +61,8 @@ def learn(
 
 @pytest.mark.gloo
 def test_layouts_agree_and_the_export_is_a_reward_model_of_transformers(tmp_path: Path) -> None:
-    path, out = (
-        str(write_hf_model(tmp_path / "model", tie_word_embeddings=True)),
-        tmp_path / "critic",
-    )
+    path = str(write_hf_model(tmp_path / "model", tie_word_embeddings=True))
+    out = tmp_path / "critic"
     [(before, stats, gradients, after)] = run_ranks(learn, 1, path, [{}], str(out))[0]
     assert all(not values.any() for values in before)
     assert stats[1].loss < stats[0].loss
@@ -74,10 +70,8 @@ def test_layouts_agree_and_the_export_is_a_reward_model_of_transformers(tmp_path
         assert want.abs().max() > 1e-3
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
-    per_rank, wanted = (
-        run_ranks(learn, 2, path, TWO_RANKS, "", timeout_s=300),
-        whole_gradients(gradients),
-    )
+    per_rank = run_ranks(learn, 2, path, TWO_RANKS, "", timeout_s=300)
+    wanted = whole_gradients(gradients)
     for layout, results in zip(TWO_RANKS, zip(*per_rank, strict=True), strict=True):
         check_gradients([boxed for _, _, boxed, _ in results], wanted, layout)
         owners = [result for result in results if result[3] is not None]
@@ -91,13 +85,17 @@ def test_layouts_agree_and_the_export_is_a_reward_model_of_transformers(tmp_path
 
 
 def start_again(rank: int, world_size: int, port: int, reward_model: str, folder: str) -> list[Any]:
-    """Values of a critic that starts from a reward model, and, in another layout, of its checkpoint."""
+    """Return values of a critic that starts from a reward model, and of its resumed checkpoint.
+
+    The checkpoint is loaded in another layout.
+    """
     critic = make_critic(rank, world_size, port, reward_model, {"tp": 2, "ep": 2})
     first = critic.compute_values(my_batches(batches()))
     step(critic)
     critic.save(Path(folder), {"step": 7})
     critic.finish_save()
-    saved, stats = critic.compute_values(my_batches(batches())), step(critic)
+    saved = critic.compute_values(my_batches(batches()))
+    stats = step(critic)
     critic = make_critic(rank, world_size, port, reward_model, {"pp": 2})
     extra = critic.load(Path(folder))
     return [first, saved, stats, critic.compute_values(my_batches(batches())), step(critic), extra]
@@ -107,7 +105,8 @@ def start_again(rank: int, world_size: int, port: int, reward_model: str, folder
 def test_starts_from_a_reward_model_and_goes_on_from_a_checkpoint_in_another_layout(
     tmp_path: Path,
 ) -> None:
-    path, reward_model = str(write_hf_model(tmp_path / "model")), tmp_path / "reward_model"
+    path = str(write_hf_model(tmp_path / "model"))
+    reward_model = tmp_path / "reward_model"
     run_ranks(learn, 1, path, [{}], str(reward_model))
     results = run_ranks(start_again, 2, str(reward_model), str(tmp_path / "step"))
     first, saved, stats, *_ = results[0]
@@ -121,7 +120,7 @@ def test_starts_from_a_reward_model_and_goes_on_from_a_checkpoint_in_another_lay
 
 
 def transformers_values(hf_dir: Path) -> list[Tensor]:
-    """Of `make_batches()`: at each token, what the model of its predecessors gives; 0 at the first."""
+    """Return the values of `make_batches()`: the model's at the preceding token, 0 at the first."""
     from transformers import AutoModelForSequenceClassification
 
     model: Any = AutoModelForSequenceClassification.from_pretrained(hf_dir, dtype=torch.float32)

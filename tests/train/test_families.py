@@ -1,4 +1,4 @@
-"""Every family: log-probs are those of transformers, in one process and cut up, and weights come back."""
+"""Every family computes transformers' log-probs in every layout and exports its weights."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ from tests.support.tiny_training import (
 
 Layout = dict[str, int]
 Case = tuple[str, int, Layout]
-"""Kind of model, and the layout after its number."""
+"""(kind of model, number of the layout, layout)"""
 LAYOUTS: Mapping[str, list[Layout]] = {
     "qwen3_moe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}],
     "qwen2_moe": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 2}],
@@ -54,18 +54,20 @@ LAYOUTS: Mapping[str, list[Layout]] = {
     ],
     "deepseek_v2": [{"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "dp": 2}],
 }
-"""Layouts of four ranks; with two key-value heads, tp = 4 shares each among two ranks."""
+"""Layouts of four ranks. With two key-value heads and tp = 4, two ranks share each head."""
 
 BESIDE = ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.norm.weight")
-"""A layer for multi-token prediction, which a checkpoint may hold and Megatron's model does not."""
+"""A multi-token-prediction layer, which checkpoints may hold but Megatron's model leaves out."""
 WITH_MTP = ("deepseek_v3", "glm4_moe")
 
 
 def run_case(
     rank: int, world_size: int, port: int, folder: Path, case: Case
 ) -> tuple[Any, int, StepStats | None, list[LocalPart]]:
-    """Export, then step: log-probs of this data-parallel rank's batches, its number, the step's report, and
-    where the parameters of the only rank lie.
+    """Export the weights and take a step.
+
+    Returns the log-probs of this rank's batches, its data-parallel coordinate, the step's stats
+    and, if it is the only rank, the parts of Megatron's tensors that its parameters hold.
     """
     from megatron.core import parallel_state as ps
 
@@ -96,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def add_tensors(hf_dir: Path, *names: str) -> None:
-    """Such as transformers does not make: layers for multi-token prediction."""
+    """Add tensors that transformers does not save: layers for multi-token prediction."""
     path = hf_dir / "model.safetensors"
     more = {name: torch.randn(8, 64, dtype=torch.bfloat16) for name in names}
     save_file(load_file(path) | more, path, metadata={"format": "pt"})
@@ -104,14 +106,14 @@ def add_tensors(hf_dir: Path, *names: str) -> None:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> dict[str, Any]:
-    """What one process computes, by family."""
+    """Results of one process, by family."""
     cases = run_each(run_case, 1, [(kind, 0, {}) for kind in MODELS], folder)
     return {kind: case for kind, (case,) in zip(MODELS, cases, strict=True)}
 
 
 @pytest.fixture(scope="module")
 def cut(folder: Path) -> Mapping[tuple[str, int], list[Any]]:
-    """What each of four processes computes, by family and number of the layout."""
+    """Results of four processes in rank order, by family and number of the layout."""
     cases = [(kind, i, layout) for kind in LAYOUTS for i, layout in enumerate(LAYOUTS[kind])]
     results = run_each(run_case, 4, cases, folder)
     return {(kind, i): ranks for (kind, i, _), ranks in zip(cases, results, strict=True)}
@@ -152,13 +154,13 @@ def test_weights_come_back_byte_for_byte(folder: Path, whole: Any, cut: Any, kin
         *(folder / f"{kind}-4-{i}" for i in range(len(LAYOUTS[kind]))),
     ]
     for export in exports:
-        found = {
-            name: t for file in export.glob("*.safetensors") for name, t in load_file(file).items()
-        }
-        assert found.keys() == source.keys()
+        exported = {}
+        for file in export.glob("*.safetensors"):
+            exported |= load_file(file)
+        assert exported.keys() == source.keys()
         for name, tensor in source.items():
-            assert found[name].dtype == tensor.dtype
-            assert torch.equal(found[name], tensor), (export.name, name)
+            assert exported[name].dtype == tensor.dtype
+            assert torch.equal(exported[name], tensor), (export.name, name)
 
 
 def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
@@ -176,7 +178,7 @@ def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
 
 
 def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:
-    """What may stand in a table in place of `rule`, and what is said of it."""
+    """Yield wrong replacements of `rule` in a table, and the error message of each."""
     yield (), "is not in the table"
     wrong = (replace(tensor, axes=(*tensor.axes[:-1], "vocab")) for tensor in rule.tensors)
     yield (replace(rule, tensors=tuple(wrong)),), "has shape"

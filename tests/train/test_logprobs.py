@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probs, entropies and their gradients against log_softmax over the whole vocabulary."""
+"""Vocab-parallel log-probs, entropies and gradients are those of log_softmax on one rank."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_
 from tests.support.distributed import run_ranks
 
 CASES = [(7, 8, 1.0), (10, 16, 0.7), (3, 16, 1.3)]
-"""(vocabulary, padded vocabulary, temperature); in the last one rank 1 of 2 holds nothing but padding."""
+"""(vocabulary, padded vocabulary, temperature); in the last, rank 1 of 2 holds only padding."""
 NUM_TOKENS = 6
 
 
@@ -50,10 +50,8 @@ def test_against_log_softmax(world_size: int) -> None:
         logits_TV, targets_T, w_logprob, w_entropy = make_case(vocab, padded)
         logits_TV.requires_grad_()
         log_p = (logits_TV[:, :vocab] / temperature).log_softmax(-1)
-        logprobs, entropy = (
-            log_p.gather(-1, targets_T[:, None])[:, 0],
-            -(log_p.exp() * log_p).sum(-1),
-        )
+        logprobs = log_p.gather(-1, targets_T[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
         ((logprobs * w_logprob).sum() + (entropy * w_entropy).sum()).backward()
         for rank in ranks:
             torch.testing.assert_close(rank[i][0], logprobs.detach(), rtol=0, atol=2e-6)

@@ -1,4 +1,4 @@
-"""A model that gives up its device memory and takes it back goes on as if it had not."""
+"""Giving up device memory and taking it back does not change training."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.tiny_training import (
 
 
 def steps(rank: int, world_size: int, port: int, path: str, dtype: str, give_up: bool) -> Any:
-    """Bytes held by the parts, log-probs before each of two steps, and the steps' statistics."""
+    """Return bytes by parts held, log-probs before each of two steps, and the steps' stats."""
     model, parallel = ModelConfig(path=path, dtype=dtype), ParallelConfig(tp=2, ep=2)
     actor = make_actor(rank, world_size, port, model, parallel)
     held, logprobs, stats = {}, [], []

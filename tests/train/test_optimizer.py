@@ -1,9 +1,12 @@
-"""The learning-rate schedule."""
+"""The learning-rate schedule, and the parts of an optimizer."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mcore_rl.config import OptimizerConfig
-from mcore_rl.train.optimizer import learning_rate
+from mcore_rl.train.optimizer import learning_rate, parts_of, set_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -26,3 +29,17 @@ def test_a_schedule_shorter_than_its_warm_up() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=10, schedule="linear")
     assert learning_rate(config, 4, total_steps=5) == pytest.approx(0.5)
     assert learning_rate(config, 20, total_steps=5) == 0.0
+
+
+def test_every_group_gets_the_rate() -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 1.0, "eps": 0.5}, {"lr": 2.0}])
+    set_learning_rate(optimizer, 0.25)
+    assert optimizer.param_groups == [{"lr": 0.25, "eps": 0.5}, {"lr": 0.25}]
+
+
+def test_chained_optimizers_are_parts_and_a_single_one_is_its_only_part() -> None:
+    dense, experts = SimpleNamespace(), SimpleNamespace()
+    chained: Any = SimpleNamespace(chained_optimizers=[dense, experts])
+    single: Any = dense
+    assert parts_of(chained) == [dense, experts]
+    assert parts_of(single) == [dense]

@@ -24,7 +24,7 @@ from tests.support.tiny_training import (
 )
 
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "dp": 3}, {"tp": 2, "dp": 3, "ep": 2}]
-"""Tied embeddings of two stages are a bucket of their own; the one before is padded to what 3 ranks share."""
+"""Tied embeddings of two stages have their own bucket; the one before is padded for 3 ranks."""
 ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)
 
 
@@ -41,7 +41,7 @@ def test_every_element_is_updated_by_the_rank_whose_shard_it_lies_in(
 def learn_and_save(
     rank: int, world_size: int, port: int, path: str, root: Path, layout: Any
 ) -> None:
-    """Two steps; then the same state loaded and saved by an actor that never trained."""
+    """Take two steps and save; load that in a new actor and save it again."""
     for resumes in (False, True):
         actor = make_actor(
             rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout), ADAM
@@ -66,7 +66,7 @@ def states_of(folder: Path) -> dict[str, Tensor]:
 
 
 def bytes_of_ranks(folder: Path) -> Counter[str]:
-    """That each rank wrote of the optimizer's state, by the rank in the name of its file."""
+    """Return the bytes of optimizer state that each rank wrote, by the rank in the file's name."""
     written: Counter[str] = Counter()
     for index, stored in FileSystemReader(folder).read_metadata().storage_data.items():
         if index.fqn.startswith("optimizer.state."):

@@ -1,4 +1,4 @@
-"""Context-parallel parts of a packed micro-batch hold every token and every prediction exactly once."""
+"""Context-parallel parts of a micro-batch hold every token and every target exactly once."""
 
 from dataclasses import replace
 
@@ -72,3 +72,23 @@ def test_padding_is_no_more_than_needed(
     lens_N: tuple[int, ...], cp: int, tp: int, wanted: tuple[int, ...]
 ) -> None:
     assert padded_lens(lens_N, cp, tp) == wanted
+
+
+def test_experts_belong_to_the_token_itself_and_padding_has_none() -> None:
+    experts_TLK = torch.arange(5 * 2 * 3, dtype=torch.int16).view(5, 2, 3)
+    batch = replace(make_batch((5,)), routed_experts_TLK=experts_TLK)
+    for rank in range(2):
+        part = make_rank_batch(batch, rank, 2, 1)
+        assert part.routed_experts_TLK is not None
+        real_T = part.sources_T >= 0
+        wanted_TLK = experts_TLK[part.sources_T[real_T]]
+        assert torch.equal(part.routed_experts_TLK[real_T], wanted_TLK)
+        assert (part.routed_experts_TLK[~real_T] == -1).all()
+
+
+def test_the_picture_of_the_module_is_what_it_does() -> None:
+    parts = [make_rank_batch(make_batch((5,)), rank, 2, 1) for rank in range(2)]
+    assert [part.sources_T.tolist() for part in parts] == [[0, 1, -1, -1], [2, 3, 4, -1]]
+    assert [part.targets_T.tolist() for part in parts] == [[1, 2, -1, -1], [3, 4, -1, -1]]
+    assert [part.sequences_T.tolist() for part in parts] == [[0] * 4] * 2
+    assert [part.max_len for part in parts] == [8, 8]

@@ -1,5 +1,6 @@
-"""Router replay on real ranks: experts get the tokens that the batch names, in every layout, and weigh them
-as transformers would.
+"""Router replay on real ranks, in every layout.
+
+Experts get the tokens that the batch names for them, and weigh them as transformers does.
 """
 
 from collections.abc import Iterator
@@ -54,7 +55,10 @@ CASES: list[Case] = [
 
 
 def numbered_batches(model: Path) -> list[TrainBatch]:
-    """Every token has an id of its own, and experts drawn at random, but for the last of each sequence."""
+    """Return batches in which each token has a unique id and random experts.
+
+    The last token of a sequence has no experts, as in an engine's record.
+    """
     config = read_hf_config(model)
     dense = torch.tensor([not has_experts for has_experts in moe_layers(config)])
     generator, first, out = torch.Generator().manual_seed(5), 0, []
@@ -76,10 +80,11 @@ def numbered_batches(model: Path) -> list[TrainBatch]:
 
 
 def everywhere(value: Any) -> Any:
-    """What the rank that owns the output of this data-parallel rank holds."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (ps.get_data_parallel_rank(), value))
-    return next(v for dp, v in found if dp == ps.get_data_parallel_rank() and v is not None)
+    """Return the value of the owning rank of this data-parallel coordinate on all its ranks."""
+    own_dp = ps.get_data_parallel_rank()
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, (own_dp, value))
+    return next(held for dp, held in values if dp == own_dp and held is not None)
 
 
 def run_case(rank: int, world_size: int, port: int, folder: Path, case: Case) -> dict[str, Any]:
@@ -141,12 +146,12 @@ def alone(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def cut(folder: Path) -> list[list[dict[str, Any]]]:
-    """By case, then by rank."""
+    """Results of four ranks, by case, then by rank."""
     return run_each(run_case, 4, CASES, folder)
 
 
 def check_experts(seen: Any, batches: list[TrainBatch], kind: str) -> None:
-    """Every token that the batches name experts for was computed on by these in every layer, by no others."""
+    """Check that exactly the experts a batch names computed on each token, in every layer."""
     experts = experts_by_token(seen)
     layers = sorted({layer for layer, _ in experts})
     assert len(layers) == (4 if kind == "qwen2_moe" else 3)
@@ -162,7 +167,7 @@ def check_experts(seen: Any, batches: list[TrainBatch], kind: str) -> None:
 
 
 def batches_of(folder: Path, kind: str, results: Any, mode: str) -> list[TrainBatch]:
-    """All micro-batches, with the experts that train steps should have used."""
+    """Return all micro-batches with the experts that train steps must have used."""
     batches = torch.load(folder / kind / BATCHES, weights_only=False)
     if mode == "engine":
         return batches
@@ -216,12 +221,14 @@ def test_layouts_compute_what_one_process_does(alone: Any, cut: Any) -> None:
 
 @contextmanager
 def given_experts(experts_LTK: list[Tensor], num_experts: int) -> Iterator[None]:
-    """torch.topk over experts answers with the next layer's given ones where they are known."""
+    """Make torch.topk over experts return the next layer's given experts where they are known."""
     layers, topk = iter(experts_LTK), torch.topk
 
     def choose(x: Tensor, k: int, **options: Any) -> Any:
         values, own = topk(x, k=k, **options)
-        if x.shape[-1] != num_experts or x.dim() > 2:  # not of experts, or of those in a group
+        if (
+            x.shape[-1] != num_experts or x.dim() > 2
+        ):  # not a choice of experts, or one within groups
             return values, own
         given = next(layers)
         taken = torch.where(given >= 0, given, own)
@@ -271,7 +278,7 @@ def wrong_layers(rank: int, world_size: int, port: int, folder: Path) -> None:
         actor.compute_logprobs(fewer)
     none = [replace(b, routed_experts_TLK=None) for b in batches]
     with pytest.raises(
-        ValueError, match=r"train.router_replay=engine, but no one told which experts"
+        ValueError, match=r"train.router_replay=engine, but a micro-batch has no routed experts"
     ):
         actor.train_step(none, token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
 

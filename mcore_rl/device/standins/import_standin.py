@@ -1,7 +1,7 @@
-"""Stand-ins for GPU packages that SGLang imports but does not use on CPU: whatever is asked of them, imports.
+"""Stand-ins for GPU packages that SGLang imports but does not use on CPU.
 
-Every attribute of a stand-in is again one: lower-case names are modules that also pass as decorators,
-capitalised names are empty classes.
+Every name can be imported from a stand-in. Lower-case names are stand-in modules that also work as
+decorators; capitalized names are empty classes.
 """
 
 import importlib.machinery
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class _ClassMeta(type):
-    """Attributes of a stand-in class are their own dotted names."""
+    """Makes each attribute of a stand-in class its own dotted name, a str."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):
@@ -41,12 +41,12 @@ class StandinModule(ModuleType):
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        """Without it `x in standin` would loop over __getitem__ for ever."""
+        """Without it, `x in standin` would call __getitem__ forever."""
         return iter(())
 
 
 class _Finder:
-    """Imports any submodule of the registered packages."""
+    """Imports any submodule of the registered packages as a stand-in."""
 
     def __init__(self) -> None:
         self.roots: set[str] = set()
@@ -81,7 +81,7 @@ def _attribute(owner: str, name: str) -> Any:
 
 
 def stand_in(namespace: dict[str, Any]) -> None:
-    """Turn the package whose globals() are given into a stand-in for everything it does not define."""
+    """Make the package with these globals() a stand-in for every name it does not define."""
     root = namespace["__name__"]
     _FINDER.roots.add(root)
 
@@ -94,7 +94,7 @@ def stand_in(namespace: dict[str, Any]) -> None:
 
 
 def missing(name: str) -> Callable[..., Any]:
-    """A function that imports and raises NotImplementedError, naming itself, when called."""
+    """Return a function that raises NotImplementedError with its name when it is called."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{name} has no CPU implementation here")

@@ -1,4 +1,4 @@
-"""Model families by the architecture that `config.json` names."""
+"""The supported model families, by the architecture that config.json names."""
 
 from mcore_rl.slices.families import (
     deepseek,
@@ -10,7 +10,7 @@ from mcore_rl.slices.families import (
     softmax_moe,
 )
 from mcore_rl.slices.families.refused import REFUSED
-from mcore_rl.slices.families.settings import refuse_quantised, rope_of
+from mcore_rl.slices.families.settings import refuse_quantized, rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
 from mcore_rl.slices.families.value_head import classifier_of
 
@@ -28,11 +28,16 @@ CAUSAL = (
     dense.QWEN2,
     dense.LLAMA,
 )
+"""The tables of causal language models; each has a twin with a value head."""
+
 FAMILIES = {family.architecture: family for family in (*CAUSAL, *map(classifier_of, CAUSAL))}
 
 
 def family_of(hf_config: HfConfig) -> Family:
-    """The table for a model; ValueError names the architecture if there is none."""
+    """Return the family of a model.
+
+    Raises ValueError naming the architecture if it has no family.
+    """
     for architecture in hf_config.get("architectures") or ():
         if architecture in FAMILIES:
             return FAMILIES[architecture]
@@ -47,24 +52,28 @@ def family_of(hf_config: HfConfig) -> Family:
 
 
 def hf_tensor_shapes(hf_config: HfConfig) -> dict[str, Shape]:
-    """HF name -> shape of every tensor of the model, from `config.json` alone."""
+    """Return HF name -> shape of every tensor of the model, from config.json alone."""
     return family_of(hf_config).shapes(hf_config)
 
 
 def refuse_unsupported(hf_config: HfConfig, file: object = "config.json") -> None:
-    """ValueError names the setting in `file` that the family's table or Megatron's layers do not carry."""
+    """Refuse a model that the family's table or Megatron's layers cannot represent.
+
+    Raises ValueError naming the setting and `file`.
+    """
     family = family_of(hf_config)
-    refuse_quantised(hf_config, file)
+    refuse_quantized(hf_config, file)
     for key, values in family.supported.items():
         if key in hf_config and hf_config[key] not in values:
-            wanted = " or ".join(map(repr, values))
-            raise ValueError(f"{key}={hf_config[key]!r} in {file}: only {wanted} is supported")
+            supported = " or ".join(map(repr, values))
+            raise ValueError(f"{key}={hf_config[key]!r} in {file}: only {supported} is supported")
     rope_type = rope_of(hf_config)["rope_type"]
     if rope_type not in family.rope_types:
-        wanted = " or ".join(map(repr, family.rope_types))
-        raise ValueError(f"rope_type={rope_type!r} in {file}: only {wanted} is supported")
+        supported = " or ".join(map(repr, family.rope_types))
+        raise ValueError(f"rope_type={rope_type!r} in {file}: only {supported} is supported")
     refusal = family.refusal(hf_config)
     if refusal:
         raise ValueError(f"{file} cannot be carried: {refusal}")
+    # Both raise ValueError for a setting that is missing.
     family.sizes(hf_config)
     family.options(hf_config)

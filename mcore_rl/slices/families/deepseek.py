@@ -1,4 +1,8 @@
-"""DeepSeek-V3 (also R1, Kimi-K2, Moonlight) and V2: latent attention, shared experts, dense first layers."""
+"""DeepSeek-V3 (also R1, Kimi-K2 and Moonlight) and DeepSeek-V2.
+
+Both have latent attention, shared experts and dense first layers. V3 scores experts by sigmoid and
+chooses them with a bias; V2 scores them by softmax.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -62,7 +66,7 @@ V3 = Family(
         "norm_topk_prob": (True,),
     },
     rope_types=("default", "yarn"),
-    refusal=lambda config: group_refusal(config, 2),
+    refusal=lambda config: group_refusal(config, scored_by=2),
     carried=mtp_names,
 )
 
@@ -86,6 +90,6 @@ V2 = Family(
     },
     rope_types=("default", "yarn"),
     refusal=lambda config: (
-        group_refusal(config, 1) if config.get("topk_method") != "greedy" else ""
+        group_refusal(config, scored_by=1) if config.get("topk_method") != "greedy" else ""
     ),
 )

@@ -1,4 +1,8 @@
-"""Dense models: Qwen3 (norms of queries and keys), Qwen2 (biases of queries, keys and values), Llama."""
+"""Dense models: Llama, Qwen2 and Qwen3.
+
+Qwen2 adds biases of queries, keys and values. Qwen3 normalizes each head's queries
+and keys instead.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -21,7 +25,10 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""The constants of Llama 3's rotary embedding that megatron-core has built in; the factor is free."""
+"""The constants of Llama 3's rotary embedding that megatron-core has built in.
+
+Only the factor can be set.
+"""
 
 
 def _sizes(config: HfConfig, *, qk_norm: QkNorm, qkv_bias: bool) -> Mapping[str, int]:
@@ -42,7 +49,8 @@ def _llama_refusal(config: HfConfig) -> str:
     if rope["rope_type"] == "llama3":
         for key, value in LLAMA3_ROPE.items():
             if rope.get(key) != value:
-                return f"rope_type='llama3' with {key}={rope.get(key)!r}: Megatron has {value!r} built in"
+                given = f"rope_type='llama3' with {key}={rope.get(key)!r}"
+                return f"{given}: Megatron has {value!r} built in"
     return ""
 
 

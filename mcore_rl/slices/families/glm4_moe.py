@@ -1,4 +1,8 @@
-"""GLM-4.5 and 4.6: heads that are rotated by half, shared experts, biased routing, dense first layers."""
+"""GLM-4.5 and GLM-4.6.
+
+The rotary embedding rotates half of each head, experts are chosen with a bias, some experts are
+shared, and the first layers are dense.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -53,7 +57,7 @@ FAMILY = Family(
     after_dense_layers,
     options,
     {**PLAIN_SETTINGS, "attention_bias": (False, True), "norm_topk_prob": (True,)},
-    refusal=lambda config: group_refusal(config, 2),
+    refusal=lambda config: group_refusal(config, scored_by=2),
     carried=mtp_names,
     rotary_share=lambda config: partial_rotary_share(config, default=0.5),
 )

@@ -1,5 +1,10 @@
-"""gpt-oss: sinks and sliding windows in attention, biases everywhere, experts stacked and transposed in one
-tensor, in which the gate's rows and the other projection's alternate.
+"""gpt-oss: attention with sinks and sliding windows, and biases everywhere.
+
+All experts of a layer are stacked in one HF tensor, each transposed, and its gate and up columns
+alternate:
+
+    mlp.experts.gate_up_proj [experts, hidden, 2 * ffn]      Megatron, one tensor per expert
+    expert 0: columns g0 u0 g1 u1 ...                   -->  linear_fc1: rows g0 u0 g1 u1 ...
 """
 
 from collections.abc import Mapping
@@ -20,9 +25,10 @@ from mcore_rl.slices.families.settings import (
 )
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
+WINDOWED = "sliding_attention"
+FULL = "full_attention"
 ALPHA = 1.702
-"""Slope of the experts' sigmoid, which Megatron's quick_gelu and SGLang have built in."""
+"""Slope of the sigmoid in the experts' activation, built into Megatron's quick_gelu and SGLang."""
 
 
 def sizes(config: HfConfig) -> Mapping[str, int]:
@@ -53,11 +59,12 @@ def options(config: HfConfig) -> dict[str, Any]:
 
 
 def _refusal(config: HfConfig) -> str:
-    kinds, num_layers = need(config, "layer_types"), need(config, "num_hidden_layers")
+    kinds = need(config, "layer_types")
+    num_layers = need(config, "num_hidden_layers")
     if len(kinds) != num_layers or not set(kinds) <= {WINDOWED, FULL}:
         return (
-            f"layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}) for {num_layers} layers;"
-            f" each is one of {WINDOWED} and {FULL}"
+            f"layer_types has {len(kinds)} entries ({', '.join(sorted(set(kinds)))}) for"
+            f" {num_layers} layers; each is one of {WINDOWED} and {FULL}"
         )
     if rope_of(config).get("attention_factor") is not None:
         return (
@@ -67,6 +74,7 @@ def _refusal(config: HfConfig) -> str:
 
 
 def _expert_rule(module: str, name: str, *axes: str) -> Rule:
+    """Return the rule of an HF tensor that stacks all experts; `axes` are those of one expert."""
     tensor = HfTensor(f"{rules.HF_LAYER}mlp.experts.{name}", ("experts", *axes))
     return Rule(f"{rules.LAYER}mlp.experts.experts.{module}", (tensor,), "moe", stacked=True)
 

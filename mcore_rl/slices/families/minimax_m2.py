@@ -1,4 +1,8 @@
-"""MiniMax-M2: norms of queries and keys over all heads together, partly rotated heads, biased routing."""
+"""MiniMax-M2.
+
+Queries and keys are normalized over all heads together, the rotary embedding rotates a part of each
+head, and experts are chosen with a bias.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -45,8 +49,9 @@ def _refusal(config: HfConfig) -> str:
 
 
 def _rotary_share(config: HfConfig) -> float:
-    whole = config.get("rotary_dim") or sizes(config)["head"]
-    return partial_rotary_share(config, default=whole / sizes(config)["head"])
+    head = sizes(config)["head"]
+    rotated = config.get("rotary_dim") or head
+    return partial_rotary_share(config, default=rotated / head)
 
 
 FAMILY = Family(

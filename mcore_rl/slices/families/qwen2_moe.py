@@ -1,4 +1,7 @@
-"""Qwen2-MoE: biases of queries, keys and values, softmax routing, a shared expert behind a sigmoid gate."""
+"""Qwen2-MoE: biases of queries, keys and values, softmax routing, and a gated shared expert.
+
+The gate is a sigmoid per token: the shared expert's output is multiplied with it.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Architectures that are known and not carried, with the reason that the error gives."""
+"""Architectures that are known but not supported, with the reason that the error gives."""
 
 from collections.abc import Mapping
 
@@ -13,10 +13,13 @@ REFUSED: Mapping[str, str] = {
     "Qwen3NextForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5MoeForCausalLM": _GATED_DELTA_NET,
     "Qwen3_5MoeForConditionalGeneration": _GATED_DELTA_NET,
-    "MiniMaxForCausalLM": "most of its layers have lightning attention, which Megatron does not have",
+    "MiniMaxForCausalLM": (
+        "most of its layers have lightning attention, which Megatron does not have"
+    ),
     "Llama4ForCausalLM": (
-        "layers without a rotary embedding and attention in chunks, which the attention here does not have"
+        "layers without a rotary embedding and attention in chunks, which the attention here does"
+        " not have"
     ),
     "Llama4ForConditionalGeneration": "it has a vision model, and only text models are carried",
 }
-"""architecture -> why it is refused."""
+"""Architecture -> why it is refused."""

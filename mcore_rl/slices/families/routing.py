@@ -1,4 +1,4 @@
-"""Options of the experts' routing against config.json; what the model cannot do is refused."""
+"""Refuses the routing options of a recipe that its model cannot use."""
 
 from mcore_rl.config import TrainConfig
 from mcore_rl.slices.families import family_of
@@ -7,7 +7,7 @@ from mcore_rl.slices.hf.config import moe_layers
 
 
 def check_routing(train: TrainConfig, config: HfConfig) -> None:
-    """ValueError naming the first option of `train` that a model of this config.json has no use for."""
+    """Raises ValueError naming the first option of `train` that the model has no use for."""
     architecture = config["architectures"][0]
     unused = {
         "router_replay": "none",
@@ -25,7 +25,7 @@ def check_routing(train: TrainConfig, config: HfConfig) -> None:
     has_bias = family_of(config).options(config).get("moe_router_enable_expert_bias")
     if train.router_bias_rate and not has_bias:
         raise ValueError(
-            f"train.router_bias_rate={train.router_bias_rate}, but routers of {architecture} have no bias"
-            " that engines would know of: set train.router_bias_rate=0; train.router_sequence_aux_loss_coef"
-            " balances, too"
+            f"train.router_bias_rate={train.router_bias_rate}, but routers of {architecture} have"
+            " no bias that engines would know of: set train.router_bias_rate=0;"
+            " train.router_sequence_aux_loss_coef balances, too"
         )

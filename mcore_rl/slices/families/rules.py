@@ -1,4 +1,11 @@
-"""Rules that families share: the tensors of Megatron's Transformer Engine layers, module by module."""
+"""Rules that families share: the tensors of Megatron's Transformer Engine layers, module by module.
+
+    Megatron key (without layer number)             HF name
+    decoder.layers.self_attention.linear_qkv.*  <-  model.layers.{layer}.self_attn.{q,k,v}_proj.*
+    decoder.layers.mlp.linear_fc1.weight        <-  model.layers.{layer}.mlp.{gate,up}_proj.weight
+
+table.py explains how the rows of these tensors are laid into one.
+"""
 
 from typing import Any
 
@@ -6,12 +13,13 @@ from mcore_rl.slices.families.table import HfTensor, Rule
 
 LAYER = "decoder.layers."
 HF_LAYER = "model.layers.{layer}."
+ATTENTION = "self_attention."
 
 
 def layer_rule(
     key: str, name: str, *axes: str, where: Any = "layer", dtype: str | None = None
 ) -> Rule:
-    """One HF tensor that is a Megatron tensor as it stands."""
+    """Return the rule of a Megatron tensor that equals one HF tensor."""
     return Rule(LAYER + key, (HfTensor(HF_LAYER + name, axes, dtype),), where)
 
 
@@ -21,12 +29,13 @@ GATE_UP = ("gate_proj", "up_proj")
 def gated_rule(
     key: str, name: str, ffn: str, where: Any, halves: tuple[str, str] = GATE_UP
 ) -> Rule:
-    """linear_fc1 of a gated MLP: the gate's projection above the other."""
+    """Return the rule of a gated MLP's linear_fc1: the gate's rows, then the other half's."""
     tensors = (HfTensor(f"{HF_LAYER}{name}.{half}.weight", (ffn, "hidden")) for half in halves)
     return Rule(LAYER + key, tuple(tensors), where)
 
 
 def _qkv_rule(kind: str, q: str, kv: str, *axes: str) -> Rule:
+    """Return the rule of linear_qkv; `q` and `kv` name the sizes of the HF tensors' rows."""
     rows = {"q": q, "k": kv, "v": kv}
     tensors = (HfTensor(f"{HF_LAYER}self_attn.{x}_proj.{kind}", (rows[x], *axes)) for x in "qkv")
     return Rule(f"{LAYER}self_attention.linear_qkv.{kind}", tuple(tensors), groups="kv_heads")
@@ -61,7 +70,6 @@ GROUPED_QUERY_ATTENTION = (
     layer_rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden", "q"),
 )
 
-ATTENTION = "self_attention."
 LATENT_ATTENTION = (
     layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
     layer_rule(ATTENTION + "linear_q_proj.weight", "self_attn.q_proj.weight", "whole_q", "hidden"),
@@ -106,7 +114,11 @@ DENSE_MLP = (
 def experts(
     name: str = "mlp", halves: tuple[str, str] = GATE_UP, down: str = "down_proj"
 ) -> tuple[Rule, ...]:
-    """Router and routed experts; `name` is the module's within the layer."""
+    """Return the rules of router and routed experts.
+
+    `name` is the MLP's HF module within the layer, `halves` and `down` the projections of an
+    expert.
+    """
     return (
         layer_rule(
             "pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden", where="moe"
@@ -131,18 +143,23 @@ def experts(
 
 EXPERTS = experts()
 NUMBERED_EXPERTS = experts("block_sparse_moe", ("w1", "w3"), "w2")
-"""As Mixtral names them."""
+"""Mixtral's names for the experts' projections."""
 
 
 def expert_bias(name: str) -> Rule:
-    """What keeps the experts' load even without a loss: added to the scores for choosing experts only. A
-    buffer in Megatron, which no gradient changes; training leaves it as loaded unless told to steer it.
+    """Return the rule of the bias that balances the experts' load without a loss.
+
+    The router adds it to the scores only for choosing experts. It is a buffer in Megatron, which no
+    gradient changes; training leaves it as loaded unless `train.router_bias_rate` is set.
     """
     return layer_rule("mlp.router.expert_bias", name, "experts", where="moe", dtype="float32")
 
 
 def shared_experts(name: str) -> tuple[Rule, ...]:
-    """The expert that every token goes to; `name` is the module's within the layer."""
+    """Return the rules of the shared expert, which gets every token.
+
+    `name` is its HF module within the layer.
+    """
     return (
         gated_rule("mlp.shared_experts.linear_fc1.weight", name, "shared_ffn", "moe"),
         layer_rule(

@@ -1,4 +1,10 @@
-"""config.json in, sizes of the axes and TransformerConfig's settings out: what families share."""
+"""config.json in, axis sizes and arguments of TransformerConfig out, as far as families share them.
+
+    sizes      {"hidden": 2048, "q": 4096, ...}             names of axes in a family's rules
+    options    {"hidden_size": 2048, "kv_channels": 128}    megatron-core's TransformerConfig
+
+A family adds up those that it needs.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -11,39 +17,40 @@ PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
 }
-"""What every family here asks of config.json."""
+"""Settings that no family here supports in another value; see `Family.supported`."""
 
-DEQUANTISED = ("fp8", "mxfp4")
-"""What quant_method may be for `mcore-rl-ckpt dequantise`."""
-DEQUANTISE = (
+DEQUANTIZABLE = ("fp8", "mxfp4")
+"""The quant_method values that `mcore-rl-ckpt dequantise` converts."""
+DEQUANTIZE_REMEDY = (
     "write its weights in bfloat16 first: mcore-rl-ckpt dequantise <this directory> <another>"
 )
 
 
-def unquantised(config: HfConfig) -> dict[str, Any]:
-    """config.json of the same model with plain weights."""
+def unquantized(config: HfConfig) -> dict[str, Any]:
+    """Return config.json of the same model with plain weights."""
     return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
-def refuse_quantised(config: HfConfig, file: object) -> None:
-    """ValueError with the remedy if the weights of the model that `file` describes are quantised."""
+def refuse_quantized(config: HfConfig, file: object) -> None:
+    """Raise ValueError with a remedy if the weights of the model in `file` are quantized."""
     settings = config.get("quantization_config")
     if settings is None:
         return
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    only = " and ".join(map(repr, DEQUANTISED))
-    remedy = (
-        DEQUANTISE
-        if method in DEQUANTISED
-        else f"take its plain weights, for only {only} can be converted"
-    )
+    remedy = DEQUANTIZE_REMEDY
+    if method not in DEQUANTIZABLE:
+        convertible = " and ".join(map(repr, DEQUANTIZABLE))
+        remedy = f"take its plain weights, for only {convertible} can be converted"
     raise ValueError(
-        f"the model of {file} is quantised (quantization_config, quant_method={method!r}): {remedy}"
+        f"the model of {file} is quantized (quantization_config, quant_method={method!r}): {remedy}"
     )
 
 
 def need(config: HfConfig, *keys: str) -> Any:
-    """The value of the first of `keys` that config.json has; ValueError names the first if it has none."""
+    """Return the value of the first of `keys` that config.json has.
+
+    Raises ValueError naming the first key if it has none of them.
+    """
     for key in keys:
         if config.get(key) is not None:
             return config[key]
@@ -53,6 +60,7 @@ def need(config: HfConfig, *keys: str) -> Any:
 
 
 def base_sizes(config: HfConfig) -> dict[str, int]:
+    """Return the sizes that every family has; a family with experts overrides the last two."""
     return {
         "vocab": need(config, "vocab_size"),
         "hidden": need(config, "hidden_size"),
@@ -64,16 +72,18 @@ def base_sizes(config: HfConfig) -> dict[str, int]:
 
 
 QkNorm = Literal["none", "head", "projection"]
-"""Whether queries and keys are normalised, and over what: each head by itself, or all heads together."""
+"""Over what queries and keys are normalized: nothing, each head, or the whole projection."""
 
 
 def grouped_query_sizes(
     config: HfConfig, *, qk_norm: QkNorm = "none", qkv_bias: bool = False
 ) -> dict[str, int]:
+    """Return the sizes of grouped-query attention. A size of 0 leaves the norm or bias out."""
     heads = need(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or need(config, "hidden_size") // heads
-    q, kv = heads * head, kv_heads * head
+    q = heads * head
+    kv = kv_heads * head
     return {
         "head": head,
         "q": q,
@@ -87,9 +97,13 @@ def grouped_query_sizes(
 
 
 def latent_sizes(config: HfConfig) -> dict[str, int]:
-    heads, kv_rank = need(config, "num_attention_heads"), need(config, "kv_lora_rank")
-    nope, rope = need(config, "qk_nope_head_dim"), need(config, "qk_rope_head_dim")
-    q_rank, value = config.get("q_lora_rank") or 0, need(config, "v_head_dim")
+    """Return the sizes of latent attention. Without q_lora_rank, q_proj is one matrix."""
+    heads = need(config, "num_attention_heads")
+    kv_rank = need(config, "kv_lora_rank")
+    nope = need(config, "qk_nope_head_dim")
+    rope = need(config, "qk_rope_head_dim")
+    q_rank = config.get("q_lora_rank") or 0
+    value = need(config, "v_head_dim")
     q = heads * (nope + rope)
     return {
         "q": q,
@@ -103,7 +117,7 @@ def latent_sizes(config: HfConfig) -> dict[str, int]:
 
 
 def base_options(config: HfConfig) -> dict[str, Any]:
-    """TransformerConfig's settings that every family here has."""
+    """Return the arguments of TransformerConfig that every family needs."""
     return {
         "num_layers": need(config, "num_hidden_layers"),
         "hidden_size": need(config, "hidden_size"),
@@ -123,6 +137,7 @@ def grouped_query_options(sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def latent_options(config: HfConfig) -> dict[str, Any]:
+    """Return the arguments of latent attention and of its rotary embedding, plain or YaRN."""
     rope = rope_of(config)
     options = {
         "multi_latent_attention": True,
@@ -158,7 +173,7 @@ def expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]
 
 
 def shared_expert_sizes(config: HfConfig) -> dict[str, int]:
-    """Experts by DeepSeek's names; the shared ones are one MLP."""
+    """Return the sizes of experts by DeepSeek's key names; all shared experts are one MLP."""
     expert_ffn = need(config, "moe_intermediate_size")
     return {
         "experts": need(config, "n_routed_experts", "num_local_experts"),
@@ -168,6 +183,7 @@ def shared_expert_sizes(config: HfConfig) -> dict[str, int]:
 
 
 def shared_expert_options(config: HfConfig, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return the arguments of routed and shared experts by DeepSeek's key names."""
     options = {
         **expert_options(config, sizes),
         "moe_shared_expert_intermediate_size": sizes["shared_ffn"] or None,
@@ -184,29 +200,37 @@ BIASED_SIGMOID: Mapping[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.0,
 }
-"""Options of a router that scores by sigmoid and chooses with a bias, which Megatron itself leaves alone."""
+"""Arguments of a router that scores by sigmoid and chooses with a bias.
+
+The update rate of 0 keeps Megatron itself from changing the bias.
+"""
 
 
 def group_refusal(config: HfConfig, scored_by: int) -> str:
-    """megatron-core scores a group by the sum of its best top_k // topk_group experts."""
+    """Return why Megatron would score groups of experts differently, or "" if it would not.
+
+    megatron-core scores a group by the sum of its best top_k // topk_group experts, the model by
+    its best `scored_by`.
+    """
     if (config.get("n_group") or 1) == 1:
         return ""
-    top_k, groups = need(config, "num_experts_per_tok"), need(config, "topk_group")
+    top_k = need(config, "num_experts_per_tok")
+    groups = need(config, "topk_group")
     if top_k // groups == scored_by:
         return ""
     return (
-        f"num_experts_per_tok={top_k} and topk_group={groups}: Megatron would score a group of experts by its"
-        f" best {top_k // groups}, the model by its best {scored_by}"
+        f"num_experts_per_tok={top_k} and topk_group={groups}: Megatron would score a group of"
+        f" experts by its best {top_k // groups}, the model by its best {scored_by}"
     )
 
 
 def after_dense_layers(config: HfConfig, layer: int) -> bool:
-    """Whether a layer has experts in a model whose first `first_k_dense_replace` layers have none."""
+    """Whether a layer has experts where the first `first_k_dense_replace` layers are dense."""
     return layer >= config.get("first_k_dense_replace", 0)
 
 
 def sparse_layers(config: HfConfig, layer: int) -> bool:
-    """Whether a layer has experts as the decoder layers of Qwen2-MoE and Qwen3-MoE in transformers decide."""
+    """Whether a layer of Qwen2-MoE or Qwen3-MoE has experts, by the rule of transformers."""
     return (
         layer not in (config.get("mlp_only_layers") or ())
         and need(config, "num_experts", "num_local_experts") > 0
@@ -215,18 +239,26 @@ def sparse_layers(config: HfConfig, layer: int) -> bool:
 
 
 def every_layer(config: HfConfig, layer: int) -> bool:
+    """Whether a layer has experts in a model without dense layers."""
     return True
 
 
 def mtp_names(config: HfConfig) -> str:
-    """Multi-token-prediction layers come after the others and only serve speculative decoding."""
-    first, count = need(config, "num_hidden_layers"), config.get("num_nextn_predict_layers") or 0
+    """Return a pattern of the HF names in multi-token-prediction layers; "" if there are none.
+
+    These layers come after all others and only serve speculative decoding.
+    """
+    first = need(config, "num_hidden_layers")
+    count = config.get("num_nextn_predict_layers") or 0
     layers = "|".join(map(str, range(first, first + count)))
     return rf"model\.layers\.({layers})\..*" if count else ""
 
 
 def rope_of(config: HfConfig) -> dict[str, Any]:
-    """The rotary embedding's settings with at least rope_type and rope_theta, in either of HF's spellings."""
+    """Return the rotary embedding's settings, with at least rope_type and rope_theta.
+
+    HuggingFace writes them as rope_parameters, in older files as rope_scaling.
+    """
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -234,13 +266,13 @@ def rope_of(config: HfConfig) -> dict[str, Any]:
 
 
 def rope_theta_refusal(config: HfConfig) -> str:
-    """For models in which no rope_theta does not mean 10000."""
+    """Return why a model without rope_theta is refused: in its family the default is not 10000."""
     if "rope_theta" in (config.get("rope_parameters") or ()) or config.get("rope_theta"):
         return ""
     return "it lacks 'rope_theta'"
 
 
 def partial_rotary_share(config: HfConfig, default: float) -> float:
-    """partial_rotary_factor, in either of HF's places."""
+    """Return partial_rotary_factor, which may stand beside the rotary settings or among them."""
     factor = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return default if factor is None else float(factor)

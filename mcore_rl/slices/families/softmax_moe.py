@@ -1,5 +1,7 @@
-"""Grouped-query attention and softmax routing: Qwen3-MoE (norms of each head's queries and keys), Mixtral
-(experts that are named by numbers), OLMoE (norms of queries and keys over all heads together).
+"""Models with grouped-query attention and softmax routing: Qwen3-MoE, Mixtral and OLMoE.
+
+Qwen3-MoE normalizes the queries and keys of each head, OLMoE those of all heads together, Mixtral
+neither.
 """
 
 from collections.abc import Mapping
@@ -33,14 +35,14 @@ def _sizes(config: HfConfig, *, qk_norm: QkNorm, expert_ffn: str) -> Mapping[str
 
 
 def _options(
-    config: HfConfig, *, qk_norm: QkNorm, expert_ffn: str, always_normalised: bool = False
+    config: HfConfig, *, qk_norm: QkNorm, expert_ffn: str, always_normalized: bool = False
 ) -> dict[str, Any]:
     sizes = _sizes(config, qk_norm=qk_norm, expert_ffn=expert_ffn)
     return {
         **base_options(config),
         **grouped_query_options(sizes),
         **expert_options(config, sizes),
-        "moe_router_pre_softmax": not (always_normalised or config.get("norm_topk_prob", False)),
+        "moe_router_pre_softmax": not (always_normalized or config.get("norm_topk_prob", False)),
     }
 
 
@@ -58,7 +60,7 @@ MIXTRAL = Family(
     (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.NUMBERED_EXPERTS),
     partial(_sizes, qk_norm="none", expert_ffn="intermediate_size"),
     every_layer,
-    partial(_options, qk_norm="none", expert_ffn="intermediate_size", always_normalised=True),
+    partial(_options, qk_norm="none", expert_ffn="intermediate_size", always_normalized=True),
     {**PLAIN_SETTINGS, "sliding_window": (None,)},
     refusal=rope_theta_refusal,
 )

@@ -1,8 +1,13 @@
-"""What a family table is made of: rules that lay HF tensors, block by block, into one Megatron tensor.
+"""The parts of a family's table: each rule says which HF tensors make up one Megatron tensor.
 
-linear_qkv, 4 query heads and 2 key-value heads (2 groups)     HF: q_proj = q0 q1 q2 q3,
-q0 q1 k0 v0 | q2 q3 k1 v1                                          k_proj = k0 k1, v_proj = v0 v1
-linear_fc1 of a gated MLP (1 group): gate up                   anything else: 1 group of 1 tensor
+    HF                          Megatron, rows from top to bottom
+    q_proj = q0 q1 q2 q3
+    k_proj = k0 k1         -->  linear_qkv = q0 q1 k0 v0 | q2 q3 k1 v1    2 groups of 3 tensors
+    v_proj = v0 v1
+    gate_proj, up_proj     -->  linear_fc1 = gate up                      1 group of 2 tensors
+    o_proj                 -->  linear_proj = o                           1 group of 1 tensor
+
+A group is the unit that repeats; here each of 2 key-value heads makes one, with its 2 query heads.
 """
 
 import re
@@ -18,9 +23,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class HfTensor:
-    """HF name, in which {layer} and {expert} stand for numbers, and the names of its axis sizes.
+    """An HF tensor of the table; a model in which one of its axes has size 0 does not have it.
 
-    A model in which one of these sizes is 0 has no such tensor. `dtype` is kept whatever the model's is.
+    name    HF name, in which {layer} and {expert} stand for numbers
+    axes    names of the axis sizes (see `Family.sizes`)
+    dtype   torch name of the tensor's dtype if it differs from the model's
     """
 
     name: str
@@ -30,11 +37,15 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Megatron's tensor `key` is, on axis 0, `groups` times a block of rows of each of `tensors` in turn.
+    """A Megatron tensor: on axis 0, every group holds a block of rows of each of `tensors` in turn.
 
-    `key` is written without a layer number. `where` says which layers have it ("model": no layer does).
-    Rows past the last block are vocabulary padding if `padded`, else an error. `stacked`: Megatron has a
-    tensor per expert; the HF tensor holds those of all experts, its first axis, each transposed.
+    key       Megatron's global key, without the layer number
+    tensors   the HF tensors, in the order of their blocks
+    where     the layers that have the tensor; "model": it belongs to no layer
+    groups    name of the size that counts the groups; None: one group
+    padded    rows past the last block are vocabulary padding (otherwise they are an error)
+    stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one
+              tensor per expert
     """
 
     key: str
@@ -46,32 +57,37 @@ class Rule:
 
     @property
     def has_expert_axis(self) -> bool:
-        """Whether Megatron's tensor is that of a routed expert."""
+        """Whether the Megatron tensor belongs to one routed expert."""
         return self.stacked or self.numbers_experts
 
     @property
     def numbers_experts(self) -> bool:
-        """Whether there is an HF tensor for each expert."""
+        """Whether each expert has an HF tensor of its own, with its number in the name."""
         return "{expert}" in self.tensors[0].name
 
     def matrix_axes(self, tensor: HfTensor) -> tuple[str, ...]:
-        """The axes of `tensor` as they lie in Megatron's tensor."""
+        """Return the axes of `tensor` in the order that the Megatron tensor has them."""
         return tensor.axes[:0:-1] if self.stacked else tensor.axes
 
 
 @dataclass(frozen=True)
 class Family:
-    """The table of one architecture. The functions read `config.json`; ValueError names what it lacks.
+    """The table of one architecture. Its functions read config.json.
 
-    sizes          axis sizes by the names used in `rules`
-    is_moe_layer   whether layer number ... has experts
-    options        the model in the words of megatron-core's TransformerConfig; layout and precision not
-    supported      keys of `config.json` -> the values that the table and Megatron carry; absent is fine too
-    rope_types     kinds of rotary embedding that Megatron's layers carry
-    refusal        why a model is refused although each of its settings is supported; empty if it is not
-    carried        pattern of HF names that a checkpoint may hold beside the model: not trained, not synced
-    rotary_share   share of a head's width that the rotary embedding turns
-    alternating    whether the rows of an expert's linear_fc1 are gate, up, gate, up instead of halves
+    They raise ValueError naming a key that config.json lacks.
+
+    sizes          axis sizes by the names that `rules` use
+    is_moe_layer   (config, layer) -> whether the layer has experts
+    options        arguments of megatron-core's TransformerConfig, without layout and precision
+    supported      key of config.json -> values that table and Megatron support, besides absence
+    rope_types     supported kinds of rotary embedding
+    refusal        why a model is refused although each setting is supported; "" if it is not
+    carried        regular expression of HF names that a checkpoint may hold beside the model; these
+                   tensors are neither trained nor synced
+    rotary_share   share of a head's width that the rotary embedding rotates
+    alternating    whether the rows of an expert's linear_fc1 alternate (gate, up, gate, up) instead
+                   of being halves
+    tied           HF tensors that a model with tied embeddings leaves out -> those used instead
     """
 
     architecture: str
@@ -88,27 +104,30 @@ class Family:
     tied: Mapping[str, str] = field(
         default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"}
     )
-    """HF tensors that a model with tied embeddings leaves out -> the tensor that serves in their place."""
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether an HF tensor holds all experts of a layer."""
+        """Whether one HF tensor holds all experts of a layer."""
         return any(rule.stacked for rule in self.rules)
 
     def find(self, key: str) -> tuple[Rule, int | None]:
-        """The rule of a Megatron key and the layer number written in the key, if any.
+        """Return the rule of a Megatron key, and the layer number in the key or None.
 
-        ValueError names a key that the table does not know.
+        Raises ValueError naming the key if the table does not have it.
         """
+        plain = key
+        layer = None
         match = re.fullmatch(r"(.*\.layers\.)(\d+)\.(.*)", key)
-        plain, layer = (match[1] + match[3], int(match[2])) if match else (key, None)
+        if match:
+            plain = match[1] + match[3]
+            layer = int(match[2])
         for rule in self.rules:
             if rule.key == plain:
                 return rule, layer
         raise ValueError(f"Megatron tensor {key!r} is not in the table of {self.architecture}")
 
     def shapes(self, config: HfConfig) -> dict[str, Shape]:
-        """HF name -> shape of every tensor of the model, from its config alone."""
+        """Return HF name -> shape of every tensor of the model."""
         sizes = self.sizes(config)
         return {
             name: tuple(sizes[axis] for axis in tensor.axes)
@@ -116,18 +135,18 @@ class Family:
         }
 
     def dtypes(self, config: HfConfig, dtype: str) -> dict[str, str]:
-        """HF name -> dtype of every tensor of a model whose dtype is `dtype`."""
+        """Return HF name -> torch dtype name of every tensor of a model of dtype `dtype`."""
         return {
             name: tensor.dtype or dtype
             for name, tensor in self._tensors(config, self.sizes(config))
         }
 
     def left_out(self, config: HfConfig) -> frozenset[str]:
-        """HF tensors that this model does not have because its embeddings are tied."""
+        """Return the HF tensors that this model lacks because its embeddings are tied."""
         return frozenset(self.tied) if config.get("tie_word_embeddings", False) else frozenset()
 
     def is_carried(self, config: HfConfig, name: str) -> bool:
-        """Whether a checkpoint may hold the tensor `name` although Megatron's model does not."""
+        """Whether a checkpoint may hold the tensor `name` although the Megatron model does not."""
         pattern = self.carried(config)
         return bool(pattern and re.fullmatch(pattern, name))
 
@@ -140,7 +159,7 @@ class Family:
     def places(
         self, config: HfConfig, sizes: Mapping[str, int]
     ) -> Iterator[tuple[Rule, HfTensor, int | None, int | None]]:
-        """Every tensor of the model: its rule, its place in it, and the numbers of layer and expert."""
+        """Yield (rule, HF tensor, layer or None, expert or None) for every tensor of the model."""
         left_out = self.left_out(config)
         for rule in self.rules:
             present = [
@@ -148,17 +167,23 @@ class Family:
                 for tensor in rule.tensors
                 if tensor.name not in left_out and all(sizes[axis] for axis in tensor.axes)
             ]
-            for layer, expert in self._places(rule, config, sizes) if present else ():
+            if not present:
+                continue
+            for layer, expert in self._numbers(rule, config, sizes):
                 for tensor in present:
                     yield rule, tensor, layer, expert
 
-    def _places(
+    def _numbers(
         self, rule: Rule, config: HfConfig, sizes: Mapping[str, int]
     ) -> Iterator[tuple[int | None, int | None]]:
+        """Yield the (layer, expert) numbers at which the model has the rule's tensors."""
         if rule.where == "model":
             yield None, None
             return
         experts = range(sizes["experts"]) if rule.numbers_experts else (None,)
         for layer in range(sizes["layers"]):
-            if rule.where == "layer" or self.is_moe_layer(config, layer) == (rule.where == "moe"):
+            has_rule = rule.where == "layer" or (
+                self.is_moe_layer(config, layer) == (rule.where == "moe")
+            )
+            if has_rule:
                 yield from ((layer, expert) for expert in experts)

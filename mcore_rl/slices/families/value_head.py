@@ -1,6 +1,9 @@
-"""Models whose output layer gives one number per token: critics, and HuggingFace's reward models.
+"""Models whose output layer gives one value per token: critics, and HuggingFace's reward models.
 
-A causal language model and its twin for sequence classification differ in the output layer alone.
+A causal language model and its twin for sequence classification differ in the output layer alone:
+
+    ...ForCausalLM                hidden states -> lm_head.weight [vocab, hidden] -> log-probs
+    ...ForSequenceClassification  hidden states -> score.weight   [1, hidden]     -> one value
 """
 
 from dataclasses import replace
@@ -8,14 +11,15 @@ from typing import Any
 
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule
 
-CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+CAUSAL = "ForCausalLM"
+CLASSIFIER = "ForSequenceClassification"
 SCORE = "score.weight"
-"""HF name of the value head, [1, hidden]."""
+"""HF name of the value head, of shape [1, hidden]."""
 _RULE = Rule("output_layer.weight", (HfTensor(SCORE, ("one", "hidden")),), where="model")
 
 
 def classifier_of(family: Family) -> Family:
-    """The table of a causal model's twin."""
+    """Return the family of a causal model's twin with a value head."""
     return replace(
         family,
         architecture=family.architecture.replace(CAUSAL, CLASSIFIER),
@@ -27,12 +31,12 @@ def classifier_of(family: Family) -> Family:
 
 
 def has_value_head(config: HfConfig) -> bool:
-    """Whether config.json is of a model that gives a number per token instead of log-probs."""
+    """Whether the model gives one value per token instead of log-probs."""
     return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
 
 
 def with_value_head(config: HfConfig) -> dict[str, Any]:
-    """config.json of the same model with a value head; unchanged where it has one."""
+    """Return config.json of the same model with a value head, which it may already have."""
     architectures = [name.replace(CAUSAL, CLASSIFIER) for name in config["architectures"]]
     return {
         **config,

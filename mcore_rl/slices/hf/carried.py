@@ -1,6 +1,7 @@
-"""Tensors of a checkpoint that are neither trained nor synced, found by name; unchanged they go into exports.
+"""Finds the carried tensors of a checkpoint by name and copies them unchanged into exports.
 
-Such are the layers for multi-token prediction. Peak memory: one file of `max_file_bytes`, or one tensor.
+A carried tensor, such as one of a multi-token-prediction layer, is neither trained nor synced. Peak
+memory: one file of `max_file_bytes`, or one tensor if that is larger.
 """
 
 from collections.abc import Iterator
@@ -17,39 +18,48 @@ from mcore_rl.slices.hf.folder import TEMPORARY, checkpoint_files
 
 
 def carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
-    """HF name -> file of each tensor that the directory, if it has weights at all, holds beside the model."""
+    """Return HF name -> file of each carried tensor; empty if the directory has no weights."""
     family = family_of(config)
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     if not any(hf_dir.glob("*.safetensors")):
-        return found
+        return file_of
     for path in checkpoint_files(hf_dir):
         with safe_open(path, framework="pt") as file:
-            found |= {name: path for name in file.keys() if family.is_carried(config, name)}  # noqa: SIM118
-    return found
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                if family.is_carried(config, name):
+                    file_of[name] = path
+    return file_of
 
 
 def write_carried(
     hf_dir: Path, out_dir: Path, config: HfConfig, max_file_bytes: int = 4 << 30
 ) -> list[CarriedFile]:
-    """Copy the carried tensors of `hf_dir` to `out_dir`; `commit_export` gives the files their names."""
+    """Copy the carried tensors of `hf_dir` to files in `out_dir` and return what was written.
+
+    The files have temporary names until `commit_export` renames them.
+    """
     written = []
-    for number, batch in enumerate(
-        _batches(carried_tensors(hf_dir, config), max_file_bytes), start=1
-    ):
+    batches = _batches(carried_tensors(hf_dir, config), max_file_bytes)
+    for number, batch in enumerate(batches, start=1):
         filename = f"carried-{number:05d}.safetensors"
         save_file(batch, out_dir / (filename + TEMPORARY), metadata={"format": "pt"})
-        written.append(CarriedFile(filename, tuple(batch), sum(t.nbytes for t in batch.values())))
+        written.append(CarriedFile(filename, tuple(batch), _num_bytes(batch)))
     return written
 
 
-def _batches(where: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _batches(file_of: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors by name, in batches of at most `max_file_bytes` or of one tensor."""
     batch: dict[str, Tensor] = {}
-    for name, path in where.items():
+    for name, path in file_of.items():
         with safe_open(path, framework="pt") as file:
             tensor = file.get_tensor(name)
-        if batch and sum(t.nbytes for t in batch.values()) + tensor.nbytes > max_file_bytes:
+        if batch and _num_bytes(batch) + tensor.nbytes > max_file_bytes:
             yield batch
             batch = {}
         batch[name] = tensor
     if batch:
         yield batch
+
+
+def _num_bytes(batch: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in batch.values())

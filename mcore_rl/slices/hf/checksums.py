@@ -1,6 +1,12 @@
-"""Files of a checkpoint in, checksums.json beside them out: CRC-32 of every tensor, which tile each file.
+"""The files of a checkpoint in, checksums.json beside them out.
 
-CRC-32 as in zip and zlib: a flipped byte, and any burst of up to 32 bits, always shows.
+Each file is cut into spans without gaps, one for the header and one per tensor, and each span has a
+CRC-32:
+
+    model-00001.safetensors  | header | q_proj.weight | k_proj.weight |
+                               crc      crc             crc
+
+The CRC-32 is that of zip and zlib. It always shows a flipped byte and any burst of up to 32 bits.
 """
 
 import json
@@ -20,7 +26,7 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, start + num_bytes) of a file, and their CRC-32."""
+    """The bytes [start, start + num_bytes) of a file and their CRC-32."""
 
     start: int
     num_bytes: int
@@ -33,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True)
 class FileSums:
-    """The size of a file and the spans that make it up, in order."""
+    """The size of a file and the spans it consists of, in order and without gaps."""
 
     num_bytes: int
     spans: tuple[Span, ...]
@@ -49,14 +55,17 @@ class FileSums:
 
 
 def sum_file(path: Path, edges: Iterable[int] = ()) -> FileSums:
-    """Checksums of a file cut at byte offsets `edges`. Peak memory: 4 MiB."""
+    """Return the checksums of a file, cut at the byte offsets `edges`. Peak memory: 4 MiB."""
     num_bytes = path.stat().st_size
     cuts = sorted({0, num_bytes, *(edge for edge in edges if 0 < edge < num_bytes)})
     return FileSums(num_bytes, tuple(sum_ranges(path, pairwise(cuts))))
 
 
 def sum_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> list[Span]:
-    """Checksums of bytes [start, stop) of a file. ValueError if it ends before. Peak memory: 4 MiB."""
+    """Return the checksum of each byte range [start, stop) of a file. Peak memory: 4 MiB.
+
+    Raises ValueError if the file ends within a range.
+    """
     buffer = bytearray(_READ_BYTES)
     with path.open("rb") as file:
         return [
@@ -66,7 +75,7 @@ def sum_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> list[Span]:
 
 
 def sum_safetensors(path: Path) -> FileSums:
-    """Checksums of a safetensors file: its header, then each tensor."""
+    """Return the checksums of a safetensors file: one span for the header, then one per tensor."""
     with path.open("rb") as file:
         (header_bytes,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(header_bytes))
@@ -76,20 +85,19 @@ def sum_safetensors(path: Path) -> FileSums:
 
 
 def _sum_range(descriptor: int, start: int, stop: int, buffer: bytearray, path: Path) -> int:
-    view, crc = memoryview(buffer), 0
+    view = memoryview(buffer)
+    crc = 0
     while start < stop:
         count = os.preadv(descriptor, [view[: min(len(buffer), stop - start)]], start)
         if count == 0:
-            raise ValueError(
-                f"{path} ends at byte {start}, it should have {stop}: it was truncated"
-            )
+            raise ValueError(f"{path} ends at byte {start} of at least {stop}: it was truncated")
         crc = zlib_ng.crc32(view[:count], crc)
         start += count
     return crc
 
 
 def write_manifest(folder: Path, sums: Mapping[str, FileSums], name: str = MANIFEST) -> None:
-    """Write what `read_manifest` reads; the file appears whole or not at all."""
+    """Write the checksums for `read_manifest`; the file appears complete or not at all."""
     files = {
         file: {
             "bytes": entry.num_bytes,
@@ -103,8 +111,9 @@ def write_manifest(folder: Path, sums: Mapping[str, FileSums], name: str = MANIF
 
 
 def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, FileSums] | None:
-    """File name -> checksums; None if the checkpoint came without. ValueError names a manifest that is
-    damaged.
+    """Return file name -> checksums, or None if the checkpoint has no manifest.
+
+    Raises ValueError naming the manifest if it is damaged.
     """
     path = folder / name
     if not path.is_file():
@@ -116,12 +125,14 @@ def read_manifest(folder: Path, name: str = MANIFEST) -> dict[str, FileSums] | N
         return {file: _file_sums(entry) for file, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is damaged ({error!r}): take it from the original, or remove it to go without checksums"
+            f"{path} is damaged ({error!r}): copy it from the original again, or remove it to go"
+            " without checksums"
         ) from error
 
 
 def _file_sums(entry: Mapping[str, object]) -> FileSums:
-    num_bytes, spans = entry["bytes"], entry["spans"]
+    num_bytes = entry["bytes"]
+    spans = entry["spans"]
     if not isinstance(num_bytes, int) or not isinstance(spans, list):
         raise ValueError("bytes or spans of a file are missing")
     return FileSums(
@@ -130,7 +141,10 @@ def _file_sums(entry: Mapping[str, object]) -> FileSums:
 
 
 def sum_small_files(folder: Path, known: Iterable[str]) -> dict[str, FileSums]:
-    """Checksums of the files of `folder` that are not among `known`: configuration, tokenizer, metadata."""
+    """Return the checksums of the files in `folder` that are not `known`.
+
+    These are the configuration, the tokenizer and other metadata.
+    """
     skipped = {*known, MANIFEST}
     return {
         path.name: sum_file(path)

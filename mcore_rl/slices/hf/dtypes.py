@@ -1,4 +1,7 @@
-"""Torch's dtypes by name. Without torch, which takes longer to import than a plan or a small merge takes."""
+"""The sizes of torch's dtypes, by name.
+
+This module does without torch, because importing torch takes longer than a plan or a small merge.
+"""
 
 from collections.abc import Mapping
 
@@ -26,4 +29,4 @@ ITEMSIZE: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes per element."""
+"""torch name of a dtype -> bytes per element."""

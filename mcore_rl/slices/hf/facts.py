@@ -1,4 +1,4 @@
-"""A model directory's config.json in, read once; the facts that commands ask about the model out."""
+"""A model directory in, the facts about its model out; config.json is read once."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from pathlib import Path
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import Family, HfConfig
 from mcore_rl.slices.families.value_head import has_value_head
-from mcore_rl.slices.hf.config import moe_layers, named_dtype, read_hf_config
+from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """A supported model as its config.json describes it.
 
-    A command makes one of these per model directory when it starts and passes it on, so that no later
-    step opens the file again. A process on another host reads its own.
+    A command makes one of these per model directory when it starts and passes it on, so that no
+    later step opens the file again. A process on another host reads its own.
 
     path     HuggingFace directory
     config   the parsed config.json
@@ -49,18 +49,9 @@ class ModelFacts:
         return self.config["vocab_size"]
 
     @property
-    def num_layers(self) -> int:
-        return self.config["num_hidden_layers"]
-
-    @property
     def max_position_embeddings(self) -> int:
         """Longest sequence, in tokens."""
         return self.config["max_position_embeddings"]
-
-    @property
-    def dtype(self) -> str | None:
-        """torch name of the dtype that config.json gives, None if it gives none."""
-        return named_dtype(self.config)
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:

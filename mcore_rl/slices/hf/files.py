@@ -1,6 +1,9 @@
-"""HuggingFace safetensors directories: their slices into local tensors, and exported tensors into new files.
+"""Loads slices of a HuggingFace directory into local tensors, and exports tensors to a new one.
 
-Peak memory: one slice while loading; on export one file's tensors (`max_file_bytes`) per rank.
+    load    *.safetensors --slice of each shard's box--> local tensors of one rank
+    export  plan_export -> every rank: write_export_file (*.part) -> one rank: commit_export
+
+Peak memory: one slice while loading; the tensors of one file (`max_file_bytes`) per rank on export.
 """
 
 from collections import defaultdict
@@ -15,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard, itemsize
-from mcore_rl.slices.families.settings import DEQUANTISE
+from mcore_rl.slices.families.settings import DEQUANTIZE_REMEDY
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.checksums import (
     MANIFEST,
@@ -36,18 +39,20 @@ from mcore_rl.slices.hf.fp8 import scaled_name
 from mcore_rl.slices.plan.coverage import contiguous_strides
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
-"""safetensors' names of the dtypes that a model is loaded from."""
+"""The dtypes that weights can be loaded from, by their safetensors names."""
 
 
 def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
-    """HF tensor name -> file that holds it, after comparing all names and shapes with config.json.
+    """Return HF name -> file of every tensor, after checking all names and shapes.
 
-    ValueError names the file, the tensor and the remedy for a missing, surplus or misshapen tensor.
+    Raises ValueError naming the file, the tensor and the remedy for a tensor that config.json does
+    not expect, that is missing, or that has another shape.
     """
-    config, family = model.config, model.family
+    config = model.config
+    family = model.family
     expected = family.shapes(config)
     files = checkpoint_files(model.path)
-    where: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
@@ -55,69 +60,72 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
                     continue
                 stored = file.get_slice(name)
                 _check_dtype(path, name, stored.get_dtype())
-                _check_tensor(path, name, tuple(stored.get_shape()), expected, where)
-                where[name] = path
-    missing = sorted(expected.keys() - where.keys())
+                _check_tensor(path, name, tuple(stored.get_shape()), expected, file_of)
+                file_of[name] = path
+    missing = sorted(expected.keys() - file_of.keys())
     if missing:
         raise ValueError(
-            f"{model.path} lacks {len(missing)} of {len(expected)} tensors, the first is {missing[0]!r}: "
-            f"download the checkpoint again, or correct config.json (files read: {[p.name for p in files]})"
+            f"{model.path} lacks {len(missing)} of {len(expected)} tensors, the first is"
+            f" {missing[0]!r}: download the checkpoint again, or correct config.json"
+            f" (files read: {[path.name for path in files]})"
         )
-    return where
+    return file_of
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
-    """Values without their scales would be cast in silence to weights that mean something else."""
+    """Raise ValueError for quantized values, which a cast without their scales would distort."""
     if dtype not in PLAIN_DTYPES or scaled_name(name):
-        what = f"is {dtype}" if dtype not in PLAIN_DTYPES else "holds scales of 8-bit values"
-        raise ValueError(f"{path}: tensor {name!r} {what}, so the model is quantised: {DEQUANTISE}")
+        problem = f"is {dtype}" if dtype not in PLAIN_DTYPES else "holds scales of 8-bit values"
+        raise ValueError(
+            f"{path}: tensor {name!r} {problem}, so the model is quantized: {DEQUANTIZE_REMEDY}"
+        )
 
 
 def _check_tensor(
-    path: Path, name: str, shape: Shape, expected: Mapping[str, Shape], where: Mapping[str, Path]
+    path: Path, name: str, shape: Shape, expected: Mapping[str, Shape], file_of: Mapping[str, Path]
 ) -> None:
+    """Raise ValueError unless the tensor is expected, well shaped and in no earlier file."""
     if name not in expected:
         raise ValueError(
             f"{path}: tensor {name!r} has no place in the model that config.json describes: "
             "remove it, or correct config.json"
         )
-    if name in where:
+    if name in file_of:
         raise ValueError(
-            f"{path}: tensor {name!r} is also in {where[name].name}: remove one of the two"
+            f"{path}: tensor {name!r} is also in {file_of[name].name}: remove one of the two"
         )
     if shape != expected[name]:
         raise ValueError(
-            f"{path}: tensor {name!r} has shape {shape}, by config.json it should be {expected[name]}: "
-            "config.json belongs to another model, or the file does"
+            f"{path}: tensor {name!r} has shape {shape}, by config.json it should be"
+            f" {expected[name]}:"
+            " config.json or the file belongs to another model"
         )
 
 
 @torch.no_grad()
 def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: ModelFacts) -> None:
-    """Fill the shards of local `tensors` from a model directory, reading only their slices; cast as needed.
+    """Fill the shards of the local `tensors` from a model directory, casting as needed.
 
-    The directory is checked first, see `open_hf_dir`; a shard that names no tensor of it is a ValueError.
+    Only the slices of the shards are read. Raises ValueError as `open_hf_dir` does, and for a shard
+    of an HF tensor that the directory lacks.
     """
-    where = open_hf_dir(model)
+    file_of = open_hf_dir(model)
     by_file: dict[Path, list[Shard]] = defaultdict(list)
     for shard in shards:
-        if shard.box.name not in where:
-            raise ValueError(
-                f"{model.path} has no tensor {shard.box.name!r}, which {shard.tensor!r} is loaded from"
-            )
-        by_file[where[shard.box.name]].append(shard)
+        name = shard.box.name
+        if name not in file_of:
+            raise ValueError(f"{model.path} has no tensor {name!r}, which fills {shard.tensor!r}")
+        by_file[file_of[name]].append(shard)
     for path, members in sorted(by_file.items()):
         with safe_open(path, framework="pt") as file:
             for shard in members:
-                index = tuple(
-                    slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True)
-                )
+                index = tuple(map(slice, shard.box.start, shard.box.stop))
                 shard.view(tensors).copy_(file.get_slice(shard.box.name)[index])
 
 
 @dataclass(frozen=True)
 class CarriedFile:
-    """A file of tensors that the export takes over unchanged, written under a temporary name."""
+    """A file of tensors that an export copies unchanged, still under its temporary name."""
 
     filename: str
     names: tuple[str, ...]
@@ -126,7 +134,7 @@ class CarriedFile:
 
 @dataclass(frozen=True)
 class ExportFile:
-    """One safetensors file to be: rank `rank` writes the whole HF tensors of `shards` to `filename`."""
+    """A safetensors file to write: rank `rank` writes the whole HF tensors of `shards` to it."""
 
     filename: str
     rank: int
@@ -139,32 +147,31 @@ def plan_export(
     num_ranks: int,
     max_file_bytes: int = 4 << 30,
 ) -> tuple[ExportFile, ...]:
-    """Deal whole HF tensors out to files of about `max_file_bytes`, and files to ranks in turn.
+    """Deal whole HF tensors out to files of about `max_file_bytes`, and the files to ranks in turn.
 
-    Files differ by at most one tensor's bytes, so ranks do as well; every rank has one if there are enough
-    tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that can be filled, written and freed
-    before the next. Each shard is a local tensor of its HF name.
+    Files differ by at most the bytes of one tensor, and so do ranks. Every rank has a file if there
+    are enough tensors. Files [k * num_ranks, (k + 1) * num_ranks) are a round that is filled,
+    written and freed before the next. The local tensor of each shard has the HF tensor's name.
     """
     sizes = {name: prod(shape) * itemsize(dtypes[name]) for name, shape in shapes.items()}
     num_files = max(-(-sum(sizes.values()) // max_file_bytes), min(num_ranks, len(sizes)))
-    num_files = -(-num_files // num_ranks) * num_ranks if num_files > num_ranks else num_files
-    return tuple(
-        ExportFile(
-            f"model-{number + 1:05d}-of-{num_files:05d}.safetensors",
-            number % num_ranks,
-            tuple(whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names)),
-        )
-        for number, names in enumerate(deal_out(sizes, num_files))
-    )
+    if num_files > num_ranks:
+        num_files = -(-num_files // num_ranks) * num_ranks
+    files = []
+    for number, names in enumerate(deal_out(sizes, num_files)):
+        filename = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        shards = tuple(whole_tensor(name, shapes[name], dtypes[name]) for name in sorted(names))
+        files.append(ExportFile(filename, number % num_ranks, shards))
+    return tuple(files)
 
 
 def whole_tensor(name: str, shape: Shape, dtype: str) -> Shard:
-    """A whole HF tensor as a contiguous local tensor of the same name."""
+    """Return the shard of a whole HF tensor in a contiguous local tensor of the same name."""
     return Shard(Box(name, (0,) * len(shape), shape), name, 0, contiguous_strides(shape), dtype)
 
 
 def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Shard]]:
-    """Per rank the shards of its files: the targets of the plan that fills them."""
+    """Return the shards of each rank's files: the targets of the plan that fills the files."""
     return [
         [shard for file in files if file.rank == rank for shard in file.shards]
         for rank in range(num_ranks)
@@ -172,7 +179,7 @@ def export_targets(files: Sequence[ExportFile], num_ranks: int) -> list[list[Sha
 
 
 def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
-    """Uninitialised contiguous tensors for shards that are whole tensors, by name."""
+    """Return uninitialized contiguous tensors by name, for shards that are whole tensors."""
     return {
         shard.tensor: torch.empty(shard.box.shape, dtype=getattr(torch, shard.dtype))
         for shard in shards
@@ -180,7 +187,7 @@ def empty_tensors(shards: Sequence[Shard]) -> dict[str, Tensor]:
 
 
 def write_export_file(out_dir: Path, file: ExportFile, tensors: Mapping[str, Tensor]) -> FileSums:
-    """Write one file under a temporary name, its checksums out; `commit_export` gives it its own."""
+    """Write one file and return its checksums; `commit_export` gives it its final name."""
     out_dir.mkdir(parents=True, exist_ok=True)
     chosen = {shard.tensor: tensors[shard.tensor] for shard in file.shards}
     path = out_dir / (file.filename + TEMPORARY)
@@ -197,12 +204,16 @@ def commit_export(
     carried: Sequence[CarriedFile] = (),
     sums: Mapping[str, FileSums] | None = None,
 ) -> None:
-    """Make the written files a model directory; call once, after all ranks have written theirs.
+    """Turn the written files into a model directory; call once, after all ranks have written.
 
-    The index comes last, so a directory with an index is complete. Tokenizer and other small files are
-    copied from `side_files_from`; `carried` files hold tensors beside the model; config.json is `hf_config`
-    with `dtype`, the model's; checksums.json has the `sums` that were taken while writing, and those
-    of all other files. ValueError names a file that no rank wrote.
+    The index is written last, so a directory with an index is complete. Raises ValueError naming a
+    file that no rank wrote.
+
+    hf_config         config.json of the model; the export says `dtype` in it
+    dtype             torch name of the model's dtype
+    side_files_from   directory whose tokenizer and other small files are copied
+    carried           files of tensors that are not part of the model that was trained
+    sums              checksums by filename, as far as they were computed while writing
     """
     for file in files:
         written = out_dir / (file.filename + TEMPORARY)
@@ -213,13 +224,15 @@ def commit_export(
     (out_dir / INDEX).unlink(missing_ok=True)
     for stale in (*out_dir.glob("*.safetensors"), out_dir / MANIFEST):
         stale.unlink(missing_ok=True)
-    for filename in [file.filename for file in (*files, *carried)]:
+    filenames = [file.filename for file in (*files, *carried)]
+    for filename in filenames:
         (out_dir / (filename + TEMPORARY)).rename(out_dir / filename)
-    total = sum(shard.num_bytes for file in files for shard in file.shards)
-    total += sum(file.num_bytes for file in carried)
+    total_bytes = sum(shard.num_bytes for file in files for shard in file.shards)
+    total_bytes += sum(file.num_bytes for file in carried)
     weight_map = {shard.box.name: file.filename for file in files for shard in file.shards}
     weight_map |= {name: file.filename for file in carried for name in file.names}
-    write_small_files(out_dir, {**hf_config, "dtype": dtype}, weight_map, total, side_files_from)
-    names = [file.filename for file in (*files, *carried)]
-    every = {name: (sums or {}).get(name) or sum_safetensors(out_dir / name) for name in names}
-    write_manifest(out_dir, every | sum_small_files(out_dir, every))
+    config = {**hf_config, "dtype": dtype}
+    write_small_files(out_dir, config, weight_map, total_bytes, side_files_from)
+    known = sums or {}
+    weight_sums = {name: known.get(name) or sum_safetensors(out_dir / name) for name in filenames}
+    write_manifest(out_dir, weight_sums | sum_small_files(out_dir, weight_sums))

@@ -1,4 +1,4 @@
-"""What a HuggingFace directory has beside its tensors: index, configuration, tokenizer."""
+"""The files of a HuggingFace directory: tensors, index, configuration and tokenizer."""
 
 import heapq
 import json
@@ -12,10 +12,14 @@ from mcore_rl.slices.hf.checksums import MANIFEST
 
 INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"
+"""Suffix of a file that is not complete yet."""
 
 
 def checkpoint_files(hf_dir: Path) -> list[Path]:
-    """The safetensors files of a model directory; ValueError names one that is missing."""
+    """Return the safetensors files of a model directory, in order of their names.
+
+    Raises ValueError if there are none, or naming one that the index lists and that is missing.
+    """
     index = hf_dir / INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -32,7 +36,10 @@ def checkpoint_files(hf_dir: Path) -> list[Path]:
 
 
 def deal_out(sizes: Mapping[str, int], num_files: int) -> list[list[str]]:
-    """Names to files, so that files differ by at most one tensor's bytes."""
+    """Return the names of each file's tensors; files differ by at most the bytes of one tensor.
+
+    sizes   name -> bytes
+    """
     bins: list[list[str]] = [[] for _ in range(num_files)]
     loads = [(0, number) for number in range(num_files)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -49,7 +56,7 @@ def write_small_files(
     total_bytes: int,
     side_files_from: Path | None = None,
 ) -> None:
-    """Tokenizer and the like from `side_files_from`, config.json, and last the index."""
+    """Copy tokenizer files from `side_files_from`, write config.json, and write the index last."""
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
     _write_json(out_dir / "config.json", config)
@@ -57,7 +64,7 @@ def write_small_files(
 
 
 def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
-    """Which file has which tensor."""
+    """Write the index: `weight_map` is HF name -> file, `total_bytes` those of all tensors."""
     _write_json(
         out_dir / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     )
@@ -65,13 +72,9 @@ def write_index(out_dir: Path, weight_map: Mapping[str, str], total_bytes: int) 
 
 def _copy_side_files(source: Path, out_dir: Path) -> None:
     for path in sorted(source.iterdir()):
-        weights = ".safetensors" in path.name or path.suffix in {".bin", ".pt", ".pth"}
-        if (
-            path.is_file()
-            and not weights
-            and path.name != MANIFEST
-            and path.parent.resolve() != out_dir.resolve()
-        ):
+        is_weights = ".safetensors" in path.name or path.suffix in {".bin", ".pt", ".pth"}
+        is_side_file = path.is_file() and not is_weights and path.name != MANIFEST
+        if is_side_file and path.parent.resolve() != out_dir.resolve():
             shutil.copy(path, out_dir / path.name)
 
 

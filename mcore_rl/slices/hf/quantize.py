@@ -1,4 +1,8 @@
-"""A matrix in, its 8-bit values and its blocks' scales out; see fp8.py for the format."""
+"""A matrix in, its 8-bit values and the scales of its blocks out; fp8.py describes the format.
+
+Shapes: N rows and K columns of the matrix, n and k rows and columns of blocks, R rows and B columns
+of one block.
+"""
 
 import torch
 from torch import Tensor
@@ -8,13 +12,15 @@ from mcore_rl.slices.hf.fp8 import BLOCK
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _MIN_AMAX = 1e-4
+"""Smallest magnitude that a scale is computed for, so that a block of zeros has no scale of 0."""
 
 
-def quantise_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> None:
-    """Fill float8_e4m3fn `values_NK` and float32 `scales_nk` from `weights_NK`, which begins with a block.
+def quantize_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> None:
+    """Fill `values_NK` (float8_e4m3fn) and `scales_nk` (float32) from `weights_NK`.
 
-    The scale of a block is max(largest magnitude, 1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN
-    and infinities are not hidden: NaN comes of them. Peak memory: two rows of blocks in float32.
+    `weights_NK` must begin where a block begins. The scale of a block is max(largest magnitude,
+    1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN and infinity stay visible: they become
+    NaN. Peak memory: two rows of blocks in float32.
     """
     num_columns = weights_NK.shape[1]
     for first, scales_k in zip(range(0, len(weights_NK), BLOCK), scales_nk, strict=True):

@@ -1,1 +1,1 @@
-"""Who holds which box of which HF tensor, by rule (Megatron, SGLang) or by list (what was traced)."""
+"""Which rank holds which box of which HF tensor: by rule (Megatron, SGLang) or by list (traced)."""

@@ -1,4 +1,10 @@
-"""Whether a model can be cut into a recipe's parallel layout, in the words of the recipe."""
+"""Checks that a model can be cut into a recipe's parallel layout; errors name the options.
+
+    parallel.tp  divides num_attention_heads         parallel.ep   divides the number of experts
+    parallel.pp  divides num_hidden_layers           parallel.etp  divides an expert's width
+
+Uneven pipeline stages are checked by the layers they leave over.
+"""
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families import family_of
@@ -7,13 +13,17 @@ from mcore_rl.slices.layouts.megatron import layers_of_chunks
 
 
 def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:
-    """ValueError naming the first size of the model that `parallel`, the group `name`, does not divide."""
+    """Raise ValueError naming the first size of the model that `parallel` does not divide.
+
+    `name` is the group of options that `parallel` comes from, for the error.
+    """
     sizes = family_of(config).sizes(config)
-    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    first = parallel.first_stage_layers
+    last = parallel.last_stage_layers
     stages = parallel.pp * (parallel.vpp or 1)
     if first is not None or last is not None:
         layers_of_chunks(sizes["layers"], parallel.pp, parallel.vpp, first, last)
-        stages = 1
+        stages = 1  # checked just now
     sized = [
         (f"{name}.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
         (f"{name}.pp * {name}.vpp", stages, "num_hidden_layers", sizes["layers"]),
@@ -36,6 +46,6 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
     groups = sizes.get("kv_heads", parallel.tp)
     if groups % parallel.tp and parallel.tp % groups:
         raise ValueError(
-            f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json nor is a "
-            "multiple of it"
+            f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json"
+            " nor is a multiple of it"
         )

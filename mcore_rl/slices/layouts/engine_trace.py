@@ -1,9 +1,10 @@
-"""An engine's own `load_weights` in, shards of its parameters out: it is run on tracers, not on weights.
+"""An engine's own `load_weights` in, the shards of its parameters out: it runs on tracers.
 
-    tracer of q_proj [8, 4] --narrow--> rows 4-7 --copy_--> qkv_proj[0:4]
-    becomes Shard(Box("q_proj", (4, 0), (8, 4)), "qkv_proj", offset=0, strides=(4, 1))
+    tracer of q_proj [8, 4]  --narrow-->  rows 4-7  --copy_-->  parameter qkv_proj[0:4]
+    recorded:  Shard(Box("q_proj", (4, 0), (8, 4)), "qkv_proj", offset=0, strides=(4, 1))
 
-A tracer knows where in its HF tensor it lies and has no data; of the parameters only padding is written.
+A tracer is a tensor without data that knows which part of its HF tensor it stands for. The
+parameters keep their values, except that padding is filled.
 """
 
 import math
@@ -18,16 +19,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
+from mcore_rl.slices.layouts.local_tensors import LocalTensors
 from mcore_rl.slices.layouts.strided import shards_of_view
 from mcore_rl.slices.plan.coverage import Span, check_coverage, runs
 
 aten = torch.ops.aten
 JOIN = {aten.cat.default}
+"""Operations that lay tracers end to end."""
 CAST = {aten._to_copy.default, aten.clone.default}
+"""Operations that keep a tracer's place in its HF tensor; they may change its dtype."""
 FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
+"""Operations that may write a constant to a parameter: padding."""
 
 LOADER_ERRORS = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, AssertionError)
-"""What an engine's loader raises when a tracer is not the tensor it wants."""
+"""Errors that an engine's loader may raise when it gets a tracer instead of a real tensor."""
 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
@@ -37,17 +42,19 @@ def trace_load_weights(
     hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     local_tensors: Mapping[str, Tensor],
 ) -> list[Shard]:
-    """Which box of which HF tensor `load_weights` puts where in `local_tensors`, in the order it does.
+    """Return the shards that `load_weights` fills in `local_tensors`, in the order that it does.
 
-    hf_tensors      HF name -> shape and dtype of every tensor of the checkpoint. A matrix that goes into a
-                    float8_e4m3fn parameter also has block scales (`slices/hf/fp8.py`), which come last
-    local_tensors   name -> contiguous parameter of this rank; elements that the loader sets to a constant
-                    (`fill_`, `zero_`) are padding: set so once, when all else is well, and never sent
+    hf_tensors      HF name -> (shape, dtype) of every tensor of the checkpoint. The block scales of
+                    a matrix that goes into a float8_e4m3fn parameter (slices/hf/fp8.py) are added
+                    at the end
+    local_tensors   name -> contiguous parameter of this rank. Elements that the loader sets to a
+                    constant (`fill_`, `zero_`) are padding: they are filled once tracing has
+                    succeeded, and never sent
 
-    ValueError names the tensor and the operation that cannot be traced, or the parameter element that is not
-    loaded exactly once.
+    Raises ValueError naming the tensor and the operation that cannot be traced, or the parameter
+    element that is not loaded exactly once.
     """
-    trace = _Recorder(_Storages(local_tensors))
+    trace = _Recorder(LocalTensors(local_tensors))
     with trace:
         try:
             load_weights(trace.tracers(hf_tensors))
@@ -55,53 +62,19 @@ def trace_load_weights(
             raise ValueError(
                 f"load_weights failed while tracing {trace.current!r}: {error}"
             ) from error
-    trace.storages.check_unchanged()
-    check_coverage(
-        trace.shards, trace.padding, {name: t.numel() for name, t in local_tensors.items()}
-    )
+    trace.local.check_unchanged()
+    numels = {name: tensor.numel() for name, tensor in local_tensors.items()}
+    check_coverage(trace.shards, trace.padding, numels)
     trace.fill_padding()
     return trace.shards
 
 
-class _Storages:
-    """Finds the local tensor that a view of it belongs to."""
-
-    def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = dict(local_tensors)
-        self._storages = {name: tensor.untyped_storage() for name, tensor in self._tensors.items()}
-        self._names: dict[int, list[str]] = {}
-        for name, tensor in self._tensors.items():
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"parameter {name!r} is not contiguous (strides {tensor.stride()})"
-                )
-            self._names.setdefault(self._storages[name]._cdata, []).append(name)
-
-    def locate(self, view: Tensor) -> tuple[str, int] | None:
-        """Name of the local tensor that `view` lies in and the element it begins at; None if in none."""
-        for name in self._names.get(view.untyped_storage()._cdata, ()):
-            tensor = self._tensors[name]
-            offset = int(view.storage_offset()) - int(tensor.storage_offset())
-            if 0 <= offset < tensor.numel() and view.dtype == tensor.dtype:
-                return name, offset
-        return None
-
-    def check_unchanged(self) -> None:
-        for name, tensor in self._tensors.items():
-            if tensor.untyped_storage()._cdata != self._storages[name]._cdata:
-                raise ValueError(
-                    f"load_weights replaced the memory of parameter {name!r}: cannot be traced"
-                )
-
-    @property
-    def device(self) -> torch.device:
-        return next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-
-
 class _Tracer(Tensor):
-    """A view of HF tensor `hf_name`; `meta` is the same view of a uint8 meta tensor of shape `hf_shape`.
+    """A tensor without data that stands for a view of the HF tensor `hf_name`.
 
-    is_zero   the loader set the HF tensor to 0 before copying it: other ranks hold its values
+    meta      the same view of a uint8 meta tensor of shape `hf_shape`
+    is_zero   whether the loader set the HF tensor to 0 before copying it: its values are on other
+              ranks
     """
 
     meta: Tensor
@@ -119,14 +92,18 @@ class _Tracer(Tensor):
         recorder: "_Recorder",
     ) -> "_Tracer":
         layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
-        device = recorder.storages.device
+        device = recorder.local.device
         self = Tensor._make_wrapper_subclass(
             _Tracer, meta.shape, **layout, dtype=dtype, device=device
         )
-        self.meta, self.hf_name, self.hf_shape, self.recorder = meta, hf_name, hf_shape, recorder
+        self.meta = meta
+        self.hf_name = hf_name
+        self.hf_shape = hf_shape
+        self.recorder = recorder
         return self
 
     def like(self, meta: Tensor, dtype: torch.dtype) -> "_Tracer":
+        """Return a tracer of another view of the same HF tensor."""
         tracer = _Tracer.make(meta, self.hf_name, self.hf_shape, dtype, self.recorder)
         tracer.is_zero = self.is_zero
         return tracer
@@ -155,7 +132,9 @@ class _Joined(Tensor):
         shape[dim] = sum(part.shape[dim] for part in parts)
         options = {"dtype": parts[0].dtype, "device": parts[0].device}
         self = Tensor._make_wrapper_subclass(_Joined, shape, **options)
-        self.parts, self.axis, self.recorder = parts, dim, parts[0].recorder
+        self.parts = parts
+        self.axis = dim
+        self.recorder = parts[0].recorder
         return self
 
     @property
@@ -164,48 +143,51 @@ class _Joined(Tensor):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies of tracers into parameters, and constants written there; refuses every other write."""
+    """Records copies of tracers and constants into parameters; refuses every other write."""
 
-    def __init__(self, storages: _Storages) -> None:
+    def __init__(self, local: LocalTensors) -> None:
         super().__init__()
-        self.storages = storages
+        self.local = local
         self.shards: list[Shard] = []
         self.padding: list[Span] = []
         self._fills: list[Callable[[], object]] = []
-        self._quantised: dict[str, tuple[int, ...]] = {}
+        self._quantized: dict[str, tuple[int, ...]] = {}
+        """HF name -> shape of the matrices that went into FP8 parameters."""
         self.current = "(nothing yet)"
 
     def tracers(
         self, hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, tracer) for every tensor, and last for the scales of FP8 matrices.
+
+        Only by then has the loader shown which matrices it copies into FP8 parameters.
+        """
         for name, (shape, dtype) in hf_tensors.items():
             yield name, self._tracer(name, tuple(shape), dtype)
-        for name, shape in list(self._quantised.items()):
+        scale_dtype = getattr(torch, SCALE_DTYPE)
+        for name, shape in list(self._quantized.items()):
             scales = scale_name(name)
-            yield (
-                scales,
-                self._tracer(scales, tuple(map(num_blocks, shape)), getattr(torch, SCALE_DTYPE)),
-            )
+            yield scales, self._tracer(scales, tuple(map(num_blocks, shape)), scale_dtype)
 
     def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Tracer:
         self.current = name
-        return _Tracer.make(
-            torch.empty(shape, dtype=torch.uint8, device="meta"), name, shape, dtype, self
-        )
+        meta = torch.empty(shape, dtype=torch.uint8, device="meta")
+        return _Tracer.make(meta, name, shape, dtype, self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         if func._schema.is_mutable and not any(isinstance(x, _Tracer | _Joined) for x in leaves):
             for target in _written_tensors(func, args, kwargs):
-                found = self.storages.locate(target)
-                if found is not None:
-                    self._on_constant(func, target, *found)
+                place = self.local.locate(target)
+                if place is not None:
+                    self._on_constant(func, target, *place)
                     self._fills.append(partial(func, *args, **kwargs))
                     return target
         return func(*args, **kwargs)
 
     def _on_constant(self, func: Any, target: Tensor, name: str, offset: int) -> None:
+        """Record a constant that is written to a parameter as padding."""
         if func not in FILL:
             raise ValueError(
                 f"load_weights writes to parameter {name!r} by {func}, which cannot be traced"
@@ -214,11 +196,15 @@ class _Recorder(TorchDispatchMode):
         self.padding += [Span(name, int(start), int(start) + run_len) for start in starts]
 
     def fill_padding(self) -> None:
+        """Repeat the writes of constants, which were only recorded so far."""
         for fill in self._fills:
             fill()
 
     def on_tracer(self, tracer: _Tracer, func: Any, args: Any, kwargs: Any) -> Any:
-        """Views and casts of a tracer are tracers; a copy into a parameter is recorded; else refuse."""
+        """Return what `func` gives for a tracer: another tracer for views and casts.
+
+        A copy into a parameter is recorded. Raises ValueError for any other operation.
+        """
         if func is aten.copy_.default and not isinstance(args[0], _Tracer):
             self._on_copy(args[0], tracer)
             return args[0]
@@ -228,9 +214,8 @@ class _Recorder(TorchDispatchMode):
             tracer.is_zero = True
             return tracer
         if func in JOIN and all(isinstance(part, _Tracer) for part in args[0]):
-            return (
-                _Joined.make(list(args[0]), *args[1:], **kwargs) if len(args[0]) > 1 else args[0][0]
-            )
+            parts = list(args[0])
+            return _Joined.make(parts, *args[1:], **kwargs) if len(parts) > 1 else parts[0]
         if not func.is_view or func is aten.view.dtype:
             raise ValueError(
                 f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced"
@@ -244,7 +229,10 @@ class _Recorder(TorchDispatchMode):
         )
 
     def on_joined(self, joined: _Joined, func: Any, args: Any, kwargs: Any) -> Any:
-        """A copy of joined tracers into a parameter is one of each; casts go to each; else refuse."""
+        """Return what `func` gives for joined tracers; a copy or cast is one of each part.
+
+        Raises ValueError for any other operation.
+        """
         if (
             func is aten.copy_.default
             and not isinstance(args[0], _Joined)
@@ -262,34 +250,35 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _on_copy(self, target: Tensor, tracer: _Tracer) -> None:
+        """Record a copy of a tracer into a parameter."""
         if target.shape != tracer.shape:
             raise ValueError(
-                f"load_weights copies {tracer.hf_name!r} of shape {tuple(tracer.shape)} to shape "
-                f"{tuple(target.shape)}: broadcasting cannot be traced"
+                f"load_weights copies {tracer.hf_name!r} of shape {tuple(tracer.shape)} to shape"
+                f" {tuple(target.shape)}: broadcasting cannot be traced"
             )
         if target.numel() == 0:
             return
-        found = self.storages.locate(target)
-        if found is None:
+        place = self.local.locate(target)
+        if place is None:
             raise ValueError(
-                f"load_weights copies {tracer.hf_name!r} to a tensor of shape {tuple(target.shape)} that is "
-                "no parameter, which cannot be traced"
+                f"load_weights copies {tracer.hf_name!r} to a tensor of shape {tuple(target.shape)}"
+                " that is no parameter, which cannot be traced"
             )
-        name, offset = found
+        name, offset = place
         if tracer.is_zero:
             self._on_constant(aten.zero_.default, target, name, offset)
             self._fills.append(target.zero_)
             return
         dtype = str(target.dtype).removeprefix("torch.")
         if dtype == FP8:
-            self._quantised[tracer.hf_name] = tracer.hf_shape
+            self._quantized[tracer.hf_name] = tracer.hf_shape
         self.shards += shards_of_view(
             tracer.hf_name, tracer.hf_shape, tracer.meta, name, offset, target.stride(), dtype
         )
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The non-empty tensors among the arguments that `func` writes to, by its schema."""
+    """Return the non-empty tensors that `func` writes to, according to its schema."""
     values = [
         args[i] if i < len(args) else kwargs.get(argument.name)
         for i, argument in enumerate(func._schema.arguments)

@@ -1,15 +1,18 @@
-"""What a layout is: for each HF tensor its pieces and who holds them, for each rank the tensors it holds.
+"""A layout says where each HF tensor lies on one side: a placement of pieces and their ranks.
 
-    q_proj [8, 4] cut over 2 ranks, two replicas      placement("...q_proj.weight") =
-    rows 0-3 on ranks 0 2, rows 4-7 on ranks 1 3          Piece((0, 0), (4, 4), {0, 2}), Piece((4, 0), ...)
+    q_proj [8, 4], cut over 2 ranks,            placement("...q_proj.weight") = Placement((
+    two replicas                                    Piece((0, 0), (4, 4), ranks 0 and 2, dtype),
+    rows 0-3   ranks 0 2                            Piece((4, 0), (8, 4), ranks 1 and 3, dtype),
+    rows 4-7   ranks 1 3                        ))
 
-Nothing in a layout grows with the number of ranks, and tensors that are cut alike share one placement.
+Nothing in a layout grows with the number of ranks, and tensors that are cut alike share one
+placement.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Protocol
 
 from mcore_rl.slices.box import Box, Shard
@@ -18,7 +21,7 @@ from mcore_rl.slices.layouts.ranks import Ranks
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a tensor, held by each of `ranks` in the torch dtype named `dtype`."""
+    """The elements [start, stop) of a tensor, held by each of `ranks` in `dtype` (torch name)."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -28,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Disjoint pieces of a tensor with all ranks that hold each; compared by identity, as it is shared."""
+    """The disjoint pieces of a tensor; compared by identity, because tensors share placements."""
 
     pieces: tuple[Piece, ...] = ()
 
@@ -38,26 +41,29 @@ NOWHERE = Placement()
 
 
 class Layout(Protocol):
-    """Ranks count from 0 on each side (trainer ranks, or the ranks of all engines)."""
+    """Where one side holds its tensors. Ranks count from 0 per side, engines all together."""
 
     @property
     def num_ranks(self) -> int: ...
 
     def placement(self, name: str) -> Placement:
-        """Where HF tensor `name` lies; NOWHERE if no rank holds it."""
+        """Return the placement of HF tensor `name`; NOWHERE if no rank holds it."""
         ...
 
     def names(self, rank: int) -> Iterator[str]:
-        """The HF tensors of which `rank` holds a piece, each once, in work that grows with their number."""
+        """Yield the HF tensors of which `rank` holds a piece, each once.
+
+        The work grows with the number of these tensors, not of all.
+        """
         ...
 
     def all_names(self) -> Iterator[str]:
-        """The HF tensors of which any rank holds a piece, each once."""
+        """Yield the HF tensors of which any rank holds a piece, each once."""
         ...
 
 
 def boxes_of(layout: Layout, rank: int) -> Iterator[tuple[Box, str]]:
-    """(box, dtype) of everything that `rank` holds by `layout`."""
+    """Yield (box, dtype) of everything that `rank` holds by `layout`."""
     for name in layout.names(rank):
         for piece in layout.placement(name).pieces:
             if rank in piece.ranks:
@@ -65,39 +71,48 @@ def boxes_of(layout: Layout, rank: int) -> Iterator[tuple[Box, str]]:
 
 
 def check_rank(layout: Layout, rank: int, shards: Iterable[Shard]) -> None:
-    """ValueError naming tensor and rank unless `layout` gives `rank` exactly the boxes of its own `shards`.
+    """Check that `layout` gives `rank` exactly the boxes of `shards`, which the rank really holds.
 
-    `shards` is what the rank's own metadata says (sharded_state_dict, or the engine's traced loader); they
-    may be cut finer than the layout's pieces, and a box may lie in more than one local tensor.
+    The shards come from the rank's own metadata: sharded_state_dict, or the engine's traced loader.
+    They may be cut finer than the layout's pieces, and a box may lie in several local tensors.
+    Raises ValueError naming tensor and rank.
     """
-    real: dict[str, list[Shard]] = defaultdict(list)
+    held: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
-        real[shard.box.name].append(shard)
-    ruled: dict[str, list[tuple[Box, str]]] = defaultdict(list)
+        held[shard.box.name].append(shard)
+    recorded: dict[str, list[tuple[Box, str]]] = defaultdict(list)
     for box, dtype in boxes_of(layout, rank):
-        ruled[box.name].append((box, dtype))
-    for name in sorted(real.keys() | ruled.keys()):
-        problem = _difference(real.get(name, []), ruled.get(name, []))
+        recorded[box.name].append((box, dtype))
+    for name in sorted(held.keys() | recorded.keys()):
+        problem = _difference(held.get(name, []), recorded.get(name, []))
         if problem:
             raise ValueError(f"rank {rank}: the recorded layout of {name!r} is wrong: {problem}")
 
 
-def _difference(shards: Sequence[Shard], ruled: Sequence[tuple[Box, str]]) -> str | None:
+def _difference(shards: Sequence[Shard], recorded: Sequence[tuple[Box, str]]) -> str | None:
+    """Return how the shards of a tensor differ from its recorded boxes, or None if they agree."""
     boxes = {shard.box for shard in shards}
-    if not ruled:
+    if not recorded:
         return f"it says that this rank holds none of it, which holds {_show(boxes)}"
-    expected = {box for box, _ in ruled}
+    expected = {box for box, _ in recorded}
     if not shards:
         return f"it says {_show(expected)}, of which this rank holds nothing"
-    dtypes = {shard.dtype for shard in shards} ^ {dtype for _, dtype in ruled}
-    if dtypes:
-        return f"dtype {sorted({dtype for _, dtype in ruled})}, really {sorted({s.dtype for s in shards})}"
+    dtypes = {shard.dtype for shard in shards}
+    expected_dtypes = {dtype for _, dtype in recorded}
+    if dtypes != expected_dtypes:
+        return f"dtype {sorted(expected_dtypes)}, really {sorted(dtypes)}"
     overlap = any(a.intersect(b) for a, b in combinations(boxes, 2))
-    common = sum(both.numel for a in boxes for b in expected if (both := a.intersect(b)))
-    sizes = {sum(box.numel for box in boxes), sum(box.numel for box in expected), common}
-    if overlap or len(sizes) > 1:
+    num_held = sum(box.numel for box in boxes)
+    num_expected = sum(box.numel for box in expected)
+    if overlap or not num_held == num_expected == _num_common(boxes, expected):
         return f"it says {_show(expected)}, this rank holds {_show(boxes)}"
     return None
+
+
+def _num_common(boxes: Iterable[Box], expected: Iterable[Box]) -> int:
+    """Return the number of elements that are in both lists of disjoint boxes."""
+    common = [a.intersect(b) for a, b in product(boxes, expected)]
+    return sum(box.numel for box in common if box is not None)
 
 
 def _show(boxes: Iterable[Box]) -> str:

@@ -1,8 +1,13 @@
-"""config.json and Megatron's parallel sizes in, where its ranks hold the HF tensors out, in closed form.
+"""config.json and Megatron's parallel sizes in, the trainer's layout out, in closed form.
 
-rank = tp + TP * (cp + CP * (dp + DP * pp))            dense: cut over tp, replicated over cp and dp
-     = etp + ETP * (ep + EP * (edp + EDP * pp))        experts: dealt out over ep, cut over etp
-model chunk v * PP + pp holds a run of layers          (parallel_state.RankGenerator, order tp-cp-ep-dp-pp)
+    rank = tp + TP * (cp + CP * (dp + DP * pp))      dense: cut over tp, replicated over cp and dp
+         = etp + ETP * (ep + EP * (edp + EDP * pp))  experts: dealt out over ep, cut over etp
+
+    pipeline stage          0    1    0    1         PP = 2, VPP = 2
+    model chunk             0    1    2    3         chunk v * PP + pp holds a run of layers
+    layers of 8             0-1  2-3  4-5  6-7
+
+Source: megatron-core's parallel_state.RankGenerator, order tp-cp-ep-dp-pp.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,15 +42,19 @@ SPLIT_AXIS: Mapping[str, int | None] = {
     "k_layernorm": None,
     "core_attention": ROWS,
 }
-"""Megatron module -> the axis of its weight (and bias, if it is the rows) that tensor parallelism cuts."""
+"""Megatron module -> the axis of its weight that tensor parallelism cuts, None for none.
+
+A bias is cut where the rows of its weight are.
+"""
 
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """Sizes of the parallel groups, and what else Megatron needs to lay out a model.
+    """The sizes that Megatron lays out a model by.
 
-    padded_vocab                rows of the embedding with its padding
-    first_layers, last_layers   layers of the first and last pipeline stage, where they differ from the others
+    padded_vocab                rows of the embedding, padding included
+    first_layers, last_layers   layers of the first and the last pipeline stage, if they differ from
+                                the others
     """
 
     padded_vocab: int
@@ -61,7 +70,7 @@ class MegatronSizes:
 
     @staticmethod
     def of(parallel: ParallelConfig, hf_config: HfConfig) -> "MegatronSizes":
-        """The sizes of a recipe's trainer."""
+        """Return the sizes of a recipe's trainer."""
         return MegatronSizes(
             padded_vocab=padded_vocab_size(hf_config, parallel.tp),
             tp=parallel.tp,
@@ -81,7 +90,7 @@ class MegatronSizes:
 
 
 class MegatronLayout(StagedLayout):
-    """ValueError names the two numbers where the sizes do not divide the model."""
+    """The layout of the trainer ranks; raises ValueError if the sizes do not divide the model."""
 
     def __init__(
         self, family: Family, hf_config: HfConfig, sizes: MegatronSizes, dtype: str
@@ -105,10 +114,10 @@ class MegatronLayout(StagedLayout):
         return self._sizes.stage_ranks * self._sizes.pp
 
     def stage_layers(self, stage: int) -> list[range]:
-        """The layers of a pipeline stage, one run for each of its model chunks."""
+        """Return the layers of a pipeline stage, one run for each of its model chunks."""
         return self._layers[stage :: self._sizes.pp]
 
-    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+    def _layers_and_group(self, rank: int) -> tuple[Iterable[int], int]:
         stage, in_stage = divmod(rank, self._sizes.stage_ranks)
         layers = (layer for chunk in self._layers[stage :: self._sizes.pp] for layer in chunk)
         return layers, in_stage // self._sizes.etp % self._sizes.ep
@@ -126,14 +135,21 @@ class MegatronLayout(StagedLayout):
         return Placement(tuple(pieces))
 
     def _model_stages(self, rule: Rule) -> list[int]:
-        """First or last stage; both for the embeddings that an output layer is tied to."""
+        """Return the stages that hold a tensor outside the layers.
+
+        An embedding that the output layer is tied to lies on the first and on the last stage.
+        """
         if not rule.key.startswith("embedding."):
             return [self._sizes.pp - 1]
         return [0, self._sizes.pp - 1] if self._tensors.tied and self._sizes.pp > 1 else [0]
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int) -> Ranks:
-        """The ranks of a stage that hold part number `part`; the only part is on all of them."""
-        sizes, first = self._sizes, stage * self._sizes.stage_ranks
+        """Return the ranks of a stage that hold part number `part` of a tensor.
+
+        A tensor that is not cut has one part, which all ranks of the stage hold.
+        """
+        sizes = self._sizes
+        first = stage * sizes.stage_ranks
         if ep is not None:
             return Ranks.grid(first + ep * sizes.etp + part, (self._edp, sizes.ep * sizes.etp))
         if _split_axis(entry.rule) is None:
@@ -141,7 +157,7 @@ class MegatronLayout(StagedLayout):
         return Ranks.grid(first + part, (sizes.cp * sizes.dp, sizes.tp))
 
     def _cut(self, entry: Entry) -> list[list[tuple[Shape, Shape]]]:
-        """(start, stop) of the boxes of each part of a tensor."""
+        """Return the boxes (start, stop) of each part of a tensor."""
         axis = _split_axis(entry.rule)
         parts = self._sizes.etp if entry.rule.has_expert_axis else self._sizes.tp
         if entry.rule.padded:
@@ -150,40 +166,52 @@ class MegatronLayout(StagedLayout):
         if entry.rule.groups:
             return self._cut_groups(entry, parts)
         if entry.rule.stacked and axis is not None:
-            axis = {ROWS: len(entry.shape) - 1, COLUMNS: 1}[axis]  # behind the experts, transposed
+            axis = {ROWS: len(entry.shape) - 1, COLUMNS: 1}[
+                axis
+            ]  # transposed, behind the axis of experts
         axis = len(entry.shape) - 1 if axis == COLUMNS else axis
         return [
             [box] for box in cut_evenly(entry.shape, axis, parts, f"Megatron's {entry.rule.key}")
         ]
 
     def _cut_groups(self, entry: Entry, parts: int) -> list[list[tuple[Shape, Shape]]]:
-        """Equal stretches of the rows of a tensor of groups (q k v | q k v), of which `entry` is a part."""
-        rule, sizes = entry.rule, self._tensors.sizes
+        """Return the boxes of `entry` if its Megatron tensor is cut into equal stretches of rows.
+
+        The Megatron tensor is made of groups (q k v | q k v), so a stretch holds rows of `entry`
+        from one or several groups, or none.
+        """
+        rule = entry.rule
+        sizes = self._tensors.sizes
         num_groups = sizes[rule.groups or ""]
         blocks = {tensor.name: sizes[tensor.axes[0]] // num_groups for tensor in rule.tensors}
         names = list(blocks)
         before = sum(blocks[name] for name in names[: names.index(entry.tensor.name)])
-        group_len, block_len = sum(blocks.values()), blocks[entry.tensor.name]
+        group_len = sum(blocks.values())
+        block_len = blocks[entry.tensor.name]
         rows = divide(group_len * num_groups, parts, f"rows of {rule.key}", "tp")
         cuts = []
         for part in range(parts):
-            first, last = (
-                self._row(row, before, block_len, group_len)
-                for row in (part * rows, (part + 1) * rows)
-            )
+            first = self._rows_before(part * rows, before, block_len, group_len)
+            last = self._rows_before((part + 1) * rows, before, block_len, group_len)
             rest = entry.shape[1:]
             cuts.append([((first, *(0 for _ in rest)), (last, *rest))] if first < last else [])
         return cuts
 
     @staticmethod
-    def _row(row: int, before: int, block_len: int, group_len: int) -> int:
-        """How many rows of a block's tensor come before row number `row` of the tensor of groups."""
+    def _rows_before(row: int, before: int, block_len: int, group_len: int) -> int:
+        """Return how many rows of an HF tensor come before row `row` of the tensor of groups.
+
+        `before` counts the rows of a group before the HF tensor's block.
+        """
         group, in_group = divmod(row, group_len)
         return group * block_len + min(max(in_group - before, 0), block_len)
 
 
 def _split_axis(rule: Rule) -> int | None:
-    """ValueError names a Megatron tensor whose cut is not recorded."""
+    """Return the axis that tensor parallelism cuts, None if it cuts none.
+
+    Raises ValueError naming a Megatron tensor whose cut is not recorded.
+    """
     module, _, kind = rule.key.rpartition(".")
     is_value_head = rule.tensors[0].axes[0] == "one"
     if kind in ("layer_norm_weight", "expert_bias", "gate_weight") or is_value_head:
@@ -197,16 +225,18 @@ def _split_axis(rule: Rule) -> int | None:
 def layers_of_chunks(
     num_layers: int, pp: int, vpp: int | None, first_layers: int | None, last_layers: int | None
 ) -> list[range]:
-    """The layers of each model chunk, in the order of the chunks (as get_num_layers_to_build has it).
+    """Return the layers of each model chunk, in the order of the chunks.
 
-    `first_layers`, `last_layers`: of the first and last pipeline stage, where they differ from the others.
-    ValueError names the two numbers that do not divide.
+    `first_layers` and `last_layers` are those of the first and last pipeline stage, None if they do
+    not differ from the others. Source: megatron-core's get_num_layers_to_build. Raises ValueError
+    naming the two numbers that do not divide.
     """
     stages = [first_layers, *[None] * (pp - 2), last_layers] if pp > 1 else [None]
     given = sum(n for n in stages if n is not None)
-    middle = sum(n is None for n in stages)
-    if middle:
-        each = divide(num_layers - given, middle, "layers left", "pipeline stages left")
+    num_other_stages = sum(n is None for n in stages)
+    if num_other_stages:
+        left = num_layers - given
+        each = divide(left, num_other_stages, "layers left", "pipeline stages left")
     elif given != num_layers:
         raise ValueError(
             f"the first and last stage have {given} layers together, the model has {num_layers}"
@@ -218,7 +248,8 @@ def layers_of_chunks(
         divide(each if n is None else n, num_chunks, "layers of a pipeline stage", "vpp")
         for n in stages
     ]
-    chunks, first = [], 0
+    chunks = []
+    first = 0
     for _ in range(num_chunks):
         for count in per_chunk:
             chunks.append(range(first, first + count))

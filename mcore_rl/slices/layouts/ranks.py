@@ -1,6 +1,9 @@
-"""Sets of ranks that are written down in a few numbers, however large the cluster is.
+"""Sets of ranks that take a few numbers to write down, however large the cluster is.
 
-tensor-parallel index 1 of 2, in a stage of 8 ranks from rank 16 on:  17 19 21 23 = Ranks.grid(17, (4, 2))
+    stage of 8 ranks from rank 16 on    16 17 18 19 20 21 22 23
+    those of tensor-parallel index 1       17    19    21    23     of 2
+
+The second row is Ranks.grid(17, (4, 2)): from rank 17, 4 steps of 2 ranks.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +19,10 @@ Dim = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Grid:
-    """first + sum(i * stride); dims from the outermost, each step longer than all within, so it ascends."""
+    """The ranks first + sum(i * stride) for all i in each dimension, outermost dimension first.
+
+    A step is longer than all that lies within it, so that the ranks ascend.
+    """
 
     first: int
     dims: tuple[Dim, ...]
@@ -30,6 +36,7 @@ class _Grid:
         return self.first + sum((size - 1) * stride for size, stride in self.dims)
 
     def at(self, i: int) -> int:
+        """Return rank number `i` of the grid."""
         rank = self.first
         for size, stride in reversed(self.dims):
             i, step = divmod(i, size)
@@ -37,7 +44,9 @@ class _Grid:
         return rank
 
     def find(self, rank: int) -> int | None:
-        left, i = rank - self.first, 0
+        """Return the number of `rank` in the grid, or None if it is not one of its ranks."""
+        left = rank - self.first
+        i = 0
         for size, stride in self.dims:
             step = min(left // stride, size - 1)
             left -= step * stride
@@ -47,13 +56,16 @@ class _Grid:
 
 @dataclass(frozen=True)
 class Ranks(Sequence[int]):
-    """Ascending ranks without repetition: one or more grids, each of which begins after the last one ends."""
+    """Ascending ranks without repetition, as grids; each begins after the one before it ends."""
 
     grids: tuple[_Grid, ...]
 
     @staticmethod
     def grid(first: int, *dims: Dim) -> "Ranks":
-        """`dims` (steps, ranks per step) from the outermost; a step is longer than what lies within it."""
+        """Return the ranks of one grid from rank `first` on.
+
+        `dims` are (number of steps, ranks per step), outermost first.
+        """
         merged: list[Dim] = []
         for size, stride in dims:
             if size == 1:
@@ -70,7 +82,7 @@ class Ranks(Sequence[int]):
 
     @staticmethod
     def of(ranks: Iterable[int]) -> "Ranks":
-        """Any ranks: the runs of neighbours among them."""
+        """Return any set of ranks, as runs of consecutive ranks."""
         runs: list[list[int]] = []
         for rank in sorted(set(ranks)):
             if runs and rank == runs[-1][0] + runs[-1][1]:
@@ -80,7 +92,7 @@ class Ranks(Sequence[int]):
         return Ranks(tuple(_Grid(first, ((size, 1),) if size > 1 else ()) for first, size in runs))
 
     def union(self, other: "Ranks") -> "Ranks":
-        """Both; one must begin after the other ends, or both be the same."""
+        """Return the ranks of both, which must be equal or whose grids must not interleave."""
         if self == other or not other.grids:
             return self
         both = sorted((*self.grids, *other.grids), key=lambda grid: grid.first)
@@ -122,7 +134,7 @@ class Ranks(Sequence[int]):
         raise IndexError(i)
 
     def find(self, rank: int) -> int | None:
-        """Place of `rank` among these, counted from 0; None if it is not one of them."""
+        """Return the position of `rank` among these, from 0, or None if it is not one of them."""
         before = 0
         for grid in self.grids:
             if grid.first <= rank <= grid.last and (i := grid.find(rank)) is not None:

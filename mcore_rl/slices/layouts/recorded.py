@@ -1,4 +1,10 @@
-"""Both sides of a weight sync in a few numbers: what a rank has to know of all the others, as JSON."""
+"""Both layouts of a weight sync as a few numbers, which travel to all ranks as JSON.
+
+    config.json, dtype  + MegatronSizes(tp=2, ...)  -->  source(): the trainer's layout
+                        + SGLangSizes(tp=4, ...)    -->  target(): the engines' layout
+
+Every rank derives from them what all other ranks hold.
+"""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +14,19 @@ from typing import Any
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.slices.layouts.quantised import QuantisedLayout
+from mcore_rl.slices.layouts.quantized import QuantizedLayout
 from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 
 
 @dataclass(frozen=True)
 class RecordedLayouts:
-    """`dtype`: torch name of the model's dtype on both sides; `fp8`: engines hold projections in FP8."""
+    """The numbers that the layouts of both sides follow from.
+
+    hf_config   config.json
+    dtype       torch name of the model's dtype on both sides
+    fp8         whether engines hold projections in FP8
+    """
 
     hf_config: Mapping[str, Any]
     dtype: str
@@ -24,13 +35,13 @@ class RecordedLayouts:
     fp8: bool = False
 
     def source(self) -> MegatronLayout:
-        """ValueError names the two numbers where the sizes do not divide the model."""
+        """Return the trainer's layout. Raises ValueError if the sizes do not divide the model."""
         return MegatronLayout(family_of(self.hf_config), self.hf_config, self.trainer, self.dtype)
 
     def target(self) -> Layout:
-        """ValueError as of `source`."""
+        """Return the engines' layout. Raises ValueError if the sizes do not divide the model."""
         layout = SGLangLayout(family_of(self.hf_config), self.hf_config, self.engines, self.dtype)
-        return QuantisedLayout(layout) if self.fp8 else layout
+        return QuantizedLayout(layout) if self.fp8 else layout
 
     def encode(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -38,19 +49,18 @@ class RecordedLayouts:
     @staticmethod
     def decode(text: str) -> "RecordedLayouts":
         fields = json.loads(text)
-        trainer, engines = MegatronSizes(**fields["trainer"]), SGLangSizes(**fields["engines"])
+        trainer = MegatronSizes(**fields["trainer"])
+        engines = SGLangSizes(**fields["engines"])
         return RecordedLayouts(
             fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"]
         )
 
 
 def hf_tensors(layout: Layout) -> dict[str, tuple[tuple[int, ...], str]]:
-    """HF name -> shape and dtype of every tensor that the layout's ranks hold."""
-    found = {}
+    """Return HF name -> (shape, dtype) of every tensor that the layout's ranks hold."""
+    tensors = {}
     for name in layout.all_names():
         pieces = layout.placement(name).pieces
-        found[name] = (
-            tuple(map(max, *(piece.stop for piece in pieces), pieces[0].stop)),
-            pieces[0].dtype,
-        )
-    return found
+        shape = tuple(map(max, zip(*(piece.stop for piece in pieces), strict=True)))
+        tensors[name] = (shape, pieces[0].dtype)
+    return tensors

@@ -1,9 +1,14 @@
-"""config.json and sizes of SGLang's engines in, where their ranks hold the HF tensors out, in closed form.
+"""config.json and the sizes of SGLang's engines in, the engines' layout out, in closed form.
 
-    rank = engine * (TP * PP) + pp * TP + tp     attention: tp % (TP / DP), replicated over its DP groups
-                                                 experts: ep = tp // (TP / EP), cut over the TP / EP in it
+    rank = engine * (TP * PP) + pp * TP + tp
 
-Recorded of SGLang 0.5.23 (runtime_context.derive_spawn_ranks, layers/linear.py, layers/moe, get_pp_indices).
+    one stage, TP = 4, DP = 2, EP = 2    tp   0  1  2  3
+    attention part tp %  (TP / DP)            0  1  0  1    replicated over the DP groups
+    expert group   tp // (TP / EP)            0  0  1  1    experts are dealt out over the EP groups
+    part of expert tp %  (TP / EP)            0  1  0  1    and cut over the ranks of a group
+
+Source: SGLang 0.5.23 (runtime_context.derive_spawn_ranks, layers/linear.py, layers/moe,
+get_pp_indices).
 """
 
 from collections.abc import Iterable
@@ -28,10 +33,11 @@ from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 VOCAB_MULTIPLE = 64
+"""SGLang pads the embedding to a multiple of so many rows."""
 
 
 class SGLangLayout(StagedLayout):
-    """ValueError names the two numbers where the sizes do not divide the model."""
+    """The layout of all engines' ranks; raises ValueError if the sizes do not divide the model."""
 
     def __init__(self, family: Family, hf_config: HfConfig, sizes: SGLangSizes, dtype: str) -> None:
         tensors = Tensors(family, hf_config, dtype)
@@ -49,7 +55,7 @@ class SGLangLayout(StagedLayout):
     def num_ranks(self) -> int:
         return self._sizes.engines * self._sizes.engine_ranks
 
-    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
+    def _layers_and_group(self, rank: int) -> tuple[Iterable[int], int]:
         stage, tp = divmod(rank % self._sizes.engine_ranks, self._sizes.tp)
         return self._stages[stage], tp // self._moe_tp
 
@@ -67,7 +73,9 @@ class SGLangLayout(StagedLayout):
         return Placement(tuple(pieces))
 
     def _model_stages(self, entry: Entry) -> list[int]:
-        last, architecture = self._sizes.pp - 1, self._tensors.family.architecture
+        """Return the stages that hold a tensor outside the layers."""
+        last = self._sizes.pp - 1
+        architecture = self._tensors.family.architecture
         everywhere = list(range(last + 1))
         if entry.tensor.name == "lm_head.weight" and architecture in HEAD_ON_EVERY_STAGE:
             return everywhere
@@ -78,17 +86,15 @@ class SGLangLayout(StagedLayout):
         return [0, last] if self._tensors.tied and last else [0]
 
     def _cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
-        rule, sizes = self._rule(entry), self._sizes
+        """Return the box (start, stop) of each part of a tensor; None where all is padding."""
+        rule = self._rule(entry)
         where = f"SGLang's {entry.suffix}"
         attn_tp = self._attn_tp
         if rule.group == "all":
             return list(cut_evenly(entry.shape, None, 1, where))
-        parts = sizes.tp if rule.group == "tensor" else attn_tp
+        parts = self._sizes.tp if rule.group == "tensor" else attn_tp
         if entry.rule.padded:
-            multiple = VOCAB_MULTIPLE
-            if -(-entry.shape[0] // multiple) * multiple % parts:
-                multiple *= parts
-            return cut_rows(entry.shape, -(-entry.shape[0] // multiple) * multiple // parts, parts)
+            return cut_rows(entry.shape, _padded_rows(entry.shape[0], parts) // parts, parts)
         if rule.group == "kv_heads":
             heads = self._tensors.sizes["kv_heads"]
             if attn_tp > heads:
@@ -101,8 +107,9 @@ class SGLangLayout(StagedLayout):
         return list(cut_evenly(entry.shape, axis, self._moe_tp, f"SGLang's {entry.suffix}"))
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
-        """The ranks of a stage, in all engines, that hold part number `part` of `parts`."""
-        sizes, first = self._sizes, stage * self._sizes.tp
+        """Return the ranks of a stage, in all engines, that hold part number `part` of `parts`."""
+        sizes = self._sizes
+        first = stage * sizes.tp
         engines = (sizes.engines, sizes.engine_ranks)
         if ep is not None:
             return Ranks.grid(first + ep * self._moe_tp + part, engines)
@@ -117,7 +124,7 @@ class SGLangLayout(StagedLayout):
         )
 
     def _rule(self, entry: Entry) -> Rule:
-        """ValueError names a tensor whose place in SGLang is not recorded."""
+        """Return how SGLang cuts a tensor. Raises ValueError if that is not recorded."""
         module, _, kind = entry.suffix.rpartition(".")
         if kind == "e_score_correction_bias":
             return WHOLE
@@ -132,8 +139,19 @@ class SGLangLayout(StagedLayout):
         return DTYPES.get((self._tensors.family.architecture, entry.suffix), entry.dtype)
 
 
+def _padded_rows(num_rows: int, parts: int) -> int:
+    """Return the rows of a vocabulary table with SGLang's padding, which `parts` divides."""
+    multiple = VOCAB_MULTIPLE
+    if -(-num_rows // multiple) * multiple % parts:
+        multiple *= parts
+    return -(-num_rows // multiple) * multiple
+
+
 def _stage_layers(num_layers: int, pp: int, num_stages: int) -> range:
-    """As get_pp_indices has it: the last stages take the layers that are left over."""
+    """Return the layers of stage `pp`; the last stages take the layers left over.
+
+    Source: SGLang's get_pp_indices.
+    """
     base, extra = divmod(num_layers, num_stages)
     longer = max(0, pp - (num_stages - extra))
     first = pp * base + longer
@@ -141,5 +159,5 @@ def _stage_layers(num_layers: int, pp: int, num_stages: int) -> range:
 
 
 def _interleave(a: Ranks, b: Ranks) -> Ranks:
-    """Both; stages of several engines lie in turn."""
+    """Return the ranks of both; with several engines, the ranks of two stages alternate."""
     return Ranks.of([*a, *b])

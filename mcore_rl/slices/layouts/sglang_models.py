@@ -1,10 +1,15 @@
-"""What is recorded of SGLang 0.5.23's models: who cuts which tensor along which axis, what they cannot do.
+"""How SGLang 0.5.23's models cut their tensors, and which settings they don't support.
 
-Source: srt/models and srt/layers; tests/rollout holds all of it against SGLang itself.
+    self_attn.q_proj   Rule("attention")            rows cut by the ranks of an attention group
+    mlp.down_proj      Rule("tensor", COLUMNS)      columns cut by all tensor-parallel ranks
+    input_layernorm    WHOLE                        not cut
+
+Source: srt/models and srt/layers. tests/rollout compares all of it with SGLang itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from mcore_rl.slices.families import family_of
@@ -17,7 +22,7 @@ ROWS, COLUMNS = 0, 1
 
 @dataclass(frozen=True)
 class Rule:
-    """Which group of ranks cuts a tensor along which axis; "all" cuts nothing."""
+    """The group of ranks that cuts a tensor, and along which axis; "all" does not cut it."""
 
     group: Literal["all", "attention", "kv_heads", "tensor"]
     axis: int = ROWS
@@ -57,7 +62,7 @@ RULES: Mapping[str, Rule] = {
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,
 }
-"""Module of a HF tensor, from within the layer on -> who cuts it; routed experts have a rule of their own."""
+"""HF module within the layer -> how it is cut. Routed experts are cut by EXPERT_AXIS."""
 
 RULES_OF: Mapping[str, Mapping[str, Rule]] = {
     "MiniMaxM2ForCausalLM": {
@@ -65,7 +70,7 @@ RULES_OF: Mapping[str, Mapping[str, Rule]] = {
         "self_attn.k_norm": Rule("kv_heads"),
     },
 }
-"""Architecture -> where it differs from RULES."""
+"""Architecture -> rules that replace those in RULES."""
 
 EXPERT_AXIS: Mapping[str, int | None] = {
     "gate_proj.weight": ROWS,
@@ -79,8 +84,9 @@ EXPERT_AXIS: Mapping[str, int | None] = {
     "experts.down_proj": 1,
     "experts.down_proj_bias": None,
 }
-"""Last two parts of a routed expert's HF name -> the axis that tensor parallelism within experts cuts; None:
-the first of these ranks has the whole, the others zeros.
+"""Last two parts of a routed expert's HF name -> the axis that the ranks of its group cut.
+
+None: the first of these ranks has the whole tensor, the others have zeros.
 """
 
 DTYPES = {
@@ -90,7 +96,7 @@ DTYPES = {
     ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",
     ("GptOssForCausalLM", "self_attn.sinks"): "bfloat16",
 }
-"""(architecture, tensor) -> the dtype in which engines hold it, whatever the model's."""
+"""(architecture, HF name within the layer) -> dtype in engines, whatever the model's dtype is."""
 
 HEAD_ON_EVERY_STAGE = {
     "Qwen3MoeForCausalLM",
@@ -100,9 +106,12 @@ HEAD_ON_EVERY_STAGE = {
     "GptOssForCausalLM",
     "LlamaForCausalLM",
 }
-"""Architectures whose pipeline stages all have the output layer."""
-EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
+"""Architectures that have the output layer on every pipeline stage."""
 
+EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
+"""Architectures that have the embedding on every pipeline stage."""
+
+# Architectures whose SGLang model does not support a feature.
 WITHOUT_STAGES = {"OlmoeForCausalLM"}
 WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
 WITHOUT_EXPERT_PARALLELISM = {"GptOssForCausalLM"}
@@ -123,14 +132,14 @@ WITHOUT_TIED_HEAD = {
 }
 WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
 WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"}
-"""What SGLang's models of these architectures cannot do."""
 
 
 @dataclass(frozen=True)
 class SGLangSizes:
-    """`engines` engines alike, each of tp * pp ranks.
+    """The sizes of `engines` equal engines, each of tp * pp ranks.
 
-    dp   groups that attention is replicated over (--enable-dp-attention --dp-size), within the tp ranks
+    dp   groups within the tp ranks that each have a replica of attention
+         (--enable-dp-attention --dp-size)
     """
 
     engines: int = 1
@@ -141,6 +150,7 @@ class SGLangSizes:
 
     @property
     def engine_ranks(self) -> int:
+        """Ranks of one engine."""
         return self.tp * self.pp
 
 
@@ -153,60 +163,68 @@ BUILT_IN: Mapping[str, Mapping[str, Callable[[HfConfig], Any]]] = {
         "num_key_value_heads": lambda c: c["num_attention_heads"],
     },
 }
-"""Architecture -> key of config.json -> the value that SGLang computes with, whatever is written there."""
+"""Architecture -> key of config.json -> (config) -> the value that SGLang always computes with."""
 
 DTYPE_OF_CONFIG = {"GptOssForCausalLM"}
-"""Architectures of which SGLang holds some tensors in the dtype of config.json, whatever it is told."""
+"""Architectures with tensors that SGLang holds in config.json's dtype, whatever its --dtype."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"),
 }
-"""Architecture -> keys of config.json without which SGLang computes something else than transformers."""
+"""Architecture -> keys of config.json without which SGLang computes something else."""
 
 
 def refuse_unserved(hf_config: HfConfig, sizes: SGLangSizes, dtype: str | None = None) -> None:
-    """ValueError names what SGLang's model of this config.json cannot do, or would do wrongly.
+    """Raise ValueError naming the first setting that SGLang's model does not support or ignores.
 
-    `dtype`: that the engine is told to compute in.
+    dtype   torch name of the dtype that the engine is told to compute in
     """
+    architecture = family_of(hf_config).architecture
+    problems = chain(_size_problems(hf_config, sizes), _setting_problems(hf_config, dtype))
+    first = next(problems, None)
+    if first is not None:
+        setting, problem = first
+        raise ValueError(f"{setting}: SGLang's {architecture} {problem}")
+
+
+def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[str, str]]:
+    """Yield (setting, problem) for layers and sizes that SGLang's model does not support."""
     family = family_of(hf_config)
-    architecture, tied = family.architecture, bool(family.left_out(hf_config))
-
-    def refuse(what: str, why: str) -> None:
-        raise ValueError(f"{what}: SGLang's {architecture} {why}")
-
+    architecture = family.architecture
+    tied = bool(family.left_out(hf_config))
     if architecture in WITHOUT_DENSE_LAYERS:
-        dense = [
-            i for i in range(hf_config["num_hidden_layers"]) if not sparse_layers(hf_config, i)
-        ]
-        if dense:
-            refuse(
-                f"mlp_only_layers or decoder_sparse_step, dense layer {dense[0]}",
-                "has experts in every layer",
-            )
+        for layer in range(hf_config["num_hidden_layers"]):
+            if not sparse_layers(hf_config, layer):
+                setting = f"mlp_only_layers or decoder_sparse_step, dense layer {layer}"
+                yield setting, "has experts in every layer"
     if sizes.tp > 1 and architecture in WITHOUT_TENSOR_PARALLELISM:
-        refuse(
-            f"tp = {sizes.tp}", "normalises queries and keys over all heads and knows one rank only"
-        )
+        problem = "normalizes queries and keys over all heads and knows one rank only"
+        yield f"tp = {sizes.tp}", problem
     if sizes.pp > 1 and architecture in WITHOUT_STAGES:
-        refuse(f"pp = {sizes.pp}", "has no pipeline stages")
+        yield f"pp = {sizes.pp}", "has no pipeline stages"
     if sizes.ep > 1 and architecture in WITHOUT_EXPERT_PARALLELISM:
-        refuse(f"ep = {sizes.ep}", "loads unquantised experts on every rank: cut them by tp alone")
+        problem = "loads unquantized experts on every rank: cut them by tp alone"
+        yield f"ep = {sizes.ep}", problem
     if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
-        refuse(f"attention dp = {sizes.dp}", "has no DP attention")
+        yield f"attention dp = {sizes.dp}", "has no DP attention"
     if tied and architecture in WITHOUT_TIED_HEAD:
-        refuse("tie_word_embeddings = true", "has an output layer of its own")
+        yield "tie_word_embeddings = true", "has an output layer of its own"
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
-        refuse(f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head")
+        yield f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head"
+
+
+def _setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (setting, problem) for settings of config.json that SGLang's model ignores or lacks."""
+    architecture = family_of(hf_config).architecture
     for key, value_of in BUILT_IN.get(architecture, {}).items():
         value = value_of(hf_config)
         if hf_config.get(key, value) not in (None, value):
-            refuse(f"{key} = {hf_config[key]!r}", f"computes with {value!r}")
+            yield f"{key} = {hf_config[key]!r}", f"computes with {value!r}"
     saved = named_dtype(hf_config)
     if architecture in DTYPE_OF_CONFIG and dtype and saved not in (None, dtype):
-        refuse(f"dtype = {saved} in config.json and {dtype} for the engine", "would mix the two")
+        setting = f"dtype = {saved} in config.json and {dtype} for the engine"
+        yield setting, "would mix the two"
     for key in NEEDED.get(architecture, ()):
         if key not in hf_config:
-            refuse(
-                f"no {key!r} in config.json", "takes that for another model than transformers does"
-            )
+            problem = "takes that for another model than transformers does"
+            yield f"no {key!r} in config.json", problem

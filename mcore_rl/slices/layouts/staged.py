@@ -1,4 +1,11 @@
-"""What the layouts of both sides share: layers dealt out to stages, routed experts to groups of ranks."""
+"""The part that Megatron's and SGLang's layouts share: layers on stages, routed experts in groups.
+
+                          expert group 0     expert group 1
+    stage 0, layers 0-1   experts 0-3        experts 4-7
+    stage 1, layers 2-3   experts 0-3        experts 4-7
+
+A placement is made once per (entry, stage, group); all layers and experts of a field share it.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,29 +18,32 @@ from mcore_rl.slices.layouts.tensors import Entry, Tensors
 
 
 class StagedLayout(ABC):
-    """A layout in which the placement of a tensor follows from its entry, its stage and its expert group."""
+    """A layout in which a tensor's placement follows from its entry, stage and expert group."""
 
     def __init__(
         self, tensors: Tensors, stage_of: Mapping[int, int], experts_per_rank: int
     ) -> None:
-        """`stage_of`: layer -> pipeline stage; `experts_per_rank`: routed experts of an expert group."""
-        self._tensors, self._stage_of, self._experts_per_rank = tensors, stage_of, experts_per_rank
-        self._place, self._place_all = cache(self._make_placement), cache(self._join_placements)
+        """`stage_of`: layer -> pipeline stage; `experts_per_rank`: experts of an expert group."""
+        self._tensors = tensors
+        self._stage_of = stage_of
+        self._experts_per_rank = experts_per_rank
+        self._place = cache(self._make_placement)
+        self._place_stacked = cache(self._stacked_placement)
 
     def placement(self, name: str) -> Placement:
-        found = self._tensors.find(name)
-        if found is None:
+        tensor = self._tensors.find(name)
+        if tensor is None:
             return NOWHERE
-        if found.layer is None:
-            return self._place(found.entry, None, None)
-        stage = self._stage_of[found.layer]
-        if found.entry.rule.stacked:
-            return self._place_all(found.entry, stage)
-        ep = None if found.expert is None else found.expert // self._experts_per_rank
-        return self._place(found.entry, stage, ep)
+        if tensor.layer is None:
+            return self._place(tensor.entry, None, None)
+        stage = self._stage_of[tensor.layer]
+        if tensor.entry.rule.stacked:
+            return self._place_stacked(tensor.entry, stage)
+        ep = None if tensor.expert is None else tensor.expert // self._experts_per_rank
+        return self._place(tensor.entry, stage, ep)
 
     def names(self, rank: int) -> Iterator[str]:
-        layers, ep = self._seat(rank)
+        layers, ep = self._layers_and_group(rank)
         experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
         for entry in self._tensors.model_entries:
             if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
@@ -45,19 +55,21 @@ class StagedLayout(ABC):
         return self._tensors.all_names()
 
     def held(self, rank: int) -> Iterator[tuple[Entry, int]]:
-        """How many elements `rank` holds of all tensors of each entry of the table, in closed form."""
-        layers, ep = self._seat(rank)
+        """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""
+        layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:
             yield entry, _numel(self._place(entry, None, None), rank)
-        for is_moe, of_kind in self._tensors.by_kind(layers).items():
+        for is_moe, same_kind in self._tensors.by_kind(layers).items():
             for entry in self._tensors.layer_entries[is_moe]:
-                count = len(of_kind) * (self._experts_per_rank if entry.rule.numbers_experts else 1)
+                num_tensors = len(same_kind)
+                if entry.rule.numbers_experts:
+                    num_tensors *= self._experts_per_rank
                 group = ep if entry.rule.has_expert_axis else None
-                place = self._place(entry, self._stage_of[of_kind[0]], group)
-                yield entry, count * _numel(place, rank)
+                placement = self._place(entry, self._stage_of[same_kind[0]], group)
+                yield entry, num_tensors * _numel(placement, rank)
 
-    def _join_placements(self, entry: Entry, stage: int) -> Placement:
-        """Of a tensor that holds all experts."""
+    def _stacked_placement(self, entry: Entry, stage: int) -> Placement:
+        """Return the placement of a tensor that stacks all experts: the pieces of all groups."""
         groups = range(self._tensors.num_experts // self._experts_per_rank)
         return Placement(
             tuple(piece for ep in groups for piece in self._place(entry, stage, ep).pieces)
@@ -66,7 +78,10 @@ class StagedLayout(ABC):
     def _experts_of(
         self, entry: Entry, ep: int | None, box: tuple[Shape, Shape]
     ) -> tuple[Shape, Shape]:
-        """What of a box the expert group `ep` holds: of a tensor that holds all experts, its own."""
+        """Return the part of a box (start, stop) that the expert group `ep` holds.
+
+        Of a tensor that stacks all experts these are its own experts, otherwise the whole box.
+        """
         if ep is None or not entry.rule.stacked:
             return box
         (_, *start), (_, *stop) = box
@@ -74,18 +89,22 @@ class StagedLayout(ABC):
         return (ep * each, *start), ((ep + 1) * each, *stop)
 
     @abstractmethod
-    def _seat(self, rank: int) -> tuple[Iterable[int], int]:
-        """The layers and the expert group of a rank."""
+    def _layers_and_group(self, rank: int) -> tuple[Iterable[int], int]:
+        """Return the layers and the expert group of a rank."""
 
     @abstractmethod
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
-        """`stage`: None for tensors outside the layers; `ep`: None for all but routed experts, of which it
-        says whose experts are meant where one tensor holds all.
+        """Return the placement of an entry's tensors in one stage and one expert group.
+
+        stage   None for tensors outside the layers
+        ep      expert group; None for tensors other than routed experts
         """
 
 
 def _numel(placement: Placement, rank: int) -> int:
-    pieces = (piece for piece in placement.pieces if rank in piece.ranks)
-    return sum(
-        prod(b - a for a, b in zip(piece.start, piece.stop, strict=True)) for piece in pieces
-    )
+    """Return the number of elements that `rank` holds."""
+    numel = 0
+    for piece in placement.pieces:
+        if rank in piece.ranks:
+            numel += prod(b - a for a, b in zip(piece.start, piece.stop, strict=True))
+    return numel

@@ -1,4 +1,13 @@
-"""A strided view of an HF tensor and the memory it is copied to in, shards (boxes with local strides) out."""
+"""A strided view of an HF tensor and the local memory it is copied to in, shards out.
+
+    HF tensor [4, 2]      view: every second row      local tensor [2, 2]
+    row 0  a b            a b                         a b  <- Shard(box of row 0, offset=0)
+    row 1  c d            e f               --copy->  e f  <- Shard(box of row 2, offset=2)
+    row 2  e f
+    row 3  g h
+
+A view that is a single box gives a single shard.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +21,10 @@ from mcore_rl.slices.plan.coverage import contiguous_strides
 
 @dataclass(frozen=True)
 class _Dim:
-    """`size` steps of `source` elements in the HF tensor and of `target` elements in the local tensor."""
+    """A dimension of the copy: `size` steps of `source` elements in the HF tensor.
+
+    Each is a step of `target` elements in the local tensor.
+    """
 
     size: int
     source: int
@@ -28,17 +40,20 @@ def shards_of_view(
     strides: Sequence[int],
     dtype: str,
 ) -> list[Shard]:
-    """The shards that copying `view`, of a contiguous tensor of `hf_shape`, to local memory gives.
+    """Return the shards that result from copying `view` to local memory.
 
-    tensor, offset, strides, dtype   the local memory, of the shape of `view`, in elements
-    Several shards where the view is no box (rows taken in steps, heads interleaved); ValueError where an axis
-    of the view wraps around the edge of the HF tensor.
+    view                       a view of a contiguous tensor of shape `hf_shape`
+    tensor, offset, strides    the local memory, which has the shape of `view`, in elements
+
+    A view that is not a box (rows taken in steps, heads interleaved) gives several shards. Raises
+    ValueError if an axis of the view wraps around the edge of the HF tensor.
     """
     if view.numel() == 0:
         return []
-    dims = [
-        _Dim(*dim) for dim in zip(view.shape, view.stride(), strides, strict=True) if dim[0] > 1
-    ]
+    dims = []
+    for size, source, target in zip(view.shape, view.stride(), strides, strict=True):
+        if size > 1:
+            dims.append(_Dim(size, source, target))
     hf_strides = contiguous_strides(hf_shape)
     shards = []
     for source, target, box_dims in _boxes(_merge(dims), hf_strides):
@@ -50,7 +65,7 @@ def shards_of_view(
 
 
 def _merge(dims: list[_Dim]) -> list[_Dim]:
-    """Outermost first, adjacent dimensions made one where both memories allow it."""
+    """Return the dimensions outermost first, adjacent ones merged where both memories allow it."""
     merged: list[_Dim] = []
     for dim in sorted(dims, key=lambda dim: -dim.source):
         outer = merged[-1] if merged else None
@@ -66,7 +81,10 @@ def _merge(dims: list[_Dim]) -> list[_Dim]:
 
 
 def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, int, list[_Dim]]]:
-    """Steps along what is no axis of the HF tensor: offset in it, local offset, dimensions of the box."""
+    """Split the copy into boxes by stepping along dimensions that are no axis of the HF tensor.
+
+    Yields (offset in the HF tensor, offset in local memory, dimensions of the box) for each box.
+    """
     box_dims: list[_Dim] = []
     stepped: list[_Dim] = []
     taken: set[int] = set()
@@ -75,15 +93,16 @@ def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, i
         (box_dims if is_axis else stepped).append(dim)
         taken.add(dim.source)
     for steps in product(*(range(dim.size) for dim in reversed(stepped))):
-        pairs = list(zip(steps, reversed(stepped), strict=True))
-        yield (
-            sum(n * dim.source for n, dim in pairs),
-            sum(n * dim.target for n, dim in pairs),
-            box_dims,
-        )
+        source = 0
+        target = 0
+        for n, dim in zip(steps, reversed(stepped), strict=True):
+            source += n * dim.source
+            target += n * dim.target
+        yield source, target, box_dims
 
 
 def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of element number `element` of a contiguous tensor of `shape`."""
     index = []
     for stride in contiguous_strides(shape):
         index.append(element // stride)
@@ -98,21 +117,27 @@ def _extents(
     start: Sequence[int],
     dims: list[_Dim],
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Extent and local stride on each HF axis; what exceeds an axis continues on the next outer one."""
+    """Return the box's extent and its local stride on each HF axis.
+
+    A dimension that is longer than an axis continues on the next outer axis.
+    """
     extents = [1] * len(hf_shape)
     local = list(contiguous_strides(hf_shape))
     for dim in dims:
         axis = max(
             a for a, stride in enumerate(hf_strides) if stride == dim.source and hf_shape[a] > 1
         )
-        size, target = dim.size, dim.target
+        size = dim.size
+        target = dim.target
         while size > hf_shape[axis] - start[axis]:
             if start[axis] != 0 or size % hf_shape[axis] or axis == 0 or extents[axis] != 1:
                 raise ValueError(
                     f"a view of HF tensor {name!r} wraps around axis {axis}: cannot be traced"
                 )
             extents[axis], local[axis] = hf_shape[axis], target
-            size, target, axis = size // hf_shape[axis], target * hf_shape[axis], axis - 1
+            size //= hf_shape[axis]
+            target *= hf_shape[axis]
+            axis -= 1
         if extents[axis] != 1:
             raise ValueError(
                 f"a view of HF tensor {name!r} crosses axis {axis} twice: cannot be traced"

@@ -1,4 +1,12 @@
-"""Megatron's own account of its shards in (`LocalPart`, off sharded_state_dict), shards of HF tensors out."""
+"""Megatron's description of a rank's tensors in, shards of HF tensors out.
+
+    LocalPart, from sharded_state_dict                 shards
+    linear_qkv, rows 4-7 of q0 q1 k0 v0 q2 q3 k1 v1    q_proj box q2 q3   offset 0
+                               part: q2 q3 k1 v1  -->  k_proj box k1      offset 2 rows
+                                                       v_proj box v1      offset 3 rows
+
+The family's table says in which order the rows of HF tensors lie in a Megatron tensor.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +19,17 @@ from mcore_rl.slices.plan.coverage import Span, contiguous_strides
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A box of Megatron's global tensor `key` that lies, contiguous, in local tensor `tensor`.
+    """A box of a global Megatron tensor that lies contiguously in a local tensor.
 
-    global_shape, global_offset, local_shape
-             elements per axis of the global tensor; the axes of the layer and of the expert, where there are
-             such, come first and have local size 1
-    offset   elements of `tensor` before the part (gate and up are two parts)
-    dtype    torch name of the local tensor's dtype, such as "bfloat16"
+    key             Megatron's global key
+    global_shape    elements per axis of the global tensor
+    global_offset   where the box begins on each axis
+    local_shape     elements of the box per axis
+    tensor          name of the local tensor
+    dtype           torch name of its dtype, such as "bfloat16"
+    offset          elements of the local tensor before the box (gate and up are two parts)
+
+    The axes of layer and expert, if there are such, come first and have local size 1.
     """
 
     key: str
@@ -31,14 +43,17 @@ class LocalPart:
     def __post_init__(self) -> None:
         if not len(self.global_shape) == len(self.global_offset) == len(self.local_shape):
             raise ValueError(
-                f"{self.key}: global shape {self.global_shape}, offset {self.global_offset} and local shape "
-                f"{self.local_shape} differ in rank"
+                f"{self.key}: global shape {self.global_shape}, offset {self.global_offset} and"
+                f" local shape {self.local_shape} differ in their number of axes"
             )
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows [start, start + num_rows) of a Megatron tensor: those of `tensor` from hf_start on, or padding."""
+    """Rows [start, start + num_rows) of a Megatron tensor.
+
+    They are the rows of the HF tensor from `hf_start` on, or padding if `tensor` is None.
+    """
 
     start: int
     num_rows: int
@@ -48,7 +63,7 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A part without the axes of layer and expert, which became numbers."""
+    """A part without its axes of layer and expert, which `numbers` has instead ({"layer": 3})."""
 
     part: LocalPart
     rule: Rule
@@ -59,9 +74,10 @@ class _Matrix:
 
 
 def training_shards(parts: Sequence[LocalPart], family: Family, hf_config: HfConfig) -> list[Shard]:
-    """The HF boxes held by one training rank, in the order of `parts`.
+    """Return the shards that one training rank holds, in the order of `parts`.
 
-    ValueError names a Megatron tensor that is unknown or whose shape is not what `config.json` says.
+    Raises ValueError naming a Megatron tensor that is unknown or has another shape than config.json
+    says.
     """
     return [
         _shard(matrix, block.tensor, block.hf_start + first - block.start, first, stop)
@@ -71,7 +87,7 @@ def training_shards(parts: Sequence[LocalPart], family: Family, hf_config: HfCon
 
 
 def training_padding(parts: Sequence[LocalPart], family: Family, hf_config: HfConfig) -> list[Span]:
-    """The vocabulary padding held by one training rank: elements that belong to no HF tensor."""
+    """Return the vocabulary padding that one training rank holds."""
     spans = []
     for matrix, block, first, stop in _cut(parts, family, hf_config):
         if block.tensor is None:
@@ -86,7 +102,7 @@ def training_padding(parts: Sequence[LocalPart], family: Family, hf_config: HfCo
 def _cut(
     parts: Sequence[LocalPart], family: Family, hf_config: HfConfig
 ) -> Iterator[tuple[_Matrix, _Block, int, int]]:
-    """Each part's blocks, with the rows [first, stop) of the Megatron tensor that part and block share."""
+    """Yield (part, block, first, stop): rows [first, stop) of the Megatron tensor lie in both."""
     sizes = family.sizes(hf_config)
     left_out = family.left_out(hf_config)
     for part in parts:
@@ -100,16 +116,17 @@ def _cut(
 
 
 def _matrix(part: LocalPart, family: Family) -> _Matrix:
+    """Return the part without its axes of layer and expert. The key may name the layer instead."""
     rule, layer = family.find(part.key)
     numbers = {} if layer is None else {"layer": layer}
     axes = ["layer"] if rule.where != "model" and layer is None else []
     axes += ["expert"] if rule.has_expert_axis else []
     lead = len(axes)
-    if len(part.local_shape) != lead + len(rule.matrix_axes(rule.tensors[0])) or any(
-        n != 1 for n in part.local_shape[:lead]
-    ):
+    num_axes = lead + len(rule.matrix_axes(rule.tensors[0]))
+    if len(part.local_shape) != num_axes or any(n != 1 for n in part.local_shape[:lead]):
         raise ValueError(
-            f"{part.key}: local shape {part.local_shape} should begin with size 1 for each of {axes}"
+            f"{part.key}: local shape {part.local_shape} should begin with size 1 for each of"
+            f" {axes}"
         )
     numbers |= dict(zip(axes, part.global_offset, strict=False))
     return _Matrix(
@@ -125,25 +142,29 @@ def _matrix(part: LocalPart, family: Family) -> _Matrix:
 def _check_present(
     matrix: _Matrix, family: Family, hf_config: HfConfig, left_out: frozenset[str]
 ) -> None:
-    where, layer = matrix.rule.where, matrix.numbers.get("layer")
+    """Raise ValueError if config.json describes a model without this Megatron tensor."""
+    where = matrix.rule.where
+    layer = matrix.numbers.get("layer")
     if matrix.rule.tensors[0].name in left_out:
         raise ValueError(
-            f"{matrix.part.key} has weights of its own, but config.json says tie_word_embeddings = true: "
-            "build the model with shared embeddings"
+            f"{matrix.part.key} has weights of its own, but config.json says tie_word_embeddings ="
+            " true: build the model with shared embeddings"
         )
     if where in ("dense", "moe") and family.is_moe_layer(hf_config, layer or 0) != (where == "moe"):
         raise ValueError(f"{matrix.part.key}: by config.json, layer {layer} is not a {where} layer")
 
 
 def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
+    """Yield the blocks of rows that make up a Megatron tensor, from top to bottom."""
     rule = matrix.rule
     num_groups = sizes[rule.groups] if rule.groups else 1
     num_rows = sum(sizes[rule.matrix_axes(tensor)[0]] for tensor in rule.tensors)
     expected = (num_rows, *(sizes[axis] for axis in rule.matrix_axes(rule.tensors[0])[1:]))
-    have = matrix.global_shape
-    if have[1:] != expected[1:] or have[0] < num_rows or (have[0] > num_rows and not rule.padded):
+    shape = matrix.global_shape
+    is_padded = rule.padded and shape[0] > num_rows
+    if shape[1:] != expected[1:] or (shape[0] != num_rows and not is_padded):
         raise ValueError(
-            f"{matrix.part.key} has shape {have}, by config.json it should be {expected}"
+            f"{matrix.part.key} has shape {shape}, by config.json it should be {expected}"
         )
     start = 0
     for group in range(num_groups):
@@ -151,19 +172,20 @@ def _blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[_Block]:
             block_len = sizes[rule.matrix_axes(tensor)[0]] // num_groups
             yield _Block(start, block_len, tensor, group * block_len)
             start += block_len
-    if have[0] > start:
-        yield _Block(start, have[0] - start, None, 0)
+    if shape[0] > start:
+        yield _Block(start, shape[0] - start, None, 0)
 
 
 def _shard(matrix: _Matrix, tensor: HfTensor, hf_first: int, first: int, stop: int) -> Shard:
+    """Return the shard of rows [first, stop) of a Megatron tensor: from row `hf_first` on."""
     strides = contiguous_strides(matrix.shape)
     offset = matrix.part.offset + (first - matrix.start[0]) * strides[0]
-    spans = [(hf_first, hf_first + stop - first)]
-    spans += [(at, at + size) for at, size in zip(matrix.start[1:], matrix.shape[1:], strict=True)]
-    if matrix.rule.stacked:
-        expert = matrix.numbers["expert"]
-        spans = [(expert, expert + 1), *reversed(spans)]
+    start = (hf_first, *matrix.start[1:])
+    shape = (stop - first, *matrix.shape[1:])
+    if matrix.rule.stacked:  # the HF tensor holds all experts, each transposed
+        start = (matrix.numbers["expert"], *reversed(start))
+        shape = (1, *reversed(shape))
         strides = (prod(matrix.shape), *reversed(strides))
-    start, ends = zip(*spans, strict=True)
+    ends = tuple(at + size for at, size in zip(start, shape, strict=True))
     box = Box(tensor.name.format(**matrix.numbers), start, ends)
     return Shard(box, matrix.part.tensor, offset, strides, matrix.part.dtype)

@@ -1,7 +1,13 @@
-"""Two layouts and the hosts in, predicted bytes over each rank's link out; likewise of gather-and-broadcast.
+"""Two layouts and the hosts in, the predicted bytes over each rank's link out.
 
-Exact for the plans of `local_plan`, of which this is the sum, without any rank's list of boxes. Bytes between
-ranks of one host do not count as network. Work grows with the model and the sets of ranks that share boxes.
+    host 0                                   host 1
+    trainer rank 0 --local--> engine rank 0
+    trainer rank 0 ---------network--------> engine rank 1
+
+`predict` is exact for the plans of local.py: it adds up their flows without listing any rank's
+boxes. Bytes between ranks of one host do not count as network. The work grows with the model and
+with the number of regions. `predict_gather_broadcast` does the same for a sync by gather and
+broadcast, for comparison.
 """
 
 from collections import Counter, defaultdict
@@ -12,17 +18,17 @@ from math import ceil, prod
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.layouts.layout import Layout, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
-from mcore_rl.slices.plan.local import GRAIN, shared_regions
+from mcore_rl.slices.plan.local import DEFAULT_GRANULARITY, shared_regions
 from mcore_rl.slices.plan.shared_region import SharedRegion, SplitGranularity
 from mcore_rl.slices.plan.shares import Shares, Topology
 
 GATHER_BUCKET_BYTES = 512 << 20
-"""slime's default for the bucket that a trainer rank fills with gathered tensors before it broadcasts it."""
+"""slime's default size of the bucket of gathered tensors that a trainer rank broadcasts at once."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes per rank of one side, over the network and within the rank's own host."""
+    """Bytes per rank of one side: over the network, and between ranks of one host."""
 
     network_in: list[int]
     network_out: list[int]
@@ -35,15 +41,16 @@ class Load:
 
     @property
     def busiest_link(self) -> int:
-        """Bytes of the busiest direction of any rank's link; links are full duplex."""
+        """Bytes over the busiest link in its busier direction; links are full duplex."""
         return max((*self.network_in, *self.network_out), default=0)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a sync moves. Each rank has one link; `lower_bound` is what no plan can take the busiest below.
+    """The bytes that a sync moves. Each rank has one link.
 
-    No plan, that is, in which trainer ranks pass nothing on; engine ranks may, what they got.
+    lower_bound   bytes over the busiest link that no plan can go below, if trainer ranks send only
+                  what they hold; engine ranks may relay what they received
     """
 
     trainer: Load
@@ -59,19 +66,24 @@ class Traffic:
         return max(self.trainer.busiest_link, self.engines.busiest_link)
 
     def seconds(self, link_gbps: float) -> float:
-        """Time of the busiest link, sends and relays overlapping; `link_gbps` in 10**9 bits per second."""
+        """Return the seconds that the busiest link takes if sends and relays overlap.
+
+        link_gbps   speed of a link in 10**9 bits per second
+        """
         return self.busiest_link * 8 / (link_gbps * 1e9)
 
 
 @dataclass(frozen=True)
 class GatherBroadcast:
-    """The same update as slime does it: every trainer rank gathers its pipeline stage, one rank of each stage
-    broadcasts it to all engine ranks, one stage after the other.
+    """The same sync as slime does it, in bytes.
 
-    gathered_in       bytes that each trainer rank gathers over the network (parts that a rank of its host has
-                      are taken to come from there)
-    model_bytes       what each engine rank takes in
-    network_bytes     in all, the broadcast entering each engine host once
+    Every trainer rank gathers its pipeline stage. Then one rank of each stage broadcasts it to all
+    engine ranks, one stage after the other.
+
+    gathered_in     bytes that each trainer rank gathers over the network; parts that a rank of its
+                    own host holds are assumed to come from there
+    model_bytes     bytes that each engine rank receives
+    network_bytes   bytes over the network in all; the broadcast enters each engine host once
     """
 
     gathered_in: list[int]
@@ -79,7 +91,10 @@ class GatherBroadcast:
     network_bytes: int
 
     def seconds(self, link_gbps: float) -> float:
-        """The gathers of all stages at once, then every byte through the link of a broadcasting rank."""
+        """Return the seconds of all stages' gathers at once, then of every byte over one link.
+
+        link_gbps   speed of a link in 10**9 bits per second
+        """
         return (max(self.gathered_in, default=0) + self.model_bytes) * 8 / (link_gbps * 1e9)
 
 
@@ -87,60 +102,72 @@ def predict(
     source: Layout,
     target: Layout,
     topology: Topology,
-    granularity: SplitGranularity = GRAIN,
+    granularity: SplitGranularity = DEFAULT_GRANULARITY,
     engine_ranks: int | None = None,
 ) -> Traffic:
-    """The traffic of one sync. ValueError names a box that no trainer rank holds.
+    """Return the traffic of one sync.
 
-    `engine_ranks`: the first so many engine ranks are an engine that passes on what it gets, rank by rank, to
-    the next one of as many ranks, and so on; None: trainer ranks send to all.
+    engine_ranks   ranks of one engine, if engines relay: the trainer sends to the first engine
+                   alone, and each engine rank passes on what it receives to the same rank of the
+                   next engine. None: trainer ranks send to all engines
+
+    Raises ValueError naming a box that no trainer rank holds.
     """
-    trainer, engines = Load.zero(source.num_ranks), Load.zero(target.num_ranks)
-    bounds = _Bounds(source.num_ranks, target.num_ranks, topology)
+    trainer = Load.zero(source.num_ranks)
+    engines = Load.zero(target.num_ranks)
+    bound = _LowerBound(source.num_ranks, target.num_ranks, topology)
     for region in shared_regions(target.all_names(), source, target, granularity):
-        served = [rank for rank in region.targets if engine_ranks is None or rank < engine_ranks]
-        _count_sends(region, Shares(region.sources, served, topology), topology, trainer, engines)
-        for rank in region.targets[len(served) :]:
-            before = rank - (engine_ranks or 0)
-            near = topology.target_host(before) == topology.target_host(rank)
-            (engines.local_out if near else engines.network_out)[before] += region.num_bytes
-            (engines.local_in if near else engines.network_in)[rank] += region.num_bytes
-        bounds.add(region)
-    return Traffic(trainer, engines, bounds.lowest)
+        direct = [rank for rank in region.targets if engine_ranks is None or rank < engine_ranks]
+        _count_sends(region, Shares(region.sources, direct, topology), topology, trainer, engines)
+        for rank in region.targets[len(direct) :]:
+            relaying = rank - (engine_ranks or 0)
+            is_local = topology.target_host(relaying) == topology.target_host(rank)
+            (engines.local_out if is_local else engines.network_out)[relaying] += region.num_bytes
+            (engines.local_in if is_local else engines.network_in)[rank] += region.num_bytes
+        bound.add(region)
+    return Traffic(trainer, engines, bound.num_bytes)
 
 
-class _Bounds:
-    """What no plan can take the busiest link below in which trainer ranks send nothing but what they hold."""
+class _LowerBound:
+    """Bytes over the busiest link that no plan can go below; see `Traffic`.
+
+    Regions have to enter every host that needs them and holds none of them, over the links of that
+    host, and have to leave the hosts of their sources, over the links of these.
+    """
 
     def __init__(self, num_sources: int, num_targets: int, topology: Topology) -> None:
-        self._num_sources, self._topology = num_sources, topology
+        self._num_sources = num_sources
+        self._topology = topology
         self._target_ranks = Counter(map(topology.target_host, range(num_targets)))
         """Host -> engine ranks on it."""
-        self._host_unique: Counter[int] = Counter()
-        self._only_here: Counter[Ranks] = Counter()
+        self._entering: Counter[int] = Counter()
+        """Host -> bytes that have to enter it."""
+        self._leaving: Counter[Ranks] = Counter()
+        """Sources -> bytes that have to leave the hosts of these sources."""
 
     def add(self, region: SharedRegion) -> None:
-        sources = {self._topology.source_host(rank) for rank in region.sources}
-        far = {self._topology.target_host(rank) for rank in region.targets} - sources
-        for host in far:
-            self._host_unique[host] += region.num_bytes
-        if far:
-            self._only_here[region.sources] += region.num_bytes
+        source_hosts = {self._topology.source_host(rank) for rank in region.sources}
+        target_hosts = {self._topology.target_host(rank) for rank in region.targets}
+        remote_hosts = target_hosts - source_hosts
+        for host in remote_hosts:
+            self._entering[host] += region.num_bytes
+        if remote_hosts:
+            self._leaving[region.sources] += region.num_bytes
 
     @property
-    def lowest(self) -> int:
-        bounds = [
-            ceil(count / self._target_ranks[host]) for host, count in self._host_unique.items()
-        ]
-        bounds += [
-            ceil(count / self._links_out(sources)) for sources, count in self._only_here.items()
-        ]
-        return max(
-            (*bounds, ceil(self._only_here.total() / self._links_out(range(self._num_sources))))
-        )
+    def num_bytes(self) -> int:
+        bounds = [ceil(self._leaving.total() / self._links_out(range(self._num_sources)))]
+        for host, num_bytes in self._entering.items():
+            bounds.append(ceil(num_bytes / self._target_ranks[host]))
+        for sources, num_bytes in self._leaving.items():
+            bounds.append(ceil(num_bytes / self._links_out(sources)))
+        return max(bounds)
 
     def _links_out(self, sources: Collection[int]) -> int:
-        """Of these trainer ranks and of the engine ranks beside them, which may pass on what they got."""
+        """Return the links of these trainer ranks and of the engine ranks on their hosts.
+
+        These engine ranks may relay what they received within the host.
+        """
         hosts = {self._topology.source_host(rank) for rank in sources}
         return len(sources) + sum(self._target_ranks[host] for host in hosts)
 
@@ -148,36 +175,36 @@ class _Bounds:
 def _count_sends(
     region: SharedRegion, shares: Shares, topology: Topology, trainer: Load, engines: Load
 ) -> None:
+    """Add what the sources of a region send to the loads of both sides."""
     for rank in region.sources:
         for peer, (first, last, count) in shares.sends(rank):
-            num_bytes = region.bytes_before(region.cut(last, count)) - region.bytes_before(
-                region.cut(first, count)
-            )
-            near = topology.source_host(rank) == topology.target_host(peer)
-            (trainer.local_out if near else trainer.network_out)[rank] += num_bytes
-            (engines.local_in if near else engines.network_in)[peer] += num_bytes
+            begin = region.bytes_before(region.cut(first, count))
+            num_bytes = region.bytes_before(region.cut(last, count)) - begin
+            is_local = topology.source_host(rank) == topology.target_host(peer)
+            (trainer.local_out if is_local else trainer.network_out)[rank] += num_bytes
+            (engines.local_in if is_local else engines.network_in)[peer] += num_bytes
 
 
 def predict_gather_broadcast(
     source: Layout, target: Layout, topology: Topology, stage_ranks: int
 ) -> GatherBroadcast:
-    """`stage_ranks`: trainer ranks per pipeline stage, which follow one another."""
-    counts = Counter(
-        (source.placement(name), target.placement(name)) for name in target.all_names()
-    )
+    """Return the cost of the same sync by gather and broadcast.
+
+    stage_ranks   trainer ranks of a pipeline stage; they have consecutive numbers
+    """
+    pairs = ((source.placement(name), target.placement(name)) for name in target.all_names())
+    num_tensors_of = Counter(pairs)
     stage_bytes: Counter[int] = Counter()
     on_host: Counter[tuple[int, int]] = Counter()
-    for (held, wanted), num_tensors in counts.items():
-        size = itemsize(wanted.pieces[0].dtype) * num_tensors
+    model_bytes = 0
+    for (held, needed), num_tensors in num_tensors_of.items():
+        size = itemsize(needed.pieces[0].dtype) * num_tensors
+        model_bytes += size * _numel(needed)
         _count_stage(held, size, stage_ranks, topology.source_host, stage_bytes, on_host)
-    gathered = [
-        stage_bytes[rank // stage_ranks] - on_host[topology.source_host(rank), rank // stage_ranks]
-        for rank in range(source.num_ranks)
-    ]
-    model_bytes = sum(
-        num_tensors * itemsize(wanted.pieces[0].dtype) * _numel(wanted)
-        for (_, wanted), num_tensors in counts.items()
-    )
+    gathered = []
+    for rank in range(source.num_ranks):
+        stage = rank // stage_ranks
+        gathered.append(stage_bytes[stage] - on_host[topology.source_host(rank), stage])
     engine_hosts = {topology.target_host(rank) for rank in range(target.num_ranks)}
     return GatherBroadcast(gathered, model_bytes, sum(gathered) + model_bytes * len(engine_hosts))
 
@@ -190,7 +217,12 @@ def _count_stage(
     stage_bytes: Counter[int],
     on_host: Counter[tuple[int, int]],
 ) -> None:
-    """Add a placement's bytes to the stages that hold it, and to what each host of a stage has of it."""
+    """Add a placement's bytes to its stages, and to what each host of a stage holds.
+
+    size          bytes per element, times the tensors with this placement
+    stage_bytes   stage -> bytes of its tensors
+    on_host       (host, stage) -> bytes of the stage's tensors that ranks of the host hold
+    """
     for piece in held.pieces:
         num_bytes = size * prod(b - a for a, b in zip(piece.start, piece.stop, strict=True))
         hosts = {(host_of(rank), rank // stage_ranks) for rank in piece.ranks}
@@ -205,8 +237,8 @@ def _numel(placement: Placement) -> int:
 
 
 def by_host(counts: Iterable[int], host_of: Callable[[int], int]) -> dict[int, int]:
-    """Bytes per rank in, bytes per host out."""
+    """Return host -> bytes, from the bytes of each rank."""
     hosts: dict[int, int] = defaultdict(int)
-    for rank, count in enumerate(counts):
-        hosts[host_of(rank)] += count
+    for rank, num_bytes in enumerate(counts):
+        hosts[host_of(rank)] += num_bytes
     return dict(hosts)

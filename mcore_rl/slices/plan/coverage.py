@@ -1,4 +1,13 @@
-"""Shards, padding and tensor sizes in -> an error unless every element is covered exactly once."""
+"""Shards, padding and tensor sizes in; an error unless every element is covered exactly once.
+
+    element   0         24        48        60    64
+    accepted  | shard A | shard B | shard C | pad |
+    refused   | shard A | shard B |         | pad |    element 48 is not covered
+    refused   | shard A | shard B | shard C | pad |
+                                          | shard D    element 56 is covered twice
+
+A shard that is not contiguous counts as its contiguous runs.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,7 +21,7 @@ from mcore_rl.slices.box import Shard
 
 @dataclass(frozen=True)
 class Span:
-    """Elements [start, stop) of local tensor `tensor` that belong to no HF tensor (padding)."""
+    """Padding: the elements [start, stop) of the local tensor `tensor`, which no HF tensor has."""
 
     tensor: str
     start: int
@@ -20,7 +29,7 @@ class Span:
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Elements per step on each axis of a contiguous tensor of `shape`."""
+    """Return the elements per step along each axis of a contiguous tensor of `shape`."""
     sizes = tuple(shape)
     return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
@@ -28,7 +37,10 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 def runs(
     shape: Iterable[int], strides: Iterable[int], offset: int = 0
 ) -> tuple[NDArray[np.int64], int]:
-    """The contiguous runs of a strided view: int64 [runs] first elements, and their length."""
+    """Return the contiguous runs of a strided view: their first elements and their common length.
+
+    The first elements are int64 [number of runs], not sorted; `offset` is the view's first element.
+    """
     axes = sorted(((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1))
     run_len = 1
     while axes and axes[0][0] == run_len:
@@ -42,11 +54,12 @@ def runs(
 def check_coverage(
     shards: Iterable[Shard], padding: Iterable[Span], numels: Mapping[str, int]
 ) -> None:
-    """Every element of every tensor lies in exactly one shard or padding span.
+    """Check that every element of every local tensor lies in exactly one shard or padding span.
 
-    numels   tensor name -> number of elements
-    ValueError names the tensor, the first element that is not, and the HF tensors nearby. Peak memory: about
-    50 bytes per contiguous run of one tensor.
+    numels   local tensor -> number of elements
+
+    Raises ValueError naming the tensor, its first element that does not, and the HF tensors nearby.
+    Peak memory: about 50 bytes per contiguous run of one tensor.
     """
     pieces: dict[str, list[tuple[NDArray[np.int64], int, str]]] = {name: [] for name in numels}
     for shard in shards:
@@ -76,18 +89,19 @@ def _check_tiling(name: str, numel: int, pieces: list[tuple[NDArray[np.int64], i
     order = np.argsort(starts, kind="stable")
     edges = np.concatenate([[0], stops[order]])
     follows = np.concatenate([starts[order], [numel]])
+    # Tiling without gaps: every run begins where the one before it ends.
     wrong = np.flatnonzero(edges != follows)
     if wrong.size == 0:
         return
     at = int(wrong[0])
     element = int(min(edges[at], follows[at]))
-    problem = (
-        "not covered" if edges[at] < follows[at] else "covered twice or lies outside the tensor"
-    )
-    owners = np.concatenate([np.full(len(first), i) for i, (first, _, _) in enumerate(pieces)])[
-        order
-    ]
+    problem = "not covered"
+    if edges[at] > follows[at]:
+        problem = "covered twice or lies outside the tensor"
+    owners = np.concatenate([np.full(len(first), i) for i, (first, _, _) in enumerate(pieces)])
+    owners = owners[order]
     nearby = dict.fromkeys(pieces[owners[i]][2] for i in (at - 1, at) if 0 <= i < len(owners))
     raise ValueError(
-        f"local tensor {name!r}: element {element} of {numel} is {problem} (near {', '.join(nearby)})"
+        f"local tensor {name!r}: element {element} of {numel} is {problem}"
+        f" (near {', '.join(nearby)})"
     )

@@ -1,4 +1,9 @@
-"""A slice plan and the tensors of all its ranks in one process in, the target tensors filled."""
+"""Executes a slice plan by local copies, with the tensors of all its ranks in one process.
+
+    sources[transfer.source_rank] --copy_box--> targets[transfer.target_rank]    every transfer
+
+A real sync sends the same boxes between processes (mcore_rl/stream).
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +17,7 @@ from mcore_rl.slices.plan.whole import SlicePlan, Transfer
 def copy_box(
     transfer: Transfer, source: Mapping[str, Tensor], target: Mapping[str, Tensor]
 ) -> None:
-    """Copy one box from the tensors of its source rank to those of its target rank, casting as needed."""
+    """Copy one box from its source rank's tensors to its target rank's, casting as needed."""
     transfer.target.view(target).copy_(transfer.source.view(source))
 
 
@@ -21,6 +26,6 @@ def reshard(
     sources: Sequence[Mapping[str, Tensor]],
     targets: Sequence[Mapping[str, Tensor]],
 ) -> None:
-    """Execute the whole plan by local copies; `sources[rank]` and `targets[rank]` are tensors by name."""
+    """Fill the target tensors; `sources[rank]` and `targets[rank]` map names to local tensors."""
     for transfer in plan.transfers:
         copy_box(transfer, sources[transfer.source_rank], targets[transfer.target_rank])

@@ -1,4 +1,14 @@
-"""Boxes that the same ranks hold and want, laid end to end, in; any stretch of them out, again as boxes."""
+"""Boxes that the same source ranks hold and the same target ranks need, laid end to end and cut.
+
+    KiB     0               4               8               12
+    spans   | k_proj 0-3    | k_proj 8-11   | v_proj 0-3    |       rows of HF tensors
+    cuts    ^ cut(0, 2)             ^ cut(1, 2)             ^ cut(2, 2)
+    slices  | k_proj 0-3    | 8-9   | 10-11 | v_proj 0-3    |
+            |----- first half ------|----- second half -----|       6 KiB each
+
+A cut falls between two rows of a box, so every part of a region is again a list of boxes: its
+slices.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,18 +21,18 @@ from mcore_rl.slices.hf.fp8 import BLOCK, FP8, SCALE_BYTES, SCALE_DTYPE, num_blo
 from mcore_rl.slices.layouts.ranks import Ranks
 
 BoxSpan = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""HF name, start, stop"""
+"""(HF name, start, stop): a box of the region, as a plain tuple because there are so many."""
 
 Cut = tuple[int, int]
-"""(span, row of it) at which a region is cut"""
+"""(index of a span, rows of it before the cut)"""
 
 
 @dataclass(frozen=True)
 class SplitGranularity:
     """How finely boxes are cut to even out the load.
 
-    min_bytes   no box of fewer bytes is cut
-    rows        cuts lie at multiples of so many rows of the HF tensor; FP8 blocks stay whole in any case
+    min_bytes   smaller boxes are not cut
+    rows        cuts lie at multiples of so many rows of the HF tensor; FP8 blocks always stay whole
     """
 
     min_bytes: int = 1 << 16
@@ -31,8 +41,9 @@ class SplitGranularity:
 
 @dataclass(frozen=True)
 class Slice:
-    """A box that travels in `dtype`, its elements in row-major order; FP8 values with the scales of their
-    blocks.
+    """A box that travels in `dtype`, its elements in row-major order.
+
+    FP8 values travel with the scales of their blocks.
     """
 
     box: Box
@@ -40,17 +51,21 @@ class Slice:
 
     @property
     def scales(self) -> "Slice | None":
+        """The scales that travel with the values; None unless the dtype is FP8."""
         return Slice(scale_box(self.box), SCALE_DTYPE) if self.dtype == FP8 else None
 
     @property
     def num_bytes(self) -> int:
-        """Those of its scales included."""
+        """Bytes of the values and of their scales."""
         scales = self.scales
         return self.box.numel * itemsize(self.dtype) + (0 if scales is None else scales.num_bytes)
 
 
 class SharedRegion:
-    """Cells in the order of name and start; bytes are those of the targets' dtype."""
+    """The spans of one set of sources and one set of targets, in the order of name and start.
+
+    Bytes are those of the targets' dtype, scales included.
+    """
 
     def __init__(
         self,
@@ -60,25 +75,29 @@ class SharedRegion:
         spans: Sequence[BoxSpan],
         granularity: SplitGranularity,
     ) -> None:
-        self.sources, self.targets, self.dtype = sources, targets, dtype
-        self._spans, self._granularity = sorted(spans), granularity
+        self.sources = sources
+        self.targets = targets
+        self.dtype = dtype
+        self._spans = sorted(spans)
+        self._granularity = granularity
         self._multiple = lcm(granularity.rows, BLOCK) if dtype == FP8 else granularity.rows
-        size = itemsize(dtype)
-        columns = [
-            tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True))
-            for _, start, stop in self._spans
-        ]
-        self._row_bytes = [size * prod(shape) for shape in columns]
-        self._scale_bytes = [
-            SCALE_BYTES * num_blocks(*shape) if dtype == FP8 else 0 for shape in columns
-        ]
-        self._num_rows = [stop[0] - start[0] if start else 1 for _, start, stop in self._spans]
-        self._ends = list(
-            accumulate(map(self._num_bytes, range(len(columns)), self._num_rows), initial=0)
-        )
+        self._num_rows: list[int] = []
+        self._row_bytes: list[int] = []
+        self._scale_row_bytes: list[int] = []
+        """Per span: bytes of the scales of one row of blocks."""
+        for _, start, stop in self._spans:
+            row_shape = tuple(b - a for a, b in zip(start[1:], stop[1:], strict=True))
+            self._num_rows.append(stop[0] - start[0] if start else 1)
+            self._row_bytes.append(itemsize(dtype) * prod(row_shape))
+            scale_bytes = SCALE_BYTES * num_blocks(*row_shape) if dtype == FP8 else 0
+            self._scale_row_bytes.append(scale_bytes)
+        span_bytes = map(self._num_bytes, range(len(self._spans)), self._num_rows)
+        self._ends = list(accumulate(span_bytes, initial=0))
+        """Bytes before each span, and last the bytes of all."""
 
     @property
     def sort_key(self) -> tuple[BoxSpan, str]:
+        """Orders regions alike on all ranks: no two regions share their first span and dtype."""
         return self._spans[0], self.dtype
 
     @property
@@ -86,40 +105,47 @@ class SharedRegion:
         return self._ends[-1]
 
     def cut(self, part: int, parts: int) -> Cut:
-        """Where to cut, at or before `part` / `parts` of the bytes; rises with it, exact at 0 and 1."""
+        """Return a cut at or shortly before `part` / `parts` of the bytes, as the granularity allows.
+
+        The cut never moves back as `part` grows; it is exact for part 0 and for part `parts`.
+        """
         position = self.num_bytes * part // parts
         span = bisect_right(self._ends, position) - 1
         if span >= len(self._spans):
             return len(self._spans), 0
-        if (
-            self._ends[span + 1] - self._ends[span] < self._granularity.min_bytes
-            or not self._spans[span][1]
-        ):
-            return span, 0
-        first = self._spans[span][1][0]
         span_bytes = self._ends[span + 1] - self._ends[span]
+        start = self._spans[span][1]
+        if span_bytes < self._granularity.min_bytes or not start:
+            return span, 0
+        first = start[0]
         row = first + (position - self._ends[span]) * self._num_rows[span] // span_bytes
         return span, max(0, row - row % self._multiple - first)
 
     def bytes_before(self, cut: Cut) -> int:
+        """Return the bytes of the region before a cut."""
         span, row = cut
         return self._ends[span] + (self._num_bytes(span, row) if row else 0)
 
     def _num_bytes(self, span: int, rows: int) -> int:
-        """Of the first `rows` rows of a span."""
-        return rows * self._row_bytes[span] + num_blocks(rows) * self._scale_bytes[span]
+        """Return the bytes of the first `rows` rows of a span."""
+        return rows * self._row_bytes[span] + num_blocks(rows) * self._scale_row_bytes[span]
 
     def slices(self, begin: Cut, end: Cut) -> tuple[Slice, ...]:
-        """The boxes between two cuts."""
+        """Return the boxes between two cuts."""
         last, last_row = end
-        found = []
+        between = []
         span, row = begin
         while (span, row) < end:
-            name, start, stop = self._spans[span]
-            first, past = (row, last_row) if span == last else (row, 0)
-            if first or past:
-                rows = (start[0] + first, start[0] + past if past else stop[0])
-                start, stop = (rows[0], *start[1:]), (rows[1], *stop[1:])
-            found.append(Slice(Box(name, start, stop), self.dtype))
-            span, row = span + 1, 0
-        return tuple(found)
+            stop_row = last_row if span == last else 0
+            between.append(Slice(self._rows(span, row, stop_row), self.dtype))
+            span += 1
+            row = 0
+        return tuple(between)
+
+    def _rows(self, span: int, first: int, past: int) -> Box:
+        """Return rows [first, past) of a span as a box; `past` 0 means to its end."""
+        name, start, stop = self._spans[span]
+        if not first and not past:
+            return Box(name, start, stop)
+        stop_row = start[0] + past if past else stop[0]
+        return Box(name, (start[0] + first, *start[1:]), (stop_row, *stop[1:]))

@@ -1,11 +1,13 @@
-"""Holders and targets of a region in, who sends which stretch of it to whom out; each rank asks for its own.
+"""The sources and targets of a region in, who sends which stretch of it to whom out.
 
-Three sources and two targets on other hosts: every source sends as much as any other.
+Every target needs the whole region. Three sources feed two targets on other hosts, and each source
+sends 2/3 of a region:
 
-    region of target 0   0 --------------------------- 1      region of target 1   0 --------------------------- 1
-    sent by            |       s0         |    s1    |                         |   s1    |        s2         |
+    target 0   0 |====== source 0 ======|= source 1 =| 1
+    target 1   0 |= source 1 =|====== source 2 ======| 1
 
-A target on whose host a source runs takes all from the sources of that host, and no network is used.
+A target with sources on its own host takes everything from these, so that no network is used. Each
+rank computes only its own moves, and both ends of a move compute the same stretch.
 """
 
 from collections import defaultdict
@@ -16,14 +18,14 @@ from typing import Protocol
 from mcore_rl.slices.layouts.ranks import Ranks
 
 Stretch = tuple[int, int, int]
-"""(first, last, parts): from first / parts to last / parts of a region"""
+"""(first, last, parts): the part of a region from first / parts to last / parts of its bytes"""
 
 Move = tuple[int, Stretch]
-"""(peer's rank, stretch)"""
+"""(rank of the peer, stretch that travels)"""
 
 
 class Topology(Protocol):
-    """Which host each rank runs on; hosts are numbered in common for both sides."""
+    """The host that each rank runs on. Both sides number the hosts alike."""
 
     def source_host(self, rank: int) -> int: ...
 
@@ -32,7 +34,10 @@ class Topology(Protocol):
 
 @dataclass(frozen=True)
 class RegularHosts:
-    """Hosts of equal size, filled in the order of the ranks; engines begin at host `first_target_host`."""
+    """Hosts of equal size, filled in the order of the ranks.
+
+    Source rank 0 runs on host 0, target rank 0 on host `first_target_host`.
+    """
 
     source_ranks_per_host: int
     target_ranks_per_host: int
@@ -47,7 +52,7 @@ class RegularHosts:
 
 @dataclass(frozen=True)
 class ListedHosts:
-    """The host of every rank, one by one."""
+    """The host of every rank, listed by rank."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -63,50 +68,59 @@ class Shares:
     """How a region is divided between its sources and its targets."""
 
     def __init__(self, sources: Ranks, targets: Sequence[int], topology: Topology) -> None:
-        hosts = _by_host(sources, topology.source_host)
+        sources_on = _by_host(sources, topology.source_host)
         self._groups: list[tuple[Sequence[int], Sequence[int]]] = []
-        """(sources, targets): each of these targets takes all from these sources."""
-        far: list[int] = []
+        """(sources, targets): each of these targets takes the whole region from these sources."""
+        remote_targets: list[int] = []
         for host, members in _by_host(targets, topology.target_host).items():
-            if host in hosts:
-                self._groups.append((hosts[host], members))
+            if host in sources_on:
+                self._groups.append((sources_on[host], members))
             else:
-                far += members
-        self._groups.append((sources, sorted(far)))
+                remote_targets += members
+        self._groups.append((sources, sorted(remote_targets)))
 
     def sends(self, rank: int) -> Iterator[Move]:
-        """What source `rank` sends to engine ranks."""
+        """Yield what source `rank` sends, and to which targets."""
         for sources, targets in self._groups:
-            i, num_sources = _place(sources, rank), len(sources)
-            if i is None:
+            num_sources = len(sources)
+            source = _index(sources, rank)
+            if source is None:
                 continue
-            for k, first, last in _overlaps(i, num_sources, len(targets)):
-                yield targets[k], (first - k * num_sources, last - k * num_sources, num_sources)
+            for target, first, last in _overlaps(source, num_sources, len(targets)):
+                before = target * num_sources
+                yield targets[target], (first - before, last - before, num_sources)
 
     def recvs(self, rank: int) -> Iterator[Move]:
-        """What target `rank` gets from trainer ranks."""
+        """Yield what target `rank` receives, and from which sources."""
         for sources, targets in self._groups:
-            k, num_sources = _place(targets, rank), len(sources)
-            if k is None:
+            num_sources = len(sources)
+            target = _index(targets, rank)
+            if target is None:
                 continue
-            for i, first, last in _overlaps(k, len(targets), num_sources):
-                yield sources[i], (first - k * num_sources, last - k * num_sources, num_sources)
+            before = target * num_sources
+            for source, first, last in _overlaps(target, len(targets), num_sources):
+                yield sources[source], (first - before, last - before, num_sources)
 
 
 def _by_host(ranks: Iterable[int], host_of: Callable[[int], int]) -> dict[int, list[int]]:
+    """Return host -> its ranks."""
     hosts: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
         hosts[host_of(rank)].append(rank)
     return hosts
 
 
-def _place(ranks: Sequence[int], rank: int) -> int | None:
+def _index(ranks: Sequence[int], rank: int) -> int | None:
+    """Return the position of `rank` in `ranks`, or None if it is not one of them."""
     if isinstance(ranks, Ranks):
         return ranks.find(rank)
     return ranks.index(rank) if rank in ranks else None
 
 
 def _overlaps(i: int, n: int, m: int) -> Iterator[tuple[int, int, int]]:
-    """The m-ths that meet the i-th of n: (k, first, last), where they do, in units of 1 / (n * m)."""
+    """Cut [0, 1) into n and into m equal parts, and yield the m-ths that overlap part i of n.
+
+    Each is (k, first, last): part k of m overlaps from first / (n * m) to last / (n * m).
+    """
     for k in range(i * m // n, -(-(i + 1) * m // n)):
         yield k, max(i * m, k * n), min((i + 1) * m, (k + 1) * n)

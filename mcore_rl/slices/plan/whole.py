@@ -1,4 +1,11 @@
-"""Shards of all ranks of both sides in, every transfer between them out; for few ranks."""
+"""The shards of all ranks of both sides in, every transfer between them out.
+
+    source rank 0  rows 0-3  ----->  target rank 0  rows 0-3
+    source rank 1  rows 4-7  --+-->  target rank 0  rows 4-5      one Transfer per arrow
+                               +-->  target rank 1  rows 6-7
+
+For few ranks: memory grows with the shards of all of them. local.py plans one rank at a time.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,9 +20,9 @@ from mcore_rl.slices.plan.shares import RegularHosts
 
 @dataclass(frozen=True)
 class Transfer:
-    """One box, from `source` on one rank to `target` on another (both hold exactly that box).
+    """A box on its way from a shard of the source rank to a shard of the target rank.
 
-    It travels in the dtype of the target: the sender casts.
+    Both shards hold exactly this box. It travels in the target's dtype: the sender casts.
     """
 
     source_rank: int
@@ -34,7 +41,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SlicePlan:
-    """All transfers, ordered by source rank, target rank, HF name and place; ranks count from 0."""
+    """All transfers of a sync, ordered by source rank, target rank, HF name and position."""
 
     transfers: tuple[Transfer, ...]
 
@@ -47,38 +54,51 @@ class SlicePlan:
         return _group(self.transfers, "target_rank")
 
     def sends(self, rank: int) -> tuple[Transfer, ...]:
-        """Transfers out of source rank `rank`."""
+        """Return the transfers out of source rank `rank`."""
         return self._by_source.get(rank, ())
 
     def recvs(self, rank: int) -> tuple[Transfer, ...]:
-        """Transfers into target rank `rank`; those of one source rank are in the order of its `sends`."""
+        """Return the transfers into target rank `rank`.
+
+        Those from one source rank are in the order of that rank's `sends`.
+        """
         return self._by_target.get(rank, ())
 
 
 def make_plan(sources: Sequence[Sequence[Shard]], targets: Sequence[Sequence[Shard]]) -> SlicePlan:
-    """Fill every target shard from source shards; `sources[rank]` and `targets[rank]` are what rank has.
+    """Plan to fill every target shard from source shards.
 
-    The local plans of all target ranks, each box where it lies on both sides: each element of each target
-    shard is sent exactly once, and the source ranks that hold it share the bytes. ValueError names a target
-    that no source holds.
+    `sources[rank]` and `targets[rank]` are the shards that a rank holds. Every element of every
+    target shard is sent exactly once, and the source ranks that hold it share the bytes. Raises
+    ValueError naming a box of a target that no source holds.
     """
-    source, target = ListedLayout(sources), ListedLayout(targets)
+    source = ListedLayout(sources)
+    target = ListedLayout(targets)
+    # All sources on one host and all targets on another: every source takes a share.
     hosts = RegularHosts(max(1, len(sources)), max(1, len(targets)), 1)
-    held = [_by_name(shards) for shards in sources]
+    source_shards = [_by_name(shards) for shards in sources]
     transfers = []
     for rank, shards in enumerate(targets):
-        wanted = _by_name(shards)
+        target_shards = _by_name(shards)
         for flow in plan_recvs(rank, source, target, hosts):
             for piece in flow.slices:
-                parts = _parts(piece.box, held[flow.peer][piece.box.name])
-                transfers += [
-                    Transfer(flow.peer, rank, part.within(common), shard.within(common))
-                    for part in parts
-                    for shard in wanted[piece.box.name]
-                    if (common := part.box.intersect(shard.box))
-                ]
+                held = source_shards[flow.peer][piece.box.name]
+                needed = target_shards[piece.box.name]
+                transfers += _transfers(flow.peer, rank, piece.box, held, needed)
     transfers.sort(key=_order)
     return SlicePlan(tuple(transfers))
+
+
+def _transfers(
+    source_rank: int, target_rank: int, box: Box, held: Sequence[Shard], needed: Sequence[Shard]
+) -> Iterator[Transfer]:
+    """Yield the transfers of `box` from the source's shards to the target's."""
+    for part in _parts(box, held):
+        for shard in needed:
+            common = part.box.intersect(shard.box)
+            if common is not None:
+                source, target = part.within(common), shard.within(common)
+                yield Transfer(source_rank, target_rank, source, target)
 
 
 def _by_name(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
@@ -89,7 +109,7 @@ def _by_name(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
 
 
 def _parts(box: Box, shards: Sequence[Shard]) -> Iterator[Shard]:
-    """The parts of one rank's `shards` that make up `box`, each element once."""
+    """Yield parts of one rank's `shards` that together hold each element of `box` once."""
     missing = [box]
     for shard in sorted(shards, key=lambda shard: (shard.box.start, shard.tensor, shard.offset)):
         left: list[Box] = []
@@ -97,18 +117,20 @@ def _parts(box: Box, shards: Sequence[Shard]) -> Iterator[Shard]:
             common = piece.intersect(shard.box)
             if common is not None:
                 yield shard.within(common)
-            left += [piece] if common is None else subtract(piece, common)
+                left += subtract(piece, common)
+            else:
+                left.append(piece)
         missing = left
-    assert not missing, f"{missing[0]} is not among the shards of the rank that is to send it"
+    assert not missing, f"the rank that is to send {missing[0]} does not hold it"
 
 
 def _order(transfer: Transfer) -> tuple[object, ...]:
-    box, target = transfer.target.box, transfer.target
+    target = transfer.target
     return (
         transfer.source_rank,
         transfer.target_rank,
-        box.name,
-        box.start,
+        target.box.name,
+        target.box.start,
         target.tensor,
         target.offset,
     )

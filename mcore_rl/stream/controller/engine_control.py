@@ -52,9 +52,7 @@ class EngineControl:
         )
 
     async def pause(self) -> None:
-        """Stop generating. Requests in flight are kept, but not their KV cache, which old weights
-        made.
-        """
+        """Stop generating; keep requests in flight, but not the KV cache that old weights made."""
         await self._post("/pause_generation", mode="retract")
 
     async def resume(self) -> None:

@@ -1,6 +1,4 @@
-"""One engine as the controller sees it: commands and stage requests go out, its ranks' reports come
-in.
-"""
+"""One engine as the controller sees it: commands and requests out, its ranks' reports in."""
 
 import asyncio
 import time
@@ -18,9 +16,7 @@ _POLL_S = 0.001
 
 @dataclass(frozen=True)
 class RelayLink:
-    """The link over which an engine forwards slices to `engine`; its store lives as long as this
-    object.
-    """
+    """The link over which an engine forwards slices to `engine`; this object owns its store."""
 
     engine: "LinkedEngine"
     link: Link
@@ -82,9 +78,7 @@ class LinkedEngine:
         return reports
 
     def relay_link_to(self, engine: "LinkedEngine", host: str) -> RelayLink:
-        """Return the link to an engine of equal layouts: the last sync's, or a new one, served on
-        `host`.
-        """
+        """Return the link to an engine of equal layouts: the last sync's, or one on `host`."""
         if self.relay_link is None or self.relay_link.engine is not engine:
             store = LinkStore.serve(host, self.link.timeout_s)
             link = replace(

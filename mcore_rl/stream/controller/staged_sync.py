@@ -61,9 +61,7 @@ class StagedSync(SyncStrategy):
         return [results[target.url] for target in targets]
 
     def _chains(self, targets: Sequence[SyncTarget]) -> list[list[SyncTarget]]:
-        """Group engines whose ranks get the same buckets; without relays, each is a chain of its
-        own.
-        """
+        """Group engines whose ranks get equal buckets; without relays, each is a chain alone."""
         if self._relay_host is None:
             return [[target] for target in targets]
         by_digest: dict[str, list[SyncTarget]] = defaultdict(list)
@@ -74,9 +72,7 @@ class StagedSync(SyncStrategy):
     async def _move(
         self, version: int, chains: Sequence[Sequence[SyncTarget]]
     ) -> dict[str, EngineSyncResult]:
-        """Transfer `version` down all chains and swap it in where it arrived; return results by
-        url.
-        """
+        """Move `version` down all chains and swap it in where it arrived; return url -> result."""
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
         sending = self._start_send(version, [chain[0].url for chain in chains])
         staging = (self._stage_chain(version, chain, sending, deadline_s) for chain in chains)

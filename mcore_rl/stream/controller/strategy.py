@@ -38,7 +38,7 @@ class TrainerRanks(Protocol):
 
 
 SendOutcome = Sequence[Mapping[str, Report]] | BaseException
-"""What TrainerRanks.send returned or raised."""
+"""The answer of TrainerRanks.send, or its error."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class SyncStrategy(ABC):
     """Moves a version to engines."""
 
     def __init__(self, trainers: TrainerRanks, timeout_s: float, mixed: set[str]) -> None:
-        """`mixed`: urls of engines whose parameters may mix versions. They stay paused; kept up to
-        date.
-        """
+        """`mixed`, kept up to date: urls of paused engines whose parameters may mix versions."""
         self._trainers = trainers
         self._timeout_s = timeout_s
         self._mixed = mixed

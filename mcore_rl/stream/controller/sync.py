@@ -88,9 +88,7 @@ class SyncController:
         return tuple(url for url, version in served.items() if version == newest)
 
     def agreed_layouts(self, url: str) -> str:
-        """Return how the link's ranks came to their layouts, "recorded" or "listed", and their
-        digest.
-        """
+        """Return how the ranks came to their layouts ("recorded" or "listed"), and the digest."""
         return self._engines[url].digest
 
     def served_version(self, url: str) -> int | None:
@@ -180,9 +178,7 @@ class SyncController:
     async def _meet(
         self, control: EngineControl, engine: LinkedEngine, deadline_s: float
     ) -> tuple[Sequence[Report] | BaseException, list[Report], BaseException | None]:
-        """Have all ranks join the link; return the trainer's outcome, engine reports and engine
-        error.
-        """
+        """Have all ranks join; return the trainers' outcome, engine reports and engine error."""
         sent, answer = await asyncio.gather(
             self._trainers.connect(engine.link),
             engine.command(control, "connect"),

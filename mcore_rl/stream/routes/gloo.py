@@ -141,9 +141,7 @@ def _reason(error: RuntimeError) -> str:
 
 
 def local_address_toward(host: str, port: int) -> str:
-    """Return the local address from which `host` is reached, at which other ranks can reach this
-    process.
-    """
+    """Return the local address from which `host` is reached, and other ranks reach this one."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

@@ -1,6 +1,4 @@
-"""Bytes between processes of one machine: messages stay in memory both see, only notice of them
-travels.
-"""
+"""Bytes between processes of one machine: messages stay in shared memory, notices travel."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -28,9 +26,7 @@ class _Message:
 
 
 class SharedMemoryTransport:
-    """Messages must lie in `memory(peer)`; sending one gives notice of it, receiving one waits for
-    that.
-    """
+    """Messages must lie in `memory(peer)`; to send is to give notice, to receive is to await it."""
 
     def __init__(self, end: LinkEnd, channels: Mapping[int, Channel], stream: DeviceStream) -> None:
         """`stream` writes and reads this rank's messages; notice is given when its work is done."""
@@ -40,9 +36,7 @@ class SharedMemoryTransport:
         self._stream = stream
         self._started: list[_Message] = []
         self._valid: list[_Message] = []
-        """Received messages that are still read here; the next `run` lets the senders overwrite
-        them.
-        """
+        """Received messages still in use here; the next `run` lets their senders overwrite them."""
 
     def memory(self, peer: int) -> Tensor:
         return self._channels[peer].words_W

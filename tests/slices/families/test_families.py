@@ -1,4 +1,4 @@
-"""The tables against what transformers itself saves, and what they refuse."""
+"""The tables agree with what transformers saves, and unsupported models are refused."""
 
 import re
 from pathlib import Path

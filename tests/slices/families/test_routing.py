@@ -1,4 +1,4 @@
-"""Options of routing that a model has no use for are refused by name."""
+"""Routing options that a model has no use for are refused by name."""
 
 from pathlib import Path
 from typing import Any

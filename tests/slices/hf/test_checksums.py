@@ -54,7 +54,7 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, change) -> None:
     content = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps(change(content)))
     with pytest.raises(
-        ValueError, match=r"checksums.json is damaged .*: take it from the original"
+        ValueError, match=r"checksums.json is damaged .*: copy it from the original again"
     ):
         read_manifest(tmp_path)
 
@@ -69,5 +69,5 @@ def test_every_tensor_of_a_safetensors_file_has_a_checksum(tmp_path: Path) -> No
 
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
-    with pytest.raises(ValueError, match=r"file ends at byte 5, it should have 9"):
+    with pytest.raises(ValueError, match=r"file ends at byte 5 of at least 9"):
         sum_ranges(tmp_path / "file", [(2, 9)])

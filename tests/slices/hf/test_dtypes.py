@@ -1,4 +1,4 @@
-"""The table of dtypes says what torch says."""
+"""The sizes of dtypes are those of torch."""
 
 import torch
 

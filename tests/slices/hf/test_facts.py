@@ -22,9 +22,8 @@ def test_facts_of_published_models_agree_with_config_and_family(file: Path) -> N
     assert facts.architecture == family.architecture
     assert facts.sizes == family.sizes(config)
     assert facts.vocab_size == config["vocab_size"]
-    assert facts.num_layers == len(facts.moe_layers) == config["num_hidden_layers"]
+    assert len(facts.moe_layers) == config["num_hidden_layers"]
     assert facts.max_position_embeddings == config["max_position_embeddings"]
-    assert facts.dtype == "bfloat16"
     assert facts.has_experts == (facts.num_experts > 0)
     assert not facts.has_value_head
 

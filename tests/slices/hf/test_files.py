@@ -1,4 +1,4 @@
-"""Slices of HuggingFace directories: what transformers saves is loaded, what we export transformers loads."""
+"""Slices of HuggingFace directories: what transformers saves loads here, and exports load there."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ def hf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def zeros_like_ranks(config: dict, weights: dict, dtype: torch.dtype) -> list[tuple]:
-    """Per rank (shards, empty tensors) of LAYOUT."""
+    """The shards and the zeroed tensors of each rank of LAYOUT."""
     ranks = train_ranks(config, weights, LAYOUT)
     tensors = [
         {name: torch.zeros_like(t, dtype=dtype) for name, t in rank.tensors.items()}
@@ -131,7 +131,7 @@ def test_commit_names_the_rank_that_has_not_written(tmp_path):
 
 
 def broken(tmp_path: Path, change) -> Path:
-    """A one-file model directory, its tensors changed."""
+    """Write a model directory of one file whose tensors `change` modifies."""
     config = model_config()
     weights = {name: torch.zeros(shape) for name, shape in hf_tensor_shapes(config).items()}
     change(weights)
@@ -157,7 +157,7 @@ def broken(tmp_path: Path, change) -> Path:
         ),
         (
             lambda w: w.update({"lm_head.weight": w["lm_head.weight"].to(torch.float8_e4m3fn)}),
-            "'lm_head.weight' is F8_E4M3, so the model is quantised.*mcore-rl-ckpt dequantise",
+            "'lm_head.weight' is F8_E4M3, so the model is quantized.*mcore-rl-ckpt dequantise",
         ),
         (
             lambda w: w.update({"lm_head.weight_scale_inv": torch.zeros(1, 1)}),

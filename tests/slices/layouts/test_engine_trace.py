@@ -1,4 +1,4 @@
-"""The traced layout against the same loader run on real weights."""
+"""The traced shards agree with the same loader run on real weights."""
 
 from collections.abc import Callable, Iterable
 

@@ -1,11 +1,11 @@
-"""A rank's own metadata against a layout, and layouts made of lists."""
+"""A rank's own metadata compared with a layout: agreement passes, every difference is named."""
 
 import dataclasses
 
 import pytest
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.layouts.layout import NOWHERE, check_rank
+from mcore_rl.slices.layouts.layout import boxes_of, check_rank
 from mcore_rl.slices.layouts.listed import ListedLayout
 
 
@@ -14,19 +14,6 @@ def shard(name: str, start: int, stop: int, tensor: str = "t") -> Shard:
 
 
 LAYOUT = ListedLayout([[shard("w", 0, 4), shard("v", 0, 2)], [shard("w", 4, 8), shard("v", 0, 2)]])
-
-
-def test_pieces_that_overlap_are_cut_up_with_all_their_holders():
-    layout = ListedLayout([[shard("w", 0, 6)], [shard("w", 4, 8)], [shard("w", 0, 8)]])
-    pieces = {(p.start[0], p.stop[0]): list(p.ranks) for p in layout.placement("w").pieces}
-    assert pieces == {(0, 4): [0, 2], (4, 6): [0, 1, 2], (6, 8): [1, 2]}
-    assert layout.placement("other") is NOWHERE
-
-
-def test_a_tensor_of_two_dtypes_is_refused():
-    half = dataclasses.replace(shard("w", 0, 4), dtype="bfloat16")
-    with pytest.raises(ValueError, match="'w' is bfloat16 on rank 1, but float32 on another rank"):
-        ListedLayout([[shard("w", 0, 4)], [half]])
 
 
 def test_finer_cuts_and_a_second_place_are_fine():
@@ -58,3 +45,8 @@ def test_finer_cuts_and_a_second_place_are_fine():
 def test_what_differs_is_named_with_tensor_and_rank(shards, message):
     with pytest.raises(ValueError, match=message):
         check_rank(LAYOUT, 1, shards)
+
+
+def test_boxes_of_a_rank_are_those_of_its_pieces() -> None:
+    boxes = [(box.name, box.start, box.stop, dtype) for box, dtype in boxes_of(LAYOUT, 1)]
+    assert boxes == [("v", (0,), (2,), "float32"), ("w", (4,), (8,), "float32")]

@@ -1,4 +1,4 @@
-"""The rule of Megatron's layouts against its tensors built by hand."""
+"""Megatron's layout by rule agrees with Megatron tensors built by hand."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Compact sets of ranks against plain lists."""
+"""Compact sets of ranks agree with plain lists."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What ranks are told of all the others comes back as it was; shapes are those of the whole tensors."""
+"""Layouts survive their way as JSON; the shapes they give are those of whole tensors."""
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.families import family_of

@@ -1,4 +1,4 @@
-"""Training shards against Megatron tensors built by hand, in several layouts."""
+"""Training shards agree with Megatron tensors built by hand, in several layouts."""
 
 import dataclasses
 

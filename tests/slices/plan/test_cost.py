@@ -1,4 +1,4 @@
-"""Predicted bytes against those of all ranks' plans, and against counts by hand."""
+"""Predicted bytes agree with the plans of all ranks, and with counts by hand."""
 
 from dataclasses import asdict, replace
 
@@ -13,7 +13,7 @@ from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts, Topology
 from tests.support.layout_strategies import (
-    GRAINS,
+    GRANULARITIES,
     megatron_layout,
     megatron_sizes,
     models,
@@ -31,17 +31,18 @@ def test_the_prediction_is_the_sum_of_the_plans(data: st.DataObject) -> None:
     sizes = data.draw(sglang_sizes())
     target = sglang_layout(config, sizes)
     hosts = data.draw(topologies(source.num_ranks, target.num_ranks))
-    grain, relays = data.draw(GRAINS), data.draw(st.booleans())
+    granularity, relays = data.draw(GRANULARITIES), data.draw(st.booleans())
     one = sglang_layout(config, replace(sizes, engines=1)) if relays else target
-    traffic = predict(source, target, hosts, grain, one.num_ranks if relays else None)
+    traffic = predict(source, target, hosts, granularity, one.num_ranks if relays else None)
     trainer, engines = Load.zero(source.num_ranks), Load.zero(target.num_ranks)
     for rank in range(source.num_ranks):
-        for flow in plan_sends(rank, source, one, hosts, grain):
+        for flow in plan_sends(rank, source, one, hosts, granularity):
             count_send(rank, flow, hosts, trainer, engines)
     for rank in range(one.num_ranks, target.num_ranks):
         before = rank - one.num_ranks
         got = sum(
-            flow.num_bytes for flow in plan_recvs(before % one.num_ranks, source, one, hosts, grain)
+            flow.num_bytes
+            for flow in plan_recvs(before % one.num_ranks, source, one, hosts, granularity)
         )
         near = hosts.target_host(before) == hosts.target_host(rank)
         (engines.local_out if near else engines.network_out)[before] += got
@@ -76,7 +77,7 @@ def test_even_layouts_reach_the_lower_bound() -> None:
 
 
 def test_engine_ranks_beside_the_trainer_pass_on_over_links_of_their_own() -> None:
-    """Engine rank 0 runs on the trainer's host and passes its half on to the next engine."""
+    """Engine rank 0 runs on the trainer's host and relays its half to the next engine."""
     source, target = layout([(0, 8)]), layout([(0, 4), (4, 8)] * 2)
     traffic = predict(
         source, target, RegularHosts(1, 1, 0), SplitGranularity(min_bytes=1), engine_ranks=2
@@ -87,7 +88,7 @@ def test_engine_ranks_beside_the_trainer_pass_on_over_links_of_their_own() -> No
 
 
 def test_gather_and_broadcast_by_hand() -> None:
-    """Two trainer hosts of a rank each, half of the tensor on each; two engine ranks on one more host."""
+    """Two trainer hosts hold half of the tensor each; two engine ranks run on a third host."""
     source, target = layout([(0, 8), (8, 16)]), layout([(0, 8), (8, 16)])
     rival = predict_gather_broadcast(source, target, RegularHosts(1, 2, 2), stage_ranks=2)
     assert rival.model_bytes == 256

@@ -1,4 +1,4 @@
-"""Coverage against a counter per element."""
+"""The coverage check agrees with a counter per element."""
 
 from math import prod
 

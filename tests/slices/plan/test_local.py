@@ -1,4 +1,4 @@
-"""Plans that each rank makes alone, put together: every element arrives once, the load is spread."""
+"""Plans that each rank makes alone fit together: every element arrives once."""
 
 import dataclasses
 from itertools import pairwise, product
@@ -18,7 +18,7 @@ from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import ListedHosts, RegularHosts
 from tests.support.layout_strategies import (
-    GRAINS,
+    GRANULARITIES,
     megatron_layout,
     megatron_sizes,
     models,
@@ -40,13 +40,13 @@ def test_any_megatron_layout_reaches_any_engines_exactly_once(data: st.DataObjec
     target = sglang_layout(config, data.draw(sglang_sizes()))
     topology = data.draw(topologies(source.num_ranks, target.num_ranks))
     weights = numbered(hf_tensor_shapes(config))
-    engines = execute(source, target, weights, topology, data.draw(GRAINS))
+    engines = execute(source, target, weights, topology, data.draw(GRANULARITIES))
     check(target, weights, engines)
 
 
 @st.composite
 def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(start, stop) of the cells of a random grid over a tensor."""
+    """The boxes (start, stop) of a random grid over a tensor."""
     cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
     cells = product(*(list(pairwise(c)) for c in cuts))
     return [(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in cells]
@@ -59,7 +59,7 @@ def shard(name: str, start: tuple[int, ...], stop: tuple[int, ...]) -> Shard:
 
 @st.composite
 def listed_layouts(draw: st.DrawFn, shapes: dict[str, tuple[int, ...]], full: bool) -> ListedLayout:
-    """Ranks that cut the tensors each in its own way; `full`: together they hold every element."""
+    """Shards of ranks that each cut the tensors their own way; `full`: they hold every element."""
     ranks: list[list[Shard]] = [[] for _ in range(draw(st.integers(1, 4)))]
     for name, shape in shapes.items():
         for rank, held in enumerate(ranks):
@@ -79,7 +79,7 @@ def test_ranks_that_cut_each_in_its_own_way(data: st.DataObject) -> None:
     target = data.draw(listed_layouts(shapes, full=False))
     topology = data.draw(topologies(source.num_ranks, target.num_ranks))
     weights = numbered(shapes)
-    engines = execute(source, target, weights, topology, data.draw(GRAINS))
+    engines = execute(source, target, weights, topology, data.draw(GRANULARITIES))
     check(target, weights, engines)
 
 
@@ -117,15 +117,15 @@ def test_hosts_of_unequal_size_are_served() -> None:
     check(target, weights, execute(source, target, weights, hosts, FINE))
 
 
-def test_cuts_keep_to_the_grain() -> None:
+def test_cuts_respect_the_granularity() -> None:
     source, target = replicated(3, (640, 8)), replicated(5, (640, 8))
-    for grain, multiple in (
+    for granularity, multiple in (
         (SplitGranularity(1, 128), 128),
         (SplitGranularity(1 << 20), 640),
         (SplitGranularity(1, 1), 1),
     ):
         for rank in range(5):
-            for flow in plan_recvs(rank, source, target, RegularHosts(1, 1, 9), grain):
+            for flow in plan_recvs(rank, source, target, RegularHosts(1, 1, 9), granularity):
                 assert all(piece.box.start[0] % multiple == 0 for piece in flow.slices)
 
 
@@ -139,7 +139,7 @@ def test_what_no_trainer_rank_holds_is_named() -> None:
 
 
 def corrupted(layout: Any, change: Any) -> Any:
-    """`layout` with the pieces of its first tensor that has several changed by `change`."""
+    """`layout` with `change` applied to the pieces of its first tensor that has several."""
     placement = layout.placement
 
     def wrong(name: str) -> Placement:

@@ -1,4 +1,4 @@
-"""Plans on random boxes, executed and counted: every target element exactly once, from who holds it."""
+"""Plans on random boxes are executed and counted: every target element arrives once."""
 
 import dataclasses
 import random
@@ -18,7 +18,7 @@ from mcore_rl.slices.plan.whole import make_plan
 def grid(
     shape: tuple[int, ...], rng: random.Random
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(start, stop) of the cells of a random grid over a tensor."""
+    """The boxes (start, stop) of a random grid over a tensor."""
     cuts = [
         sorted({0, size, *rng.sample(range(size + 1), rng.randrange(min(3, size + 1)))})
         for size in shape
@@ -30,7 +30,7 @@ def grid(
 def local_tensor(
     rank: dict[str, torch.Tensor], box: Box, rng: random.Random, value: torch.Tensor
 ) -> Shard:
-    """A new tensor of `rank` that holds `value`, its axes in random order, behind a random offset."""
+    """A shard of `value` in a new tensor, with axes in random order and a random offset."""
     name, offset = f"t{len(rank)}", rng.randrange(3)
     order = rng.sample(range(len(box.shape)), len(box.shape))
     packed = contiguous_strides(tuple(box.shape[axis] for axis in order))

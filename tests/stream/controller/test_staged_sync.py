@@ -8,7 +8,7 @@ from mcore_rl.stream.controller.sync import SyncController
 from tests.support.processes import Fault
 from tests.support.thread_engines import open_thread_stage
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def test_engines_of_equal_layouts_are_relays_and_cost_the_trainer_one_copy() -> None:

@@ -1,166 +1,101 @@
-"""Trainer ranks to real SGLang engines: parameters bit for bit, versions, faults, requests in flight."""
+"""The sync controller: which engines are linked and in rotation; errors that name who and why."""
 
 import asyncio
-import math
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from mcore_rl.players.colocation import EngineMemory
-from mcore_rl.stream.controller.sync import SyncError
+from mcore_rl.stream.controller.sync import SyncController, SyncError
 from tests.support.processes import Fault
-from tests.support.sync_stage import (
-    Stage,
-    call,
-    checksums,
-    checksums_after_loading,
-    open_stage,
-    served_version,
-)
-
-pytestmark = pytest.mark.e2e
-
-PROMPT = list(range(10, 22))
+from tests.support.thread_engines import ThreadStage, open_thread_stage
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """An engine of one rank and one of two."""
-    with open_stage(tmp_path_factory.mktemp("sync"), (1, 2), timeout_s=30) as stage:
-        yield stage
+def make_controller(stage: ThreadStage, timeout_s: float = 60.0) -> SyncController:
+    return SyncController(stage.trainers, timeout_s=timeout_s)
 
 
-def generate(url: str, max_new_tokens: int = 8) -> Any:
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return call(url, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+def connect(controller: SyncController, *urls: str) -> None:
+    asyncio.run(controller.connect(urls))
 
 
-def logprob_error(checkpoint: Path, answer: Any) -> float:
-    """Largest difference between the engine's log-probs and those of transformers with `checkpoint`."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    ids = [*PROMPT, *answer["output_ids"]]
-    with torch.no_grad():
-        logprobs_TV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    own = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-    pairs = enumerate(answer["output_ids"], start=len(PROMPT) - 1)
-    return max(abs(float(logprobs_TV[t, token]) - own[i]) for i, (t, token) in enumerate(pairs))
+def sync(controller: SyncController, version: int, *urls: str) -> None:
+    assert not asyncio.run(controller.sync(version, urls or None)).failed
 
 
-def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkpoint(
-    stage: Stage,
-) -> None:
-    expected = {url: checksums_after_loading(url, stage.checkpoints[1]) for url in stage.urls}
-    for url in stage.urls:
-        others = checksums_after_loading(url, stage.checkpoints[0])
-        for other, wanted in zip(others, expected[url], strict=True):
-            assert all(other[name] != wanted[name] for name in wanted)
-    report = stage.sync(1)
-    assert not report.failed
-    assert report.engines[1].num_bytes >= report.engines[0].num_bytes > 0
-    for url in stage.urls:
-        for found, wanted in zip(checksums(url), expected[url], strict=True):
-            assert {name for name in wanted if found[name] != wanted[name]} == set()
-        assert served_version(url) == "1"
-        answer = generate(url)
-        assert answer["meta_info"]["weight_version"] == "1"
-        assert (
-            logprob_error(stage.checkpoints[1], answer)
-            < 1e-4
-            < logprob_error(stage.checkpoints[0], answer)
-        )
+def test_a_linked_engine_is_in_rotation_only_with_the_newest_version() -> None:
+    with open_thread_stage(1, 2) as stage:
+        controller = make_controller(stage)
+        a, b = stage.urls
+        connect(controller, a)
+        assert (controller.linked, controller.in_rotation) == ((a,), ())
+        sync(controller, 1)
+        assert controller.in_rotation == (a,)
+        connect(controller, b)
+        assert (controller.linked, controller.in_rotation) == ((a, b), (a,))
+        sync(controller, 1, b)
+        assert controller.in_rotation == (a, b)
+        sync(controller, 2, b)
+        assert controller.in_rotation == (b,)
+        assert [controller.served_version(url) for url in (a, b)] == [1, 2]
 
 
-def test_engines_give_up_memory_once_idle_and_serve_again_after_a_sync(stage: Stage) -> None:
-    memory = EngineMemory(stage.urls, timeout_s=30)
-    stage.sync(1)
-    answers: list[Any] = []
-    request = threading.Thread(
-        target=lambda: answers.append(generate(stage.urls[0], max_new_tokens=900))
-    )
-    request.start()
-    time.sleep(0.5)
-    asyncio.run(memory.for_training())
-    request.join(1)
-    assert [len(answer["output_ids"]) for answer in answers] == [900]
-    asyncio.run(memory.for_training())
-    with pytest.raises(AssertionError, match="after a sync only"):
-        asyncio.run(memory.for_rollout())
-    asyncio.run(memory.for_sync())
-    stage.sync(2)
-    asyncio.run(memory.for_rollout())
-    for url in stage.urls:
-        answer = generate(url)
-        assert answer["meta_info"]["weight_version"] == "2"
-        assert logprob_error(stage.checkpoints[0], answer) < 1e-4
+def test_engines_of_equal_layouts_agree_on_one_digest() -> None:
+    with open_thread_stage(2, 1, 2) as stage:
+        controller = make_controller(stage)
+        connect(controller, *stage.urls)
+        first, other, second = map(controller.agreed_layouts, stage.urls)
+        assert first == second != other
+        assert first.startswith("listed ")
 
 
-def test_requests_in_flight_go_on_with_the_new_weights_and_say_from_where(stage: Stage) -> None:
-    answers: list[Any] = []
-    url = stage.urls[0]
-    request = threading.Thread(target=lambda: answers.append(generate(url, max_new_tokens=900)))
-    request.start()
-    time.sleep(0.5)
-    stage.sync(3)
-    request.join(60)
-    (answer,) = answers
-    assert len(answer["output_ids"]) == 900
-    spans = answer["meta_info"]["weight_versions"]
-    assert [span["version"] for span in spans] == ["2", "3"]
+def test_only_linked_engines_can_be_synced() -> None:
+    with open_thread_stage(1) as stage:
+        controller = make_controller(stage)
+        with pytest.raises(SyncError, match=r"cannot sync \[\]: linked engines are \[\]"):
+            sync(controller, 1)
+        connect(controller, *stage.urls)
+        with pytest.raises(SyncError, match=r"cannot sync \['http://e'\]: linked engines are \['h"):
+            sync(controller, 1, "http://e")
 
 
-def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:
-    stage.sync(3)
-    seconds = sorted(asyncio.run(stage.sync_controller.sync(3)).seconds for _ in range(10))
-    print(f"seconds per sync: median {seconds[5]:.3f}, least {seconds[0]:.3f}")
-    assert seconds[0] < 0.5
-    assert all(
-        num_keys < 20
-        for num_keys in (e.store.num_keys for e in stage.sync_controller._engines.values())
-    )
+def test_an_engine_that_cannot_be_linked_is_named_and_others_keep_their_links() -> None:
+    with open_thread_stage(1, 1) as stage:
+        controller = make_controller(stage)
+        good, bad = stage.engines
+        connect(controller, good.url)
+        bad.refused.add("/begin_weight_update")
+        with pytest.raises(
+            SyncError, match=rf"engine {bad.url} cannot be linked: .* refused /begin_weight_update"
+        ):
+            connect(controller, bad.url)
+        assert controller.linked == (good.url,)
+        sync(controller, 1)
+        assert good.holds(0)
 
 
-def test_corrupted_bytes_keep_one_engine_out_of_rotation_until_it_is_synced_anew(
-    stage: Stage,
-) -> None:
-    bad, good = stage.urls
-    stage.sync(5)
-    stage.ranks.inject(bad, Fault(rank=1, message=2, kind="corrupt"))
-    asyncio.run(stage.sync_controller.connect([bad]))
-    report = stage.sync(6)
-    assert set(report.failed) == {bad}
-    assert "has checksum" in report.failed[bad]
-    assert f"rank 0 of engine {bad}" in report.failed[bad]
-    assert "trainer rank 1" in report.failed[bad]
-    assert (served_version(bad), served_version(good)) == ("5", "6")
-    assert stage.sync_controller.in_rotation == (good,)
-    asyncio.run(stage.sync_controller.connect([bad]))
-    assert stage.sync_controller.in_rotation == (good,)
-    assert not stage.sync(6, [bad]).failed
-    assert set(stage.sync_controller.in_rotation) == {bad, good}
-    assert logprob_error(stage.checkpoints[0], generate(bad)) < 1e-4
+def test_a_trainer_rank_that_cannot_join_is_named() -> None:
+    with open_thread_stage(1) as stage:
+        controller = make_controller(stage)
+        senders = stage.trainers._senders
+        lost = senders.pop()
+        assert stage.trainers.world_size == 2
+        short = SyncController(stage.trainers, timeout_s=3.0)
+        with pytest.raises(SyncError, match=r"cannot be linked: .*layout of .*trainer rank 1"):
+            connect(short, *stage.urls)
+        senders.append(lost)
+        connect(controller, *stage.urls)
+        sync(controller, 1)
 
 
-def test_an_engine_that_dies_leaves_the_others_in_rotation(stage: Stage) -> None:
-    left, lost = stage.urls
-    stage.engines[1].stop()
-    report = stage.sync(7)
-    assert set(report.failed) == {lost}
-    assert lost in report.failed[lost]
-    assert stage.sync_controller.in_rotation == (left,)
-    assert not stage.sync(8).failed
-    assert math.isclose(logprob_error(stage.checkpoints[0], generate(left)), 0, abs_tol=1e-4)
-
-
-def test_a_trainer_rank_that_dies_is_named_and_the_engine_stays_out(stage: Stage) -> None:
-    url = stage.urls[0]
-    stage.ranks.processes[1].kill()
-    with pytest.raises(SyncError, match="trainer rank 1"):
-        asyncio.run(stage.sync_controller.sync(9))
-    assert stage.sync_controller.in_rotation == ()
-    assert served_version(url) == "8"
+def test_a_sync_that_fails_on_all_engines_is_an_error_and_unlinks_them() -> None:
+    with open_thread_stage(1) as stage:
+        controller = make_controller(stage)
+        (engine,) = stage.engines
+        stage.faults["", engine.url] = Fault(rank=1, message=0, kind="corrupt")
+        connect(controller, engine.url)
+        with pytest.raises(SyncError, match=r"no engine took version 4: .*has checksum"):
+            sync(controller, 4)
+        assert controller.linked == ()
+        stage.faults.clear()
+        connect(controller, engine.url)
+        sync(controller, 4)
+        assert controller.in_rotation == (engine.url,)

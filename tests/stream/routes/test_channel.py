@@ -1,4 +1,4 @@
-"""Two processes of one machine meet: what both see, and how each hears of the other."""
+"""Channels: words that both ends see, counters, and how each end hears of the other."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     yield channels[1], channel[0]
 
 
-def test_words_are_seen_and_counters_heard_by_both(pair: tuple[Channel, Channel]) -> None:
+def test_both_ends_see_words_and_counters(pair: tuple[Channel, Channel]) -> None:
     sender, receiver = pair
     assert not receiver.wait(1, 0.01)
     sender.words_W[:] = torch.arange(10)
@@ -40,7 +40,7 @@ def test_words_are_seen_and_counters_heard_by_both(pair: tuple[Channel, Channel]
     assert sender.wait(1, 10)
 
 
-def test_the_end_of_one_is_heard_at_once_but_not_before_what_it_wrote(
+def test_the_end_of_a_process_shows_at_once_but_after_what_it_wrote(
     pair: tuple[Channel, Channel],
 ) -> None:
     sender, receiver = pair

@@ -1,4 +1,4 @@
-"""Which way bytes go between two ranks, and who makes a gloo group for that."""
+"""The route between two ranks, and which ranks make a gloo group."""
 
 from itertools import product
 
@@ -13,11 +13,11 @@ GPU_A0 = RankLocation("a", "gpu-a0", ("gpu-a0", "gpu-a1"))
 GPU_A1 = RankLocation("a", "gpu-a1", ("gpu-a1", "gpu-a0"))
 ALONE_A2 = RankLocation("a", "gpu-a2", ("gpu-a2",))
 GPU_B0 = RankLocation("b", "gpu-b0", ("gpu-b0",))
-PLACES = (HOST_A, HOST_B, GPU_A0, GPU_A1, ALONE_A2, GPU_B0)
+LOCATIONS = (HOST_A, HOST_B, GPU_A0, GPU_A1, ALONE_A2, GPU_B0)
 
 
 @pytest.mark.parametrize(
-    ("sender", "receiver", "way"),
+    ("sender", "receiver", "route"),
     [
         (HOST_A, HOST_A, "shared memory"),
         (HOST_A, HOST_B, "gloo"),
@@ -32,10 +32,10 @@ PLACES = (HOST_A, HOST_B, GPU_A0, GPU_A1, ALONE_A2, GPU_B0)
         (HOST_B, GPU_A0, "gloo"),
     ],
 )
-def test_the_way_follows_from_what_both_ends_say_of_themselves(
-    sender: RankLocation, receiver: RankLocation, way: Route
+def test_the_route_follows_from_both_locations(
+    sender: RankLocation, receiver: RankLocation, route: Route
 ) -> None:
-    assert choose_route(sender, receiver) == way
+    assert choose_route(sender, receiver) == route
 
 
 def test_only_the_receiver_needs_to_read_the_other_gpu() -> None:
@@ -44,12 +44,12 @@ def test_only_the_receiver_needs_to_read_the_other_gpu() -> None:
     assert choose_route(sees_all, ALONE_A2) == "NCCL"
 
 
-some_places = st.lists(st.sampled_from(PLACES), min_size=1, max_size=4)
+some_locations = st.lists(st.sampled_from(LOCATIONS), min_size=1, max_size=4)
 
 
-@given(senders=some_places, receivers=some_places)
-def test_ranks_make_a_gloo_group_exactly_if_a_pair_of_theirs_uses_it(
+@given(senders=some_locations, receivers=some_locations)
+def test_ranks_make_a_gloo_group_exactly_if_a_pair_uses_it(
     senders: list[RankLocation], receivers: list[RankLocation]
 ) -> None:
-    ways = {choose_route(sender, receiver) for sender, receiver in product(senders, receivers)}
-    assert needs_gloo(senders, receivers) == ("gloo" in ways)
+    routes = {choose_route(sender, receiver) for sender, receiver in product(senders, receivers)}
+    assert needs_gloo(senders, receivers) == ("gloo" in routes)

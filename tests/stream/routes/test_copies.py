@@ -1,4 +1,4 @@
-"""Copies of many tensors at once, whatever their dtypes and strides."""
+"""Copies of many tensors at once, of any dtypes and strides."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Meeting over NCCL where that is not possible; where it is, test_gpu.py tests it."""
+"""Pairs that meet over NCCL. tests/scenarios/stream/test_gpu_sync.py tests them on GPUs."""
 
 import time
 
@@ -16,7 +16,8 @@ def test_a_peer_that_cannot_be_met_is_named_at_once() -> None:
     began_s = time.monotonic()
     with pytest.raises(
         TransferError,
-        match=r"trainer rank 0 waited .* for rank 0 of engine engine-0 to meet it over NCCL: .*GroupNCCL",
+        match=r"trainer rank 0 waited .* for rank 0 of engine engine-0 to meet it over NCCL: "
+        r".*GroupNCCL",
     ):
         GpuPairTransport(open_ends(link)[0], [1])
     assert time.monotonic() - began_s < 10

@@ -1,4 +1,5 @@
-"""The model classes imported when an engine starts; SGLang imports its others when a model needs one.
+"""The model classes that an engine imports at its start, named by SGLANG_EXTERNAL_MODEL_PACKAGE.
 
-Named by SGLANG_EXTERNAL_MODEL_PACKAGE; saves a core-second per rank, of 200 model files.
+sglang_on_cpu/models.py imports the others when a model needs one. SGLang alone would import all 200
+model files, a core-second per rank.
 """

@@ -1,8 +1,9 @@
-"""Torch versions of the sgl_kernel functions that SGLang calls on CPU; any other name imports, and raises.
+"""Torch versions of the sgl_kernel functions that SGLang calls on CPU.
 
-The wheels of sglang-kernel hold CUDA binaries only. Without Intel AMX SGLang takes its own forward_native
-paths and needs little of it. torch.ops.sgl_kernel.convert_weight_packed must stay undefined: SGLang takes its
-presence for the AMX build.
+Any other name can be imported and raises NotImplementedError when called. The wheels of
+sglang-kernel hold CUDA binaries only. Without Intel AMX, SGLang takes its own forward_native paths
+and calls little of sgl_kernel. torch.ops.sgl_kernel.convert_weight_packed must stay undefined:
+SGLang takes its presence as a sign of the AMX build.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc_T: Tensor,
     pool_len: int,
 ) -> None:
-    """req_to_token[request, start:stop] = the next stop - start entries of out_cache_loc_T."""
+    """Fill req_to_token[request, start:stop] of each request with the next of out_cache_loc_T."""
     taken = 0
     for request, start, stop in zip(
         req_pool_indices_N.tolist(), starts_N.tolist(), stops_N.tolist(), strict=True
@@ -38,7 +39,7 @@ def assign_req_to_token_pool_cpu(
 def copy_all_layer_kv_cache_cpu(
     data_ptrs: Tensor, strides: Tensor, target_rows: Tensor, source_rows: Tensor
 ) -> None:
-    """In each layer's buffer row[target] = row[source]; every source is read before any write."""
+    """Copy rows within each layer's buffer; every source row is read before any row is written."""
     sources, targets = source_rows.tolist(), target_rows.tolist()
     for base, row_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
         rows = [ctypes.string_at(base + source * row_bytes, row_bytes) for source in sources]
@@ -54,9 +55,10 @@ def _mix(hash_: Any, key: Any) -> Any:
 
 
 def murmur_hash32_cpu(seed_N: Tensor, positions_N: Tensor, columns_V: Tensor) -> Tensor:
-    """MurmurHash3 of (64-bit seed, position, column), uint32 [N, V], as SGLang's triton kernel has it.
+    """Return MurmurHash3 of (64-bit seed, position, column), uint32 [N, V].
 
-    Source: sglang.kernels.ops.sampling.murmur_hash. In numpy, because torch has no arithmetic for uint32.
+    It equals SGLang's triton kernel, sglang.kernels.ops.sampling.murmur_hash. It uses numpy because
+    torch has no arithmetic on uint32.
     """
     seed = seed_N.view(torch.int64).numpy()
     keys = (seed, seed >> 32, positions_N.numpy())

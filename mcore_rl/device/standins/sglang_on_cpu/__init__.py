@@ -1,6 +1,8 @@
-"""What SGLang needs changed to serve well on CPU; `apply_patches()` in every one of its processes.
+"""Patches that let SGLang serve on CPU. Each of its processes calls `apply_patches()`.
 
-Each patch is one function in PATCHES, says why it is needed, and leaves what SGLang computes as it is.
+Each patch is one function in PATCHES whose docstring says why it is needed. No patch changes what
+SGLang computes on a GPU. tests/device/test_sglang_on_cpu.py has a test per patch that fails once
+SGLang works without it, and docs/cpu.md lists them.
 """
 
 from collections.abc import Callable
@@ -44,6 +46,6 @@ PATCHES: tuple[Callable[[], None], ...] = (
 
 
 def apply_patches() -> None:
-    """Install every patch in this process, which must not have started an engine yet."""
+    """Apply every patch in this process; call it before an engine is started."""
     for patch in PATCHES:
         patch()

@@ -1,4 +1,11 @@
-"""Torch-native attention over many requests at once, in place of SGLang's loop over requests; with sinks."""
+"""Torch-native attention over groups of requests, with sinks, instead of a loop over requests.
+
+A group is padded to its longest request; no request is shorter than half of that:
+
+    keys of requests    aaaaaaaa bbbbbb cc
+    group 1             aaaaaaaa           group 2   cc
+                        bbbbbb..
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +17,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from mcore_rl.device.attention import attend_with_sinks
 
 _MAX_MASK_ELEMENTS = 2**24
-"""Bound of requests x query tokens x key tokens of one SDPA call; memory stays a small multiple of it."""
+"""Limit on requests * query tokens * key tokens of one SDPA call, which bounds its memory."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Requests of similar length, padded to the longest: B requests, Q query tokens and K keys each.
+    """B requests of similar length, padded to Q query tokens and K keys each.
 
-    query_rows_BQ    row of each query token in the flat batch; padding repeats the request's last token
+    query_rows_BQ    row of each query token in the flat batch; padding repeats the last token
     key_slots_BK     slot of each key in the KV pool; padding repeats the request's first slot
-    distance_BQK     tokens from the key to the query; negative where it comes later or is padding
+    distance_BQK     query position - key position; negative for later keys and for padding
     valid_BQ         False on padding
     """
 
@@ -29,7 +36,7 @@ class Group:
     valid_BQ: Tensor
 
     def mask_BQK(self, window: int | None) -> Tensor:
-        """True where the query sees the key, which is at most `window` tokens before it."""
+        """Return True where the query sees the key: not later, and at most `window` before it."""
         seen = self.distance_BQK >= 0
         return seen if window is None else seen & (self.distance_BQK <= window)
 
@@ -39,14 +46,15 @@ def make_groups(
 ) -> list[Group]:
     """Cut a batch into groups whose shortest request is at least half as long as the longest.
 
-    The last query_lens[i] tokens of request i, of seq_lens[i] in all, are queries; each sees itself and what
-    is before it.
+    Request i has seq_lens[i] tokens, of which the last query_lens[i] are queries. Each query sees
+    itself and the tokens before it.
     """
     first_rows = [0]
     for query_len in query_lens:
         first_rows.append(first_rows[-1] + query_len)
     order = sorted(range(len(seq_lens)), key=lambda i: (seq_lens[i], query_lens[i]), reverse=True)
-    groups, start = [], 0
+    groups = []
+    start = 0
     while start < len(order):
         stop = _group_stop(order, start, query_lens, seq_lens)
         members = order[start:stop]
@@ -64,7 +72,8 @@ def make_groups(
 
 
 def _group_stop(order: list[int], start: int, query_lens: list[int], seq_lens: list[int]) -> int:
-    longest, most_queries = seq_lens[order[start]], 0
+    longest = seq_lens[order[start]]
+    most_queries = 0
     for position in range(start, len(order)):
         most_queries = max(most_queries, query_lens[order[position]])
         size = (position - start + 1) * most_queries * longest
@@ -100,10 +109,11 @@ def attend(
     window: int | None = None,
     sinks_h: Tensor | None = None,
 ) -> None:
-    """Attention of one group, written to its rows of `output`.
+    """Write the attention of one group to its rows of `output`.
 
-    query [tokens, heads, head_dim], output [tokens, heads, v_head_dim], caches [slots, kv_heads, head_dim].
-    The query heads that share a KV head become further queries of it, so that keys are not repeated.
+    query [tokens, heads, head_dim], output [tokens, heads, v_head_dim], caches [slots, kv_heads,
+    head_dim]. Query heads that share a KV head are treated as further queries of that head, so keys
+    are not repeated.
     """
     num_requests, num_queries = group.query_rows_BQ.shape
     num_kv_heads = k_cache.shape[1]
@@ -134,10 +144,10 @@ def attend(
 
 
 def batch_attention() -> None:
-    """Run the torch_native backend's causal attention over groups of requests, and give it sinks.
+    """Run the torch_native backend's causal attention over groups of requests, and support sinks.
 
-    SGLang's own loop is 60 % of a decode step at 256 requests. Equal to it within 1e-6 in float32; encoders
-    and cross attention keep SGLang's loop.
+    SGLang's loop takes 60 % of a decode step at 256 requests; results agree within 1e-6 in float32.
+    Encoders and cross attention keep SGLang's loop.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
 
@@ -147,7 +157,7 @@ def batch_attention() -> None:
     loop_extend, loop_decode = Backend._run_sdpa_forward_extend, Backend._run_sdpa_forward_decode
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
-        self.attention_groups = None  # of the last forward pass
+        self.attention_groups = None  # drop those of the last forward pass
         init_metadata(self, forward_batch)
 
     def run_extend(self: Any, *args: Any, **options: Any) -> Tensor:
@@ -188,36 +198,41 @@ def _run_groups(
     query_lens: list[int],
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of a batch, whose groups the first layer makes for all."""
+    """Return the attention of a batch; the first layer makes the groups for all layers."""
     query, output, k_cache, v_cache = tensors
     if getattr(backend, "attention_groups", None) is None:
         req_to_token, req_pool_indices, seq_lens = requests
         backend.attention_groups = make_groups(
             query_lens, seq_lens.tolist(), req_to_token, req_pool_indices
         )
-    window, sinks_h = options.get("sliding_window_size"), getattr(backend, "sinks_h", None)
+    window = options.get("sliding_window_size")
+    sinks_h = getattr(backend, "sinks_h", None)
     for group in backend.attention_groups:
         attend(group, query, output, k_cache, v_cache, options["scaling"], window, sinks_h)
     return output
 
 
 def admit_torch_native() -> None:
-    """gpt-oss asks for a backend with sinks, which torch_native has here."""
+    """Let gpt-oss run on torch_native, which `batch_attention` gives the sinks that gpt-oss needs.
+
+    SGLang admits only backends with sinks and knows torch_native as one without.
+    """
     from sglang.srt.arg_groups import model_hook
 
     find_backends = model_hook.attention_backends_of
 
     def attention_backends_of(settings: Any) -> Any:
-        found = find_backends(settings)
-        return tuple("intel_amx" if name == "torch_native" else name for name in found)
+        backends = find_backends(settings)
+        return tuple("intel_amx" if name == "torch_native" else name for name in backends)
 
     model_hook.attention_backends_of = attention_backends_of
 
 
 def absorb_latents() -> None:
-    """Have DeepSeek's latent attention take the form that reads the latent KV cache, also in prefill.
+    """Make DeepSeek's latent attention read the latent KV cache in prefill as well as in decoding.
 
-    For a backend it does not know SGLang chooses expanded keys and values, which torch_native does not keep.
+    For a backend it does not know SGLang chooses expanded keys and values in prefill; torch_native
+    does not keep those.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
@@ -230,9 +245,10 @@ def absorb_latents() -> None:
 
 
 def rotate_without_yarn() -> None:
-    """Give latent attention the plain rotary embedding where config.json asks for no scaling (Moonlight).
+    """Give latent attention the plain rotary embedding if config.json has no rope scaling.
 
-    SGLang's choice of an embedding for the CPU knows DeepSeek's yarn only.
+    Moonlight has none. SGLang's embeddings for latent attention on CPU include DeepSeek's yarn
+    only.
     """
     from sglang.srt.layers.rotary_embedding import factory
 
@@ -247,9 +263,9 @@ def rotate_without_yarn() -> None:
         rope_scaling: dict[str, Any] | None = None,
         *options: Any,
     ) -> Any:
-        where = (head_size, rotary_dim, max_position, base, is_neox_style)
+        arguments = (head_size, rotary_dim, max_position, base, is_neox_style)
         if rope_scaling is None:
-            return factory.get_rope(*where)
-        return get_scaled(*where, rope_scaling, *options)
+            return factory.get_rope(*arguments)
+        return get_scaled(*arguments, rope_scaling, *options)
 
     factory.get_rope_cpu = get_rope_cpu

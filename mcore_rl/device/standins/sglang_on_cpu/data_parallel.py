@@ -1,15 +1,15 @@
-"""What data-parallel attention (--enable-dp-attention) needs on CPU."""
+"""Patches that data-parallel attention (--enable-dp-attention) needs on CPU."""
 
 from typing import Any
 
 LONGEST_WAIT_MS = 1000
-"""Its watchdog has to hear of the process now and then."""
+"""SGLang's watchdog must be fed now and then, so a wait for requests has to end."""
 
 
 def pad_batches() -> None:
-    """Say which length the requests have that fill a batch up.
+    """Define the sequence length of the dummy requests that pad a batch: 1.
 
-    The torch_native backend lacks the method; the other CPU backends answer 1.
+    The torch_native backend lacks the method; SGLang's other CPU backends return 1.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -17,9 +17,9 @@ def pad_batches() -> None:
 
 
 def wait_for_requests() -> None:
-    """Let the process that deals requests out wait for one.
+    """Make the data-parallel controller block until a request arrives.
 
-    SGLang's asks its socket without end, which takes a whole core from the ranks.
+    SGLang's polls its socket in a busy loop, which takes a whole core from the ranks.
     """
     from sglang.srt.managers import data_parallel_controller as module
 
@@ -33,9 +33,9 @@ def wait_for_requests() -> None:
 
 
 def reduce_without_nccl() -> None:
-    """Sum tokens over ranks and keep a rank's own by all-reduce, as deterministic inference does.
+    """Reduce-scatter with an all-reduce, as SGLang's deterministic inference does.
 
-    SGLang's other way asks NCCL, whatever the device.
+    SGLang's default path calls NCCL on every device.
     """
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer where a rank holds some of the experts; the record of who was chosen."""
+"""The mixture-of-experts layer with expert parallelism, and the record of chosen experts."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ from torch.nn.functional import linear, silu
 
 
 def run_local_experts() -> None:
-    """Compute the experts this rank holds and leave the others' tokens out, for --ep-size > 1.
+    """Skip the experts of other ranks, for --ep-size > 1.
 
-    The dispatcher marks other ranks' experts with id -1, which SGLang's native forward uses as an index.
+    SGLang's dispatcher marks other ranks' experts with id -1; its native forward uses that as an
+    index.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -32,7 +33,10 @@ def run_local_experts() -> None:
 
 
 def keep_routed_experts_in_plain_memory() -> None:
-    """Give --enable-return-routed-experts a plain buffer; SGLang registers its own with the CUDA driver."""
+    """Give --enable-return-routed-experts a plain host buffer.
+
+    SGLang registers its buffer with the CUDA driver.
+    """
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(dims: tuple[int, ...], dtype: torch.dtype, **options: Any) -> Tensor:

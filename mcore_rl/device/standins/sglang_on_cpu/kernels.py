@@ -1,4 +1,4 @@
-"""Torch versions of triton kernels for which SGLang's models have no other way on CPU."""
+"""Torch versions of triton kernels for which SGLang's models have no CPU path."""
 
 from typing import Any
 
@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 def gate_shared_expert() -> None:
-    """Qwen2-MoE multiplies the shared expert by a sigmoid, and adds it to the others, in a triton kernel."""
+    """Gate Qwen2-MoE's shared expert in torch.
+
+    SGLang multiplies its output by a sigmoid, and adds it to the routed experts', in a triton
+    kernel.
+    """
     from sglang.kernels.ops.elementwise import elementwise
 
     def launch(
@@ -25,21 +29,22 @@ def gate_shared_expert() -> None:
     elementwise._launch_fused_gate_sigmoid_mul = launch
 
 
-def normalise_projections(minimax_m2: Any) -> None:
-    """MiniMax-M2 normalises queries and keys over all heads, which lie on several ranks, in triton kernels.
+def normalize_projections(minimax_m2: Any) -> None:
+    """Normalize MiniMax-M2's queries and keys over the heads of all ranks in torch.
 
-    `minimax_m2` is SGLang's module of that name, which is imported for a model of its kind only.
+    SGLang does it in triton kernels. `minimax_m2` is SGLang's module of that name, which is
+    imported only for such a model; import_models_when_asked calls this function then.
     """
     minimax_m2.rms_sumsq_serial = _sums_of_squares
-    minimax_m2.rms_apply_serial = _normalise
+    minimax_m2.rms_apply_serial = _normalize
 
 
 def _sums_of_squares(q: Tensor, k: Tensor) -> Tensor:
-    """[2 * tokens]: those of the queries, then those of the keys."""
+    """Return the queries' sums of squares, then the keys', [2 * tokens]."""
     return torch.cat([x.float().square().sum(-1) for x in (q, k)])
 
 
-def _normalise(
+def _normalize(
     q: Tensor,
     k: Tensor,
     q_weight: Tensor,
@@ -48,10 +53,12 @@ def _normalise(
     num_ranks: int = 1,
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
-    """`sums` are of all ranks."""
+    """Return this rank's normalized (q, k); `sums` is the total over all ranks."""
 
-    def normalise(x: Tensor, weight: Tensor, sum_T: Tensor) -> Tensor:
+    def normalize(x: Tensor, weight: Tensor, sum_T: Tensor) -> Tensor:
         scale_T1 = (sum_T / x.shape[-1] / num_ranks + eps).rsqrt()[:, None]
         return (x.float() * scale_T1 * weight.float()).to(x.dtype)
 
-    return normalise(q, q_weight, sums[: len(q)]), normalise(k, k_weight, sums[len(q) : 2 * len(q)])
+    normed_q = normalize(q, q_weight, sums[: len(q)])
+    normed_k = normalize(k, k_weight, sums[len(q) : 2 * len(q)])
+    return normed_q, normed_k

@@ -1,10 +1,10 @@
-"""The model classes of an engine: only the one that it is asked for is imported."""
+"""Imports only the model class that an engine serves."""
 
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from sglang_on_cpu.kernels import normalise_projections
+from sglang_on_cpu.kernels import normalize_projections
 
 MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -19,11 +19,11 @@ MODULES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Architecture -> its file among SGLang's models; Qwen3-MoE is in `served_models`."""
+"""Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
 
 
 class _Models(dict[str, type]):
-    """SGLang's classes by architecture; those of MODULES are imported when they are looked for."""
+    """SGLang's model classes by architecture; those in MODULES are imported on first access."""
 
     def __contains__(self, architecture: object) -> bool:
         return architecture in MODULES or super().__contains__(architecture)
@@ -34,14 +34,17 @@ class _Models(dict[str, type]):
         return super().get(architecture, default)
 
     def __getitem__(self, architecture: str) -> type:
-        found = self.get(architecture)
-        if found is None:
+        model_class = self.get(architecture)
+        if model_class is None:
             raise KeyError(architecture)
-        return found
+        return model_class
 
 
 def import_models_when_asked() -> None:
-    """SGLang imports all its 200 model files, half a core-second per rank, for one that is not registered."""
+    """Import one model file where SGLang would import all 200.
+
+    For an architecture that is not registered SGLang imports them all, half a core-second per rank.
+    """
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.models = _Models(ModelRegistry.models)
@@ -50,7 +53,7 @@ def import_models_when_asked() -> None:
 def _import_class(architecture: str) -> type:
     module = import_module(f"sglang.srt.models.{MODULES[architecture]}")
     if architecture == "MiniMaxM2ForCausalLM":
-        normalise_projections(module)
+        normalize_projections(module)
     return next(entry for entry in _entries(module) if entry.__name__ == architecture)
 
 

@@ -1,4 +1,4 @@
-"""How SGLang's processes start, wait and leave nothing behind."""
+"""Patches of how SGLang's processes start, wait and clean up."""
 
 import multiprocessing
 import sys
@@ -10,8 +10,8 @@ from typing import Any
 def fork_workers() -> None:
     """Fork the scheduler and detokenizer processes instead of spawning them.
 
-    A spawned process imports torch and SGLang again, 7 core-seconds each. SGLang spawns because CUDA does not
-    survive a fork; without CUDA nothing is lost. The server has no threads when it forks.
+    A spawned process imports torch and SGLang again, 7 core-seconds each. SGLang spawns because
+    CUDA does not survive a fork. The server has no threads when it forks.
     """
     from sglang.srt.entrypoints import engine
 
@@ -25,15 +25,16 @@ def fork_workers() -> None:
 
 
 def leave_megatron_out() -> None:
-    """Make `import megatron` fail in SGLang's processes, whose debug dumper imports it if it is installed.
+    """Make `import megatron` fail in SGLang's processes.
 
-    It takes half a core-second of each rank and 100 MB in all.
+    SGLang's debug dumper imports it if it is installed, which costs each rank half a core-second
+    and all of them 100 MB.
     """
     sys.modules["megatron"] = None  # type: ignore[assignment]
 
 
 def keep_load_snapshots_in_temp_dir() -> None:
-    """Put the file through which the scheduler publishes its load into the engine's temporary folder.
+    """Put the file in which the scheduler publishes its load into the engine's temporary folder.
 
     SGLang puts it into /dev/shm, where it stays when the engine is killed.
     """
@@ -46,9 +47,10 @@ def keep_load_snapshots_in_temp_dir() -> None:
 
 
 def sleep_while_paused() -> None:
-    """Wait for the next message between /pause_generation and /continue_generation.
+    """Block until the next message between /pause_generation and /continue_generation.
 
-    SGLang's --sleep-on-idle covers the idle scheduler alone; a paused one polls its sockets without end.
+    SGLang's --sleep-on-idle covers only an idle scheduler; a paused one polls its sockets in a busy
+    loop.
     """
     from sglang.srt.managers.scheduler import Scheduler
 

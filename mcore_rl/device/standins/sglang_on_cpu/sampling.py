@@ -1,10 +1,11 @@
-"""Sampling that a seed per request repeats."""
+"""Sampling that repeats with a request's seed."""
 
 
 def allow_seeded_sampling() -> None:
-    """Accept --enable-deterministic-inference, which makes SGLang honour sampling_seed, on CPU.
+    """Accept --enable-deterministic-inference on CPU, which makes SGLang honor sampling_seed.
 
-    SGLang refuses it with torch_native attention, because its batch-invariant kernels are triton.
+    SGLang rejects the option with torch_native attention because its batch-invariant kernels are
+    written in triton.
     """
     from sglang.srt import batch_invariant_ops
     from sglang.srt.arg_groups import choices

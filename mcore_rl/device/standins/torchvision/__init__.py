@@ -1,4 +1,4 @@
-"""Import-only torchvision: SGLang uses it for images alone, and PyPI's builds need CUDA's torch."""
+"""Import-only torchvision. SGLang uses it only for images; its wheels need torch with CUDA."""
 
 from import_standin import stand_in
 

@@ -1,4 +1,7 @@
-"""Import-only triton: SGLang decorates GPU kernels at import time; launching one raises, naming it."""
+"""Import-only triton: SGLang decorates GPU kernels when it is imported.
+
+Launching a kernel raises NotImplementedError with its name.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +53,7 @@ import triton.language  # noqa: E402
 
 
 class _Constexpr:
-    """`tl.constexpr` is both an annotation and a wrapper of module constants."""
+    """tl.constexpr, which SGLang uses as an annotation and as a wrapper of module constants."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value

@@ -1,0 +1,63 @@
+"""Algorithm options in; the chosen advantage and loss, and what they need from a run, out."""
+
+from dataclasses import replace
+from functools import cache
+
+from mcore_rl.algo import advantages as built_in_advantages
+from mcore_rl.algo import losses as built_in_losses
+from mcore_rl.algo.registry import Advantage, Needs, PolicyLossMaker, advantages, losses
+from mcore_rl.algo.user_file import UserFile, read_user_file, register_user_file
+from mcore_rl.config import AlgorithmConfig
+
+BUILT_IN = (built_in_advantages, built_in_losses)
+"""The modules that register the built-in functions when they are imported."""
+
+
+def user_file_of(config: AlgorithmConfig) -> UserFile | None:
+    """Return the file at `algorithm.path` as it was when this process first asked; None without
+    one.
+    """
+    return _read_once(config.path) if config.path else None
+
+
+def advantage_of(config: AlgorithmConfig) -> Advantage:
+    """Raise ValueError naming the option if the name is unknown or `algorithm.path` cannot be used."""
+    _register(user_file_of(config))
+    return advantages[config.advantage]
+
+
+def loss_of(config: AlgorithmConfig, user_file: UserFile | None) -> PolicyLossMaker:
+    """Return the maker of the chosen loss. Raises ValueError naming the option if the name is
+    unknown.
+
+    `user_file` comes from `user_file_of` in the controller: ranks may not see the file itself.
+    """
+    _register(user_file)
+    return losses[config.loss]
+
+
+def needs_of(config: AlgorithmConfig) -> Needs:
+    """Return what the chosen advantage, loss and KL need together.
+
+    Raises ValueError naming the option if a name is unknown or `algorithm.path` cannot be used.
+    """
+    _register(user_file_of(config))
+    own = advantages.needs(config.advantage).joined(losses.needs(config.loss))
+    has_kl = config.kl.coef != 0
+    pairs_need_reference = own.pairs and config.preference.needs_reference
+    return replace(
+        own,
+        reference=own.reference or has_kl or pairs_need_reference,
+        old_logprobs=own.old_logprobs or own.sum_squares or (has_kl and config.kl.in_reward),
+    )
+
+
+def _register(user_file: UserFile | None) -> None:
+    if user_file is not None:
+        register_user_file(user_file)
+
+
+@cache
+def _read_once(path: str) -> UserFile:
+    """An edit of the file during a run must not part the controller from its ranks."""
+    return read_user_file(path)

@@ -1,0 +1,169 @@
+"""Recipe options in; the losses that train ranks apply to each micro-batch out."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_rl.algo.aggregation import AGGREGATIONS
+from mcore_rl.algo.choice import loss_of, user_file_of
+from mcore_rl.algo.correction import correction_weights, old_policy
+from mcore_rl.algo.diagnostics import log_ratio, logprob_diff, policy_drift
+from mcore_rl.algo.kl import KL_ESTIMATORS
+from mcore_rl.algo.loss_tokens import LossTokens, Metrics
+from mcore_rl.algo.preferences import PAIR_LOSSES
+from mcore_rl.algo.sequences import SequenceSum, sequence_sum
+from mcore_rl.algo.user_file import UserFile
+from mcore_rl.algo.values import value_loss
+from mcore_rl.config import AlgorithmConfig, CriticConfig
+from mcore_rl.types import TrainBatch
+
+
+class TokenLoss(Protocol):
+    def __call__(
+        self,
+        logprobs_T: Tensor,
+        entropy_T: Tensor,
+        batch: TrainBatch,
+        sums: SequenceSum | None = None,
+        /,
+    ) -> tuple[Tensor, Metrics]:
+        """Return (loss_T, metrics_T). Pass `sums` if the batch's sequences lie on several ranks.
+
+        loss_T is not weighted: the loss of the step is sum(batch.loss_weights_T * loss_T).
+        metrics_T are detached token values, which the caller averages over the loss mask of the
+        step; it takes the maximum of those named *_max.
+        """
+        ...
+
+
+class ValueLoss(Protocol):
+    def __call__(self, values_T: Tensor, batch: TrainBatch, /) -> tuple[Tensor, Metrics]:
+        """Return (loss_T, metrics_T), as a TokenLoss does."""
+        ...
+
+
+def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
+    """Return the loss of `config`, picklable; the text of a user's file travels with it.
+
+    Raises ValueError naming the option if a name is unknown or the loss refuses its options.
+    """
+    user_file = user_file_of(config)
+    make = loss_of(config, user_file)
+    try:
+        loss = make(config)
+    except ValueError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(
+            f"algorithm.loss={config.loss}: {type(error).__name__}: {error}; a loss is registered as a"
+            " function that takes the options of algorithm and returns the loss"
+        ) from error
+    if not callable(loss):
+        raise ValueError(
+            f"algorithm.loss={config.loss}: made {loss!r:.100} from the options of algorithm, not a function"
+        )
+    _ = PAIR_LOSSES[config.preference.loss]
+    _ = KL_ESTIMATORS[config.kl.estimator]
+    _ = AGGREGATIONS[config.aggregation]
+    return partial(policy_loss, config=config, user_file=user_file)
+
+
+def make_value_loss(config: CriticConfig) -> ValueLoss:
+    """Return the critic's loss, picklable."""
+    return partial(value_loss, clip=config.value_clip)
+
+
+def policy_loss(
+    logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    sums: SequenceSum | None = None,
+    *,
+    config: AlgorithmConfig,
+    user_file: UserFile | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Return (policy loss + kl.coef * KL(policy || reference) - entropy_coef * entropy, metrics_T).
+
+    A batch without log-probs of an old policy is on policy: the detached log-probs serve as the old
+    ones. Tokens off the loss mask do not affect loss, gradient or metrics.
+    """
+    if batch.advantages_T is None:
+        raise ValueError("policy_loss needs batch.advantages_T")
+    mask_T = batch.loss_mask_T
+    sums = sums or sequence_sum(batch.lens_N, mask_T.device)
+    own_logprobs_T = logprobs_T.detach() if batch.old_logprobs_T is None else batch.old_logprobs_T
+    old_logprobs_T = old_policy(batch, config)
+    if old_logprobs_T is None:
+        old_logprobs_T = logprobs_T.detach()
+    num_tokens_T = sums(mask_T.to(logprobs_T.dtype)).clamp(min=1)
+    tokens = LossTokens(
+        logprobs_T=torch.where(mask_T, logprobs_T, 0.0),
+        log_ratio_T=log_ratio(logprobs_T, old_logprobs_T, mask_T),
+        advantages_T=batch.advantages_T.masked_fill(~mask_T, 0.0),
+        sequence_mean=lambda values_T: sums(values_T.masked_fill(~mask_T, 0.0)) / num_tokens_T,
+        held_back_T=batch.held_back_T,
+    )
+    entropy_T = torch.where(mask_T, entropy_T, 0.0)
+    loss_T, metrics = loss_of(config, user_file)(config)(tokens)
+    metrics = metrics | {"loss/policy": loss_T.detach(), "loss/entropy": entropy_T.detach()}
+    metrics |= policy_drift(tokens.log_ratio_T)
+    if batch.rollout_logprobs_T is not None:
+        metrics |= logprob_diff(
+            own_logprobs_T,
+            batch.rollout_logprobs_T,
+            mask_T,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+        )
+    if config.correction.weight != "none" or config.correction.reject != "none":
+        weights_T, correction_metrics = _correction(
+            own_logprobs_T, batch, num_tokens_T, tokens.sequence_mean, config
+        )
+        loss_T = loss_T * weights_T
+        metrics |= correction_metrics
+    loss_T = loss_T + _kl_loss(logprobs_T, batch, config, metrics)
+    if config.entropy_coef:
+        loss_T = loss_T - config.entropy_coef * entropy_T
+    return loss_T, metrics
+
+
+def _correction(
+    own_logprobs_T: Tensor,
+    batch: TrainBatch,
+    num_tokens_T: Tensor,
+    sequence_mean: Callable[[Tensor], Tensor],
+    config: AlgorithmConfig,
+) -> tuple[Tensor, Metrics]:
+    """Return (weights_T, metrics_T) that correct for the engine's own probabilities."""
+    if batch.rollout_logprobs_T is None:
+        raise ValueError("algorithm.correction needs batch.rollout_logprobs_T")
+    log_ratio_T = log_ratio(own_logprobs_T, batch.rollout_logprobs_T, batch.loss_mask_T)
+    return correction_weights(log_ratio_T, num_tokens_T, sequence_mean, config.correction)
+
+
+def _kl_loss(
+    logprobs_T: Tensor, batch: TrainBatch, config: AlgorithmConfig, metrics: Metrics
+) -> Tensor | float:
+    """Return kl.coef * KL(policy || reference), 0 if the KL is part of the reward; add kl/ref to
+    `metrics`.
+    """
+    if batch.ref_logprobs_T is None:
+        if config.kl.coef:
+            raise ValueError(f"algorithm.kl.coef={config.kl.coef} needs batch.ref_logprobs_T")
+        return 0.0
+    estimate = KL_ESTIMATORS[config.kl.estimator]
+    kl_T = estimate(log_ratio(logprobs_T, batch.ref_logprobs_T, batch.loss_mask_T))
+    metrics["kl/ref"] = kl_T.detach()
+    return 0.0 if config.kl.in_reward else config.kl.coef * kl_T
+
+
+def sft_loss(
+    logprobs_T: Tensor, entropy_T: Tensor, batch: TrainBatch, sums: SequenceSum | None = None
+) -> tuple[Tensor, Metrics]:
+    """Negative log-likelihood of the tokens on the loss mask."""
+    loss_T = -torch.where(batch.loss_mask_T, logprobs_T, 0.0)
+    entropy_T = torch.where(batch.loss_mask_T, entropy_T, 0.0).detach()
+    return loss_T, {"loss/nll": loss_T.detach(), "loss/entropy": entropy_T}

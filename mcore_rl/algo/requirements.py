@@ -1,0 +1,133 @@
+"""A whole recipe in, an error out where the rest of it does not give its algorithm what it needs.
+
+Options of one group are checked in config/. These checks ask for the needs of the chosen advantage
+and loss, which are declared where they are registered. Errors name the options, their values and a
+remedy.
+"""
+
+from collections.abc import Iterator
+
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.registry import Needs
+from mcore_rl.config import (
+    AlgorithmConfig,
+    Config,
+    ParallelConfig,
+    RolloutConfig,
+    ServedModelConfig,
+    TrainConfig,
+)
+from mcore_rl.config.unread import Unread, refuse
+
+
+def check_algorithm(config: Config) -> None:
+    """Raise ValueError if the algorithm is unknown, or the recipe lacks what it needs."""
+    needs = needs_of(config.algorithm)
+    check_options(config.algorithm, needs)
+    refuse(config, _unread(config, needs))
+    check_pairs(config.algorithm, config.train, needs)
+    check_teacher(config.algorithm, config.teacher, config.rollout, needs)
+    check_replay(config.algorithm, config.train, needs)
+    shares_critic = needs.critic and config.critic.colocated
+    if shares_critic:
+        check_critic_fits(config.critic.parallel, config.parallel)
+    check_offload(config, shares_critic)
+
+
+def _unread(config: Config, needs: Needs) -> Iterator[Unread]:
+    """Yield the options that nothing reads, as the chosen advantage and loss have no use for them."""
+    if not needs.critic:
+        context = f"algorithm.advantage={config.algorithm.advantage}"
+        yield Unread(("critic",), context, "set algorithm.advantage=gae")
+    if not needs.reference:
+        remedy = "set algorithm.kl.coef above 0"
+        yield Unread(("algorithm.kl.estimator",), "algorithm.kl.coef=0", remedy)
+
+
+def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
+    """Raise ValueError if options of the algorithm contradict the chosen advantage."""
+    if algorithm.correction.bypass and needs.sum_squares:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it needs the"
+            " pass that bypass leaves out; set algorithm.correction.bypass=false"
+        )
+    if algorithm.reward_coef and not needs.teacher:
+        raise ValueError(
+            f"algorithm.reward_coef={algorithm.reward_coef} with algorithm.advantage={algorithm.advantage}:"
+            " only distillation reads it; set it to 0"
+        )
+
+
+def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -> None:
+    """Raise ValueError if advantages that hold the loss of pairs would be changed by another loss."""
+    if not needs.pairs:
+        return
+    name = f"algorithm.advantage={algorithm.advantage}"
+    form = (algorithm.loss, algorithm.aggregation, algorithm.correction.bypass)
+    if form != ("policy_gradient", "token_sum", False):
+        raise ValueError(
+            f"{name} with loss={algorithm.loss}, aggregation={algorithm.aggregation} and"
+            f" correction.bypass={algorithm.correction.bypass}: the whole loss of the pairs is in the"
+            " advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
+            " algorithm.correction.bypass=false"
+        )
+    num_steps = train.mini_batches * train.epochs
+    if num_steps > 1:
+        raise ValueError(
+            f"{name} with train.mini_batches * train.epochs = {num_steps}: the pairs' gradient is that of"
+            " the policy before the first of these steps; set both to 1"
+        )
+
+
+def check_teacher(
+    algorithm: AlgorithmConfig, teacher: ServedModelConfig, rollout: RolloutConfig, needs: Needs
+) -> None:
+    """Raise ValueError if a teacher is needed and not given, given and not needed, or cannot be
+    compared.
+    """
+    name = f"algorithm.advantage={algorithm.advantage}"
+    if needs.teacher and not teacher.path:
+        raise ValueError(
+            f"{name} with teacher.path='' and teacher.url={teacher.url!r}: a teacher scores token ids,"
+            " which needs SGLang's own interface; set teacher.path"
+        )
+    if teacher.is_used and not needs.teacher:
+        raise ValueError(
+            f"teacher.path={teacher.path} with {name}: nothing asks the teacher;"
+            " set algorithm.advantage=distillation"
+        )
+    if needs.teacher and rollout.temperature != 1:
+        raise ValueError(
+            f"{name} with rollout.temperature={rollout.temperature}: a teacher's log-probs are those at"
+            " temperature 1; set rollout.temperature=1"
+        )
+
+
+def check_replay(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -> None:
+    """Raise ValueError if experts are to be replayed from a pass that the run does not make."""
+    has_old_pass = train.epochs * train.mini_batches > 1 or needs.old_logprobs
+    if train.router_replay == "old_pass" and (algorithm.correction.bypass or not has_old_pass):
+        raise ValueError(
+            f"train.router_replay=old_pass with train.mini_batches={train.mini_batches}, train.epochs="
+            f"{train.epochs} and algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass"
+            " for the old log-probs; set train.router_replay=engine or none"
+        )
+
+
+def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
+    """Raise ValueError if a colocated critic has more ranks than the trainer."""
+    if critic.world_size > trainer.world_size:
+        raise ValueError(
+            f"critic.colocated=true with {critic.world_size} ranks by critic.parallel: there are"
+            f" {trainer.world_size} by parallel to share a GPU with; lower critic.parallel.*"
+        )
+
+
+def check_offload(config: Config, shares_critic: bool) -> None:
+    """Raise ValueError if memory is to be given up although nobody shares the trainer ranks' GPUs."""
+    shares_served = any(model.is_colocated for model in config.served_models.values())
+    if config.cluster.offload and not (config.cluster.colocated or shares_critic or shares_served):
+        raise ValueError(
+            "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set cluster.colocated=true,"
+            " critic.colocated=true or cluster.offload=false"
+        )

@@ -1,0 +1,73 @@
+"""Data files (parquet or jsonl) in; their rows, each with its place for error messages, out."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+Row = Mapping[str, Any]
+
+
+def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield (place for error messages, row) of every row of the files, in order.
+
+    Raises ValueError naming the file, and the row if there is one, for a missing file, an unknown
+    suffix, or a row that cannot be read.
+    """
+    for name in files:
+        path = Path(name)
+        if not path.is_file():
+            raise ValueError(
+                f"data file {name} does not exist; `mcore-rl data --help` lists what can be prepared"
+            )
+        if path.suffix == ".parquet":
+            for i, row in enumerate(pq.read_table(path).to_pylist()):
+                yield f"{name} row {i}", row
+        elif path.suffix == ".jsonl":
+            yield from jsonl_rows(path)
+        else:
+            raise ValueError(f"data file {name}: expected .parquet or .jsonl")
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    r"""Yield (place, row) of every line that is not blank.
+
+    Lines end at "\n" alone: U+0085, U+2028 and U+2029 may stand inside a JSON string. Raises
+    ValueError naming file and line if a line is not UTF-8, not a JSON object, or has half of a
+    surrogate pair, which no tokenizer can encode.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path} line {number}"
+                yield where, _parse(line, where)
+
+
+def _parse(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is not a JSON object: {row!r:.100}")
+    if b"\\ud" in line.lower():  # an escaped surrogate: the only way for half a pair to get in
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ValueError(
+                f"{where} has half of a surrogate pair, {half!r}, which is no character:"
+                " remove it from the file"
+            ) from None
+    return row
+
+
+def required(row: Row, name: str, where: str) -> Any:
+    """Return the value of a column. Raises ValueError if the row lacks it or it is null."""
+    if row.get(name) is None:
+        raise ValueError(f"{where} lacks `{name}`; it has {', '.join(sorted(row))}")
+    return row[name]

@@ -1,0 +1,114 @@
+"""Recipes that lack what their algorithm needs are refused; what each registered function needs."""
+
+import pytest
+
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig, PreferenceConfig
+from mcore_rl.config.recipe import list_recipes, load_recipe
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm.advantage=distillation"],
+            r"algorithm.advantage=distillation with teacher.path='' .* set teacher.path",
+        ),
+        (
+            ["teacher.path=/a"],
+            r"teacher.path=/a with algorithm.advantage=grpo: nothing asks the teacher",
+        ),
+        (
+            ["teacher.path=/a", "algorithm.advantage=distillation", "rollout.temperature=0.7"],
+            r"with rollout.temperature=0.7: .* set rollout.temperature=1",
+        ),
+        (
+            ["train.router_replay=old_pass"],
+            r"train.router_replay=old_pass with train.mini_batches=1, train.epochs=1 .* set train.router",
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.colocated=true", "critic.parallel.tp=4"],
+            r"critic.colocated=true with 4 ranks by critic.parallel: there are 2 by parallel to share",
+        ),
+        (
+            ["cluster.offload=true"],
+            r"cluster.offload=true: nobody else is on",
+        ),
+        (
+            ["algorithm.advantage=gpro"],
+            r"algorithm.advantage='gpro' \(did you mean 'grpo'\?\)",
+        ),
+        (["algorithm.loss=gsp"], r"algorithm.loss='gsp' \(did you mean 'gspo'\?\)"),
+        (
+            ["algorithm.reward_coef=0.5"],
+            r"algorithm.reward_coef=0.5 with algorithm.advantage=grpo: only distillation",
+        ),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.correction.bypass=true"],
+            r"algorithm.advantage=optimal_token_baseline with algorithm.correction.bypass=true",
+        ),
+        (
+            ["algorithm.advantage=dpo"],
+            r"set algorithm.loss=policy_gradient algorithm.aggregation=token_sum",
+        ),
+        (
+            [
+                "algorithm.advantage=dpo",
+                "algorithm.loss=policy_gradient",
+                "algorithm.aggregation=token_sum",
+                "train.mini_batches=2",
+            ],
+            r"algorithm.advantage=dpo with train.mini_batches \* train.epochs = 2: .* set both to 1",
+        ),
+        (
+            ["algorithm.path=nowhere.py"],
+            r"algorithm.path=nowhere.py: no such file in ",
+        ),
+    ],
+)
+def test_a_recipe_that_lacks_what_its_algorithm_needs_is_refused(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_algorithm(load_recipe("tiny_moe_grpo", overrides))
+
+
+@pytest.mark.parametrize("recipe", [r for r in list_recipes() if r != "tiny_moe_distillation"])
+def test_shipped_recipes_give_their_algorithm_what_it_needs(recipe: str) -> None:
+    check_algorithm(load_recipe(recipe, []))
+
+
+def needed(config: AlgorithmConfig) -> set[str]:
+    return {name for name, value in vars(needs_of(config)).items() if value}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (AlgorithmConfig(), set()),
+        (AlgorithmConfig(advantage="gae"), {"critic"}),
+        (AlgorithmConfig(advantage="remax"), {"greedy_baseline"}),
+        (AlgorithmConfig(advantage="gdpo"), {"parts"}),
+        (AlgorithmConfig(advantage="optimal_token_baseline"), {"sum_squares", "old_logprobs"}),
+        (AlgorithmConfig(advantage="distillation"), {"teacher", "old_logprobs"}),
+        (AlgorithmConfig(advantage="dpo"), {"pairs", "old_logprobs", "reference"}),
+        (
+            AlgorithmConfig(advantage="dpo", preference=PreferenceConfig(loss="simpo")),
+            {"pairs", "old_logprobs"},
+        ),
+        (AlgorithmConfig(loss="kl_cov"), {"held_back", "old_logprobs"}),
+        (
+            AlgorithmConfig(loss="clip_cov", advantage="gae"),
+            {"held_back", "old_logprobs", "critic"},
+        ),
+        (AlgorithmConfig(kl=KLConfig(coef=0.1)), {"reference"}),
+        (AlgorithmConfig(kl=KLConfig(coef=0.1, in_reward=True)), {"reference", "old_logprobs"}),
+        (AlgorithmConfig(kl=KLConfig(in_reward=True)), set()),
+        (AlgorithmConfig(correction=CorrectionConfig(weight="token")), set()),
+    ],
+)
+def test_needs_join_those_of_advantage_loss_and_kl(
+    config: AlgorithmConfig, expected: set[str]
+) -> None:
+    assert needed(config) == expected

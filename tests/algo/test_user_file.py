@@ -1,0 +1,167 @@
+"""A user's file registers advantages and losses, here and in processes that unpickle the loss."""
+
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.algo import choice, user_file
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.algo.registry import advantages, losses
+from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.config import AlgorithmConfig, Config
+from mcore_rl.data.batch import make_train_batch
+from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+
+DOCUMENTED = re.search(
+    r'^```python\n("""my_algo.py.*?)^```', Path("docs/algorithms.md").read_text(), re.M | re.S
+)
+EXAMPLE = DOCUMENTED.group(1) if DOCUMENTED else ""
+IMPORT = "from mcore_rl.algo.registry import Needs, advantages, losses\n"
+
+
+@pytest.fixture(autouse=True)
+def built_in_only() -> Iterator[None]:
+    before = [(registry, registry.names) for registry in (advantages, losses)]
+    yield
+    for registry, names in before:
+        registry.keep_only(names)
+    forget()
+
+
+def forget() -> None:
+    """Make this process like one that has loaded no user's file."""
+    choice._read_once.cache_clear()
+    user_file.register_user_file.cache_clear()
+
+
+def config_of(tmp_path: Path, source: str, **options: Any) -> AlgorithmConfig:
+    path = tmp_path / "my_algo.py"
+    path.write_text(source)
+    return AlgorithmConfig(path=str(path), **options)
+
+
+def make_samples() -> list[Sample]:
+    prompt = Prompt(0, (1, 2), (), "unit", "")
+    spans = (VersionSpan(0, 2, WeightVersion(0)),)
+    return [Sample(prompt, i, (3, 4), (-0.5, -0.5), "stop", spans, "") for i in range(2)]
+
+
+def test_the_documented_example_trains_a_batch(tmp_path: Path) -> None:
+    config = config_of(tmp_path, EXAMPLE, advantage="greedy_margin", loss="tanh_gate")
+    check_algorithm(Config(algorithm=config))
+    assert needs_of(config).greedy_baseline
+
+    samples = make_samples()
+    scores = Scores([1.0, 0.0], greedy_N=[0.25, 0.25])
+    batch, _ = Advantages(config)(scores, samples, make_train_batch(samples))
+    assert batch.advantages_T is not None
+    assert batch.advantages_T.tolist() == [0, 0, 0.75, 0.75, 0, 0, -0.25, -0.25]
+
+    logprobs_T = torch.full((8,), -0.5, requires_grad=True)
+    batch = replace(batch, old_logprobs_T=torch.full((8,), -0.6))
+    loss_T, metrics = make_policy_loss(config)(logprobs_T, torch.zeros(8), batch)
+    gate = 1 + 0.28 * torch.tanh((torch.tensor(0.1).exp() - 1) / 0.28)
+    assert batch.advantages_T is not None
+    torch.testing.assert_close(loss_T, -batch.advantages_T * gate, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(metrics["clip/gate"][2:4], gate.expand(2))
+
+
+def test_the_loss_works_in_a_process_that_cannot_see_the_file(tmp_path: Path) -> None:
+    config = config_of(tmp_path, EXAMPLE, loss="tanh_gate")
+    pickled = pickle.dumps(make_policy_loss(config))
+    batch = make_train_batch(make_samples())
+    batch = replace(batch, advantages_T=batch.loss_mask_T.float())
+    before = losses.names
+    losses.keep_only([name for name in before if name != "tanh_gate"])
+    advantages.keep_only([name for name in advantages.names if name != "greedy_margin"])
+    forget()
+    Path(config.path).unlink()
+    loss_T, _ = pickle.loads(pickled)(torch.full((8,), -0.5), torch.zeros(8), batch)
+    assert loss_T.tolist() == [0, 0, -1, -1, 0, 0, -1, -1]
+    assert losses.names == before
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\ny = 1 / 0\n", r"my_algo.py line 2: ZeroDivisionError: division by zero$"),
+        ("def broken(:\n", r"my_algo.py line 1: SyntaxError: "),
+        ("import sys\nsys.exit(3)\n", r"my_algo.py line 2: SystemExit: 3$"),
+        ("x = 1\n", r"my_algo.py: registers no advantage and no loss; decorate"),
+        (
+            IMPORT + "@advantages.register('grpo')\ndef grpo(outcomes, config): ...\n",
+            r"my_algo.py line \d: ValueError: algorithm.advantage='grpo' is registered already, by"
+            r" mcore_rl.algo.advantages: choose another name$",
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line_and_leaves_nothing_behind(
+    tmp_path: Path, source: str, message: str
+) -> None:
+    config = config_of(tmp_path, source)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^algorithm.path=.*{message}") as refused:
+            check_algorithm(Config(algorithm=config))
+        assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_fails_late_leaves_no_names_behind(tmp_path: Path) -> None:
+    early = "@losses.register('early')\ndef make(config): ...\n"
+    with pytest.raises(ValueError, match="NameError"):
+        needs_of(config_of(tmp_path, IMPORT + early + "unknown\n"))
+    assert "early" not in losses.names
+
+
+def test_a_missing_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^algorithm.path=/nowhere.py: no such file in "):
+        needs_of(AlgorithmConfig(path="/nowhere.py"))
+    with pytest.raises(ValueError, match=r"algorithm.loss='tanh' .*did you mean 'tanh_gate'"):
+        needs_of(config_of(tmp_path, EXAMPLE, loss="tanh"))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return tokens.advantages_T, {}", r"algorithm.loss=direct: AttributeError: .* a loss is"),
+        (
+            "return 3",
+            r"algorithm.loss=direct: made 3 from the options of algorithm, not a function",
+        ),
+    ],
+)
+def test_a_function_that_is_no_maker_of_a_loss_is_refused(
+    tmp_path: Path, body: str, message: str
+) -> None:
+    source = f"{IMPORT}@losses.register('direct')\ndef direct(tokens):\n    {body}\n"
+    with pytest.raises(ValueError, match=message):
+        make_policy_loss(config_of(tmp_path, source, loss="direct"))
+
+
+def test_advantages_of_the_wrong_shape_are_refused(tmp_path: Path) -> None:
+    body = "return outcomes.scores_N"
+    source = f"{IMPORT}@advantages.register('flat')\ndef flat(outcomes, config):\n    {body}\n"
+    samples = make_samples()
+    estimator = Advantages(config_of(tmp_path, source, advantage="flat"))
+    with pytest.raises(ValueError, match=r"algorithm.advantage=flat returned shape \(2,\) for 4"):
+        estimator(Scores([1.0, 0.0]), samples, make_train_batch(samples))
+
+
+def test_dataclasses_work_in_a_file(tmp_path: Path) -> None:
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        f"{IMPORT}@dataclass\nclass Scale:\n    by: float = 2.0\n"
+        "@advantages.register('scaled')\ndef scaled(outcomes, config):\n"
+        "    return outcomes.spread(outcomes.scores_N * Scale().by)\n"
+    )
+    samples = make_samples()
+    estimator = Advantages(config_of(tmp_path, source, advantage="scaled"))
+    batch, _ = estimator(Scores([1.0, 0.5]), samples, make_train_batch(samples))
+    assert batch.advantages_T is not None and batch.advantages_T.sum() == 6

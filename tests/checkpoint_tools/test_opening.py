@@ -1,0 +1,44 @@
+"""A folder is opened by its kind; what is not a checkpoint is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint_tools.listing import as_json, print_listing
+from checkpoint_tools.opening import open_checkpoint
+
+
+def test_a_huggingface_directory_is_opened_and_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    listing = as_json(checkpoint)
+    assert (listing["kind"], listing["num_tensors"], listing["bytes"]) == ("hf", 1, 24)
+    assert listing["tensors"]["a"] == {
+        "dtype": "float32",
+        "shape": [2, 3],
+        "bytes": 24,
+        "chunks": 1,
+        "files": ["model.safetensors"],
+    }
+    print_listing(checkpoint)
+    text = capsys.readouterr().out
+    assert "a       float32  2x3    1       24 B" in text
+    assert "checksums: none" in text
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        open_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is not a folder"):
+        open_checkpoint(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="it is not a checkpoint"):
+        open_checkpoint(tmp_path / "empty")
+    (tmp_path / "empty" / ".metadata").write_bytes(b"")
+    with pytest.raises(ValueError, match="is not a complete Megatron distributed checkpoint"):
+        open_checkpoint(tmp_path / "empty")

@@ -1,0 +1,77 @@
+"""Rows of data files: where lines end, and what is refused by file and line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.data.files import write_parquet
+from mcore_rl.data.rows import load_rows, required
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(st.lists(st.dictionaries(TEXTS, TEXTS, min_size=1)), st.booleans())
+def test_any_text_comes_back_from_jsonl(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, str]], ascii_only: bool
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "x.jsonl"
+    text = "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows)
+    path.write_bytes(text.encode())
+    assert [row for _, row in load_rows([str(path)])] == rows
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x1c", "\x0b"])
+def test_rows_are_split_at_newlines_alone(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "x.jsonl"
+    value = f"one{separator}two"
+    line = json.dumps({"a": value}, ensure_ascii=separator < " ")
+    path.write_bytes(f"{line}\r\n\n{line}".encode())
+    assert list(load_rows([str(path)])) == [
+        (f"{path} line 1", {"a": value}),
+        (f"{path} line 3", {"a": value}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (rb'{"a": "\ud83d"}', r"x.jsonl line 2 has half of a surrogate pair, '\\ud83d'"),
+        (rb'{"a": ["x", {"\uDE00": 1}]}', r"x.jsonl line 2 has half of a surrogate pair"),
+        (b'{"a": "\xed\xa0\xbd"}', r"x.jsonl line 2 is not UTF-8: "),
+        (b'{"a": "\xff"}', r"x.jsonl line 2 is not UTF-8: "),
+        (b"{oops", r"x.jsonl line 2 is not JSON: "),
+        (b"[1, 2]", r"x.jsonl line 2 is not a JSON object: \[1, 2\]"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud"}\n' + line + b"\n")
+    rows = load_rows([str(path)])
+    assert next(rows) == (f"{path} line 1", {"a": "\N{GRINNING FACE} \\ud"})
+    with pytest.raises(ValueError, match=message):
+        next(rows)
+
+
+def test_files_are_read_in_order_and_their_kinds_may_differ(tmp_path: Path) -> None:
+    write_parquet([{"a": 1}, {"a": 2}], tmp_path / "x.parquet")
+    (tmp_path / "y.jsonl").write_text('{"a": 3}\n')
+    files = [str(tmp_path / "x.parquet"), str(tmp_path / "y.jsonl")]
+    assert [row["a"] for _, row in load_rows(files)] == [1, 2, 3]
+    assert [where for where, _ in load_rows(files)][1:] == [
+        f"{files[0]} row 1",
+        f"{files[1]} line 1",
+    ]
+
+
+def test_missing_files_other_kinds_and_lacking_columns_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"data file /nowhere.parquet does not exist"):
+        list(load_rows(["/nowhere.parquet"]))
+    (tmp_path / "x.csv").write_text("a\n")
+    with pytest.raises(ValueError, match=r"x.csv: expected .parquet or .jsonl"):
+        list(load_rows([str(tmp_path / "x.csv")]))
+    assert required({"a": 0}, "a", "here") == 0
+    with pytest.raises(ValueError, match=r"here lacks `a`; it has a, b"):
+        required({"a": None, "b": 1}, "a", "here")

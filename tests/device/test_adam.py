@@ -1,0 +1,55 @@
+"""FusedAdam computes what torch's Adam and AdamW do; its state has Transformer Engine's layout."""
+
+import pytest
+import torch
+
+from mcore_rl.device.adam import FusedAdam
+
+OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def make_parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (5,)]
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def train(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> None:
+    for step in range(1, 4):
+        for parameter in parameters:
+            parameter.grad = torch.cos(step * parameter.detach())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_steps_are_those_of_torch(adam_w_mode: bool) -> None:
+    ours, theirs = make_parameters(), make_parameters()
+    kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    train(FusedAdam(ours, adam_w_mode=adam_w_mode, **OPTIONS), ours)
+    train(kind(theirs, **OPTIONS), theirs)
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_step_is_in_the_group_and_the_moments_with_the_parameters() -> None:
+    parameters = make_parameters()
+    optimizer = FusedAdam(parameters, **OPTIONS)
+    train(optimizer, parameters)
+    assert optimizer.param_groups[0]["step"] == 3
+    assert {frozenset(state) for state in optimizer.state.values()} == {
+        frozenset({"exp_avg", "exp_avg_sq"})
+    }
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    parameters = make_parameters()
+    before = parameters[1].detach().clone()
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer = FusedAdam(parameters, **OPTIONS)
+    optimizer.step()
+    assert torch.equal(parameters[1], before) and parameters[1] not in optimizer.state
+
+
+def test_an_uncorrected_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="bias_correction=False"):
+        FusedAdam(make_parameters(), bias_correction=False)

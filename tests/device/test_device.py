@@ -1,0 +1,40 @@
+"""Without CUDA every question about the device has the CPU's answer."""
+
+import pytest
+import torch
+
+from mcore_rl import device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def test_the_device_is_the_cpu_and_talks_over_gloo() -> None:
+    assert not device.has_cuda()
+    assert device.device() == torch.device("cpu")
+    assert device.dist_backend() == "gloo"
+    assert not any(device.megatron_options().values())
+
+
+def test_host_memory_is_not_pinned() -> None:
+    memory = device.host_memory(24)
+    assert memory.shape == (24,) and memory.dtype == torch.uint8 and not memory.is_pinned()
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "wanted"), [((), {}), (("3", "5"), {"CUDA_VISIBLE_DEVICES": "3,5"})]
+)
+def test_a_process_sees_the_gpus_it_was_given(
+    gpu_ids: tuple[str, ...], wanted: dict[str, str]
+) -> None:
+    assert device.environment_of(gpu_ids) == wanted
+
+
+def test_compile_leaves_functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", torch.compile)  # restored after the test
+    device.leave_compiler_out()
+
+    def double(number: int) -> int:
+        return 2 * number
+
+    assert torch.compile(double) is double
+    assert torch.compile(dynamic=True)(double) is double

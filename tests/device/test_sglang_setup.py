@@ -1,0 +1,35 @@
+"""Arguments and cores of an engine without CUDA."""
+
+import pytest
+
+from mcore_rl.device.sglang_setup import CPU_ARGUMENTS, cpu_arguments, rank_cpus
+
+
+def value_of(arguments: list[str], name: str) -> str:
+    assert arguments.count(name) == 1, arguments
+    return arguments[arguments.index(name) + 1]
+
+
+def test_a_cpus_arguments_are_added() -> None:
+    arguments = cpu_arguments(["--model-path", "model", "--enable-memory-saver", "--tp-size", "2"])
+    assert arguments[:4] == ["--model-path", "model", "--tp-size", "2"]
+    assert {name: value_of(arguments, name) for name in CPU_ARGUMENTS} == CPU_ARGUMENTS
+    assert arguments[-1] == "--disable-hybrid-swa-memory"
+
+
+def test_an_option_that_is_given_keeps_its_value() -> None:
+    arguments = cpu_arguments(["--mem-fraction-static", "0.5"])
+    assert value_of(arguments, "--mem-fraction-static") == "0.5"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "cpus", "wanted"),
+    [
+        (2, [0, 1, 2, 3], "0,1|2,3"),
+        (2, [4, 6, 8], "4|6"),
+        (3, [5, 7], "5|7|5"),
+        (1, [0, 1], "0,1"),
+    ],
+)
+def test_ranks_share_the_cores(num_ranks: int, cpus: list[int], wanted: str) -> None:
+    assert rank_cpus(num_ranks, cpus) == wanted

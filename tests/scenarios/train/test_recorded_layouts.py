@@ -1,0 +1,106 @@
+"""Recorded rules of Megatron's layouts agree with real models of every family, rank by rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.config import ParallelConfig, TrainConfig
+from mcore_rl.planning.memory import stage_parameters
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.layouts.layout import check_rank
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.train.model import make_chunks
+from mcore_rl.train.runtime import init_distributed
+from mcore_rl.train.shards import weight_layout
+from mcore_rl.train.transformer_config import make_transformer_config
+from tests.support.distributed import run_ranks
+from tests.support.tiny_models import write_model
+
+NUM_RANKS = 8
+Layouts = list[Mapping[str, int]]
+CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"mlp_only_layers": [1]},
+        [
+            {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
+            {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 2, "dp": 2},
+            {"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1, "dp": 2},
+        ],
+    ),
+    "qwen3_moe_tied": (
+        "qwen3_moe",
+        {"tie_word_embeddings": True},
+        [{"tp": 2, "pp": 2, "ep": 4, "dp": 2}],
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {},
+        [
+            {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
+            {"tp": 2, "etp": 4, "ep": 2, "dp": 4},
+            {"pp": 2, "first_stage_layers": 1, "tp": 2, "ep": 2, "dp": 2},
+        ],
+    ),
+    "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [2]}, [{"tp": 4, "pp": 2, "ep": 2, "etp": 2}]),
+    "mixtral": ("mixtral", {}, [{"tp": 2, "cp": 2, "pp": 2, "ep": 4}]),
+    "olmoe": ("olmoe", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
+    "glm4_moe": ("glm4_moe", {}, [{"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "dp": 2}]),
+    "minimax_m2": ("minimax_m2", {}, [{"tp": 4, "ep": 4, "etp": 2, "dp": 2}]),
+    "gpt_oss": ("gpt_oss", {}, [{"tp": 4, "pp": 2, "ep": 2}]),
+    "deepseek_v2": ("deepseek_v2", {}, [{"tp": 4, "pp": 2, "ep": 4}]),
+    "qwen2": ("qwen2", {}, [{"tp": 4, "pp": 2}]),
+    "qwen3": (
+        "qwen3",
+        {"tie_word_embeddings": True},
+        [{"tp": 2, "cp": 2, "pp": 2, "vpp": 2}, {"pp": 2, "last_stage_layers": 3, "dp": 4}],
+    ),
+}
+"""Name -> (family, changes to its config.json, layouts of eight ranks)."""
+
+
+def check_cases(rank: int, world_size: int, port: int, folder: Path) -> int:
+    """Check every case on this rank; return the number of boxes checked."""
+    return sum(
+        check_case(rank, world_size, port, folder / name, ParallelConfig(**layout))
+        for name, (_, _, layouts) in CASES.items()
+        for layout in layouts
+    )
+
+
+def check_case(
+    rank: int, world_size: int, port: int, hf_dir: Path, parallel: ParallelConfig
+) -> int:
+    init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
+    hf_config = read_hf_config(hf_dir)
+    config = make_transformer_config(hf_config, parallel, torch.float32, TrainConfig())
+    chunks = make_chunks(config, hf_config)
+    shards, _ = weight_layout(chunks, hf_config)
+    sizes = MegatronSizes.of(parallel, hf_config)
+    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, "float32")
+    assert layout.num_ranks == world_size
+    predicted = stage_parameters(layout, sizes, rank // sizes.stage_ranks)
+    assert predicted.total == sum(
+        parameter.numel() for chunk in chunks for parameter in chunk.parameters()
+    )
+    assert predicted.expert == sum(
+        p.numel() for chunk in chunks for name, p in chunk.named_parameters() if ".experts." in name
+    )
+    try:
+        check_rank(layout, rank, shards)
+    except ValueError as error:
+        raise AssertionError(f"{hf_dir.name}, {parallel}: {error}") from error
+    with pytest.raises(ValueError, match=f"rank {rank}: the recorded layout of"):
+        check_rank(layout, rank, shards[1:])
+    return len(shards)
+
+
+@pytest.mark.gloo
+def test_every_rank_holds_what_the_rule_says(tmp_path: Path) -> None:
+    for name, (kind, changes, _) in CASES.items():
+        write_model(kind, tmp_path / name, **changes)
+    assert all(run_ranks(check_cases, NUM_RANKS, tmp_path, timeout_s=300))

@@ -1,0 +1,68 @@
+"""Checksums of a folder: each byte is checked by exactly one rank, and any change is found."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.slices.hf.checksums import FileSums, Span, sum_file
+from mcore_rl.slices.megatron_files.integrity import check_sizes, find_damage, spans_of_rank
+
+SIZES = st.lists(st.integers(1, 1000), max_size=8)
+
+
+def make_sums(sizes_by_file: list[list[int]]) -> dict[str, FileSums]:
+    sums: dict[str, FileSums] = {}
+    for number, sizes in enumerate(sizes_by_file):
+        spans: list[Span] = []
+        for size in sizes:
+            spans.append(Span(spans[-1].stop if spans else 0, size, 0))
+        sums[f"file{number}"] = FileSums(sum(sizes), tuple(spans))
+    return sums
+
+
+@given(files=st.lists(SIZES, max_size=4), num_ranks=st.integers(1, 9))
+def test_every_span_goes_to_exactly_one_rank(files: list[list[int]], num_ranks: int) -> None:
+    sums = make_sums(files)
+    dealt = []
+    for rank in range(num_ranks):
+        shares = spans_of_rank(sums, rank, num_ranks)
+        dealt += [(name, span) for name, spans in shares.items() for span in spans]
+    assert dealt == [(name, span) for name in sorted(sums) for span in sums[name].spans]
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=200), num_ranks=st.integers(1, 9))
+def test_shares_differ_by_less_than_two_spans(sizes: list[int], num_ranks: int) -> None:
+    sums = make_sums([sizes])
+    fair = sum(sizes) / num_ranks
+    for rank in range(num_ranks):
+        spans = spans_of_rank(sums, rank, num_ranks).get("file0", [])
+        assert abs(sum(span.num_bytes for span in spans) - fair) <= max(sizes)
+
+
+def test_the_damaged_span_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    spans = sum_file(path, [10, 50]).spans
+    assert find_damage(tmp_path, "file", spans) is None
+    for at, number in ((0, 0), (9, 0), (10, 1), (49, 1), (99, 2)):
+        content = bytearray(range(100))
+        content[at] ^= 4
+        path.write_bytes(content)
+        assert find_damage(tmp_path, "file", spans) == spans[number]
+        others = [span for span in spans if span != spans[number]]
+        assert find_damage(tmp_path, "file", others) is None
+
+
+def test_missing_and_resized_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    sums = {"file": sum_file(path)}
+    check_sizes(tmp_path, sums)
+    path.write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"file has 4 bytes, by checksums\.json it should have 5"):
+        check_sizes(tmp_path, sums)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"file, named in checksums\.json, does not exist"):
+        check_sizes(tmp_path, sums)

@@ -1,0 +1,134 @@
+"""Placed buckets: values arrive exactly, in any number of parts; changed bytes are refused."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.plan.shared_region import Slice
+from mcore_rl.stream.buckets import Bucket, plan_buckets
+from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
+from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.verify import ROW_WORDS
+from tests.support.sync_layouts import column_cut, make_tensors, row_cut
+
+
+def placed_in(
+    bucket: Bucket, words_W: Tensor, shards: list[Shard], tensors: dict[str, Tensor]
+) -> PlacedBucket:
+    by_name: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        by_name[shard.box.name].append(shard)
+    return PlacedBucket(bucket, words_W, holdings(bucket, by_name), tensors)
+
+
+def packed(bucket: Bucket, shards: list[Shard], tensors: dict[str, Tensor]) -> Tensor:
+    """The bucket's words, packed as version 3."""
+    words_W = torch.zeros(bucket.num_words, dtype=torch.int64)
+    placed_in(bucket, words_W, shards, tensors).pack(3)
+    return words_W
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bucket_bytes", [24, 1000, 1 << 20])
+def test_packed_cast_and_unpacked_values_are_exact(dtype: str, bucket_bytes: int) -> None:
+    hf = make_tensors()
+    source_shards, sources = row_cut(hf, 0, 1, "float32")
+    target_shards, targets = column_cut(hf, 0, 1, dtype)
+    expected = {name: tensor.clone() for name, tensor in targets.items()}
+    for tensor in targets.values():
+        tensor.fill_(float("nan"))
+    slices = [Slice(shard.box, dtype) for shard in target_shards]
+    for bucket in plan_buckets({(0, 0): slices}, 1, bucket_bytes):
+        placed = placed_in(bucket, packed(bucket, source_shards, sources), target_shards, targets)
+        placed.verify(3)
+        placed.place()
+    assert all(torch.equal(targets[name], expected[name]) for name in expected)
+
+
+SHARD = Shard(Box("w", (0,), (6,)), "param", 0, (1,), "float32")
+
+
+def one_bucket() -> tuple[Bucket, Tensor]:
+    (bucket,) = plan_buckets({(0, 0): [Slice(SHARD.box, "float32")]}, 1, 1024)
+    return bucket, packed(bucket, [SHARD], {"param": torch.arange(6, dtype=torch.float32)})
+
+
+def received(bucket: Bucket, words_W: Tensor, tensors: dict[str, Tensor]) -> PlacedBucket:
+    return placed_in(bucket, words_W, [SHARD], tensors)
+
+
+def test_a_slice_may_lie_in_several_parts_and_land_in_several_tensors() -> None:
+    whole = Slice(Box("w", (0, 0), (4, 3)), "float32")
+    (bucket,) = plan_buckets({(0, 0): [whole]}, 1, 1024)
+    halves = [
+        Shard(Box("w", (2 * i, 0), (2 * i + 2, 3)), "fused", 6 * (1 - i), (3, 1), "float32")
+        for i in range(2)
+    ]
+    words_W = packed(bucket, halves, {"fused": torch.arange(12, dtype=torch.float32)})
+    twice = [Shard(whole.box, name, 0, (3, 1), "float32") for name in ("embedding", "head")]
+    tensors = {name: torch.zeros(12) for name in ("embedding", "head")}
+    placed = placed_in(bucket, words_W, twice, tensors)
+    placed.verify(3)
+    placed.place()
+    assert tensors["head"].tolist() == tensors["embedding"].tolist() == [*range(6, 12), *range(6)]
+    with pytest.raises(AssertionError, match="only 6 elements"):
+        placed_in(bucket, words_W, halves[:1], tensors)
+
+
+def test_a_bucket_may_be_packed_and_verified_in_other_memory_than_it_travels_in() -> None:
+    bucket, expected_W = one_bucket()
+    message_W = torch.full_like(expected_W, 7)
+    scratch_W = torch.full_like(expected_W, 7)
+    held = holdings(bucket, {"w": [SHARD]})
+    values = torch.arange(6, dtype=torch.float32)
+    received = torch.zeros(6)
+    sent = PlacedBucket(bucket, scratch_W, held, {"param": values}, message_W)
+    sent.pack(3)
+    assert sent.message_u8.data_ptr() == message_W.data_ptr()
+    assert torch.equal(message_W.view(-1, ROW_WORDS)[1], expected_W.view(-1, ROW_WORDS)[1])
+    scratch_W.fill_(7)
+    placed = PlacedBucket(bucket, scratch_W, held, {"param": received}, message_W)
+    placed.verify(3)
+    placed.place()
+    assert torch.equal(received, values)
+    message_W[-1] ^= 1
+    with pytest.raises(TransferError, match="has checksum"):
+        placed.verify(3)
+
+
+def test_a_relay_packs_the_checksums_that_its_buckets_came_with() -> None:
+    bucket, words_W = one_bucket()
+    arrived = received(bucket, words_W, {"param": torch.zeros(6)})
+    sums_P = arrived.sums_P
+    forwarded_W = torch.zeros_like(words_W)
+    spoiled = {"param": torch.arange(6, dtype=torch.float32) + 1}
+    placed_in(bucket, forwarded_W, [SHARD], spoiled).pack(3, sums_P)
+    with pytest.raises(TransferError, match="has checksum"):
+        received(bucket, forwarded_W, {"param": torch.zeros(6)}).verify(3)
+
+
+def test_a_changed_byte_is_refused_by_name() -> None:
+    bucket, words_W = one_bucket()
+    words_W.view(torch.uint8)[bucket.pieces[0].first_word * 8 + 5] ^= 1
+    with pytest.raises(
+        TransferError, match=r"w \(0,\) to \(6,\), bound for param, has checksum .* engine rank 0"
+    ):
+        received(bucket, words_W, {"param": torch.zeros(6)}).verify(3)
+
+
+def test_a_bucket_of_another_version_is_refused() -> None:
+    bucket, words_W = one_bucket()
+    with pytest.raises(
+        TransferError, match=r"sent version 3 bucket 0 .* expected version 4 bucket 0"
+    ):
+        received(bucket, words_W, {"param": torch.zeros(6)}).verify(4)
+
+
+def test_a_message_carries_no_more_than_header_and_slices_in_whole_rows() -> None:
+    bucket, words_W = one_bucket()
+    assert (
+        received(bucket, words_W, {"param": torch.zeros(6)}).message_u8.numel() == 2 * ROW_WORDS * 8
+    )

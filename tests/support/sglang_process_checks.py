@@ -1,0 +1,147 @@
+"""Checks of the patches of SGLang's processes and collectives; see sglang_on_cpu_checks.py."""
+
+# pyright: reportMissingImports=false
+
+import contextlib
+import inspect
+import sys
+import tempfile
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.upstream import assert_defect, fails_without
+
+
+def check_sleep_while_paused():
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_on_cpu.processes import sleep_while_paused
+
+    before = Scheduler._record_scheduler_state_for_paused_engine
+    for loop in (before, Scheduler.event_loop_normal, Scheduler.event_loop_overlap):
+        assert_defect("sleep_while_paused", "sleep" not in inspect.getsource(loop))
+    sleep_while_paused()
+    assert Scheduler._record_scheduler_state_for_paused_engine is not before
+
+
+def check_wait_for_requests():
+    import zmq
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
+    from sglang_on_cpu.data_parallel import wait_for_requests
+
+    context, dealt = zmq.Context(), []
+    inbox, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    inbox.bind("inproc://requests")
+    sender.connect("inproc://requests")
+
+    class Stopped(Exception):
+        pass
+
+    def deal_out(request):
+        dealt.append((request, time.monotonic()))
+        if request == "stop":
+            raise Stopped
+
+    def loop():
+        fed = SimpleNamespace(feed=lambda: None)
+        this = SimpleNamespace(
+            soft_watchdog=fed, recv_from_tokenizer=inbox, _request_dispatcher=deal_out
+        )
+        with contextlib.suppress(Stopped):
+            DataParallelController.event_loop(this)
+
+    def cpu_share(seconds):
+        thread = threading.Thread(target=loop)
+        thread.start()
+        began_s, cpu_s = time.monotonic(), time.process_time()
+        time.sleep(seconds)
+        share = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
+        sent_s = time.monotonic()
+        sender.send_pyobj("stop")
+        thread.join()
+        assert dealt[-1][1] - sent_s < 0.5
+        return share
+
+    polling = cpu_share(0.5)
+    assert_defect("wait_for_requests", polling > 0.1)
+    wait_for_requests()
+    assert cpu_share(0.5) < 0.1 * polling
+
+
+def check_fork_workers():
+    from sglang.srt.entrypoints import engine
+    from sglang_on_cpu.processes import fork_workers
+
+    before = engine._set_envs_and_config
+    spawns = 'mp.set_start_method("spawn", force=True)' in inspect.getsource(before)
+    assert_defect("fork_workers", spawns)
+    fork_workers()
+    assert engine._set_envs_and_config is not before
+
+
+def check_keep_load_snapshots_in_temp_dir():
+    from sglang.srt.managers import load_snapshot
+    from sglang_on_cpu.processes import keep_load_snapshots_in_temp_dir
+
+    in_shared_memory = load_snapshot.shm_path_for("x").startswith("/dev/shm/")
+    assert_defect("keep_load_snapshots_in_temp_dir", in_shared_memory)
+    keep_load_snapshots_in_temp_dir()
+    assert load_snapshot.shm_path_for("x").startswith(tempfile.gettempdir() + "/sglang_loads_")
+
+
+def check_leave_megatron_out():
+    import sglang.srt.debug_utils.dumper as dumper
+    from sglang_on_cpu.processes import leave_megatron_out
+
+    assert_defect("leave_megatron_out", "from megatron.core import" in inspect.getsource(dumper))
+    leave_megatron_out()
+    with pytest.raises(ImportError):
+        __import__("megatron.core")
+
+
+def check_import_models_when_asked():
+    from sglang.srt.models import registry
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang_on_cpu.models import import_models_when_asked
+
+    imports_all = 'import_model_classes("sglang.srt.models")' in inspect.getsource(registry)
+    assert_defect("import_models_when_asked", imports_all)
+    assert set(ModelRegistry.models) == {"Qwen3MoeForCausalLM"}, "only served_models is registered"
+    before = set(sys.modules)
+    import_models_when_asked()
+    assert ModelRegistry.is_arch_supported("Glm4MoeForCausalLM")
+    for name in ("Glm4MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        assert ModelRegistry.resolve_model_cls([name])[0].__name__ == name
+    imported = [name for name in set(sys.modules) - before if name.startswith("sglang.srt.models.")]
+    assert "sglang.srt.models.glm4_moe" in imported and len(imported) < 20, imported
+    assert ModelRegistry.is_arch_supported("GemmaForCausalLM"), (
+        "the others are imported when asked for"
+    )
+
+
+def check_pad_batches():
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+    from sglang_on_cpu.data_parallel import pad_batches
+
+    backend = object.__new__(Backend)
+    assert_defect("pad_batches", not hasattr(backend, "get_cpu_graph_seq_len_fill_value"))
+    pad_batches()
+    assert backend.get_cpu_graph_seq_len_fill_value() == 1
+
+
+def check_reduce_without_nccl():
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang_on_cpu.data_parallel import reduce_without_nccl
+
+    group = object.__new__(GroupCoordinator)
+    group.world_size, group.rank_in_group, group.pynccl_comm = 2, 1, None
+    group.all_reduce = lambda value: 3 * value
+    parts = torch.arange(8.0).view(4, 2)
+    with fails_without("reduce_without_nccl", AttributeError, AssertionError):
+        group.reduce_scatterv(parts)
+    reduce_without_nccl()
+    assert torch.equal(group.reduce_scatterv(parts), 3 * parts[2:])
+    assert torch.equal(group.reduce_scatterv(parts, sizes=[3, 1]), 3 * parts[3:])

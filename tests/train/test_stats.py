@@ -1,0 +1,43 @@
+"""Sums of micro-batches and the loss and metrics of their step."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_rl.train.stats import reduce_sums, token_sums
+from tests.support.distributed import run_alone
+
+MASK_T = torch.tensor([False, True, True])
+
+
+def sums(scale: float) -> dict[str, Tensor]:
+    values_T = scale * torch.tensor([9.0, 1.0, 3.0])
+    return token_sums(torch.tensor(scale), {"nll": values_T, "nll_max": values_T}, MASK_T, 4)
+
+
+def test_tokens_outside_the_loss_mask_do_not_count() -> None:
+    found = {name: value.item() for name, value in sums(2.0).items()}
+    assert found == {"loss": 2.0, "num_masked": 2, "num_tokens": 4, "nll": 8.0, "nll_max": 6.0}
+
+
+def test_a_report_holds_no_graph() -> None:
+    values_T = torch.ones(3, requires_grad=True)
+    found = token_sums(values_T.sum(), {"nll": values_T}, MASK_T, 3)
+    assert not any(value.requires_grad for value in found.values())
+
+
+def reduce(num_tokens: int) -> Any:
+    return reduce_sums([sums(1.0), sums(2.0)], num_tokens)
+
+
+def test_metrics_are_means_or_maxima_over_micro_batches() -> None:
+    loss, metrics = run_alone(reduce, 8)
+    assert loss == 3.0
+    assert metrics == {"nll": pytest.approx(3.0), "nll_max": 6.0}
+
+
+def test_a_step_scaled_for_another_number_of_tokens_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="scaled for 9 tokens, but its ranks had 8"):
+        run_alone(reduce, 9)
