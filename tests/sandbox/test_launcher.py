@@ -1,5 +1,6 @@
 """The launcher outlives neither its caller nor a moment in which the caller was gone already."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -89,7 +90,9 @@ def _wait_for_program(pid: int) -> list[psutil.Process]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         processes = psutil.Process(pid).children(recursive=True)
-        if any("/box/program.py" in process.cmdline() for process in processes):
-            return processes
+        # The launcher's short-lived child may be gone before its command line is read.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any("/box/program.py" in process.cmdline() for process in processes):
+                return processes
         time.sleep(0.02)
     raise AssertionError("the program did not start")
