@@ -110,7 +110,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "idle/engines": "share of the step in which an engine has no request, mean over engines",
     },
     "Evaluation": {
-        "eval/greedy_accuracy": "share of greedy responses with a positive reward",
+        "eval/greedy_accuracy": "share of greedy responses that are right (rewards.md)",
         "eval/greedy_reward": "mean reward of greedy responses",
         "eval/prompts": "held-out prompts",
         "eval/reward_errors": "greedy responses whose reward failed",
