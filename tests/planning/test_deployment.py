@@ -5,7 +5,14 @@ import pytest
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
-from mcore_rl.planning.deployment import engine_links, engine_sizes, make_deployment, relays
+from mcore_rl.planning.deployment import (
+    Deployment,
+    engine_links,
+    engine_sizes,
+    make_deployment,
+    relays,
+)
+from mcore_rl.planning.models import read_policy
 
 COLOCATED = {
     "rollout.stage_weights": False,

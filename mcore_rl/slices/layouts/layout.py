@@ -51,9 +51,10 @@ class Layout(Protocol):
         ...
 
     def names(self, rank: int) -> Iterator[str]:
-        """Yield the HF tensors of which `rank` holds a piece, each once.
+        """Yield every HF tensor of which `rank` holds a piece, each once.
 
-        The work grows with the number of these tensors, not of all.
+        Tensors of its layers of which it holds nothing may be among them (key-value heads, where
+        tensor parallelism cuts between them). The work grows with the tensors of the rank's layers.
         """
         ...
 

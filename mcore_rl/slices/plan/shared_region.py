@@ -105,7 +105,7 @@ class SharedRegion:
         return self._ends[-1]
 
     def cut(self, part: int, parts: int) -> Cut:
-        """Return a cut at or shortly before `part` / `parts` of the bytes, as the granularity allows.
+        """Return a cut at or before `part` / `parts` of the bytes, as near as rows allow.
 
         The cut never moves back as `part` grows; it is exact for part 0 and for part `parts`.
         """

@@ -21,13 +21,16 @@ from mcore_rl.slices.plan.coverage import contiguous_strides
 from mcore_rl.slices.plan.local import plan_recvs, plan_sends
 from mcore_rl.slices.plan.shared_region import SplitGranularity
 from mcore_rl.slices.plan.shares import RegularHosts
-from mcore_rl.stream.buckets import plan_buckets
+from mcore_rl.stream.buckets import Bucket, plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from tests.support.fp8_oracle import per_block_cast_to_fp8
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SCALES = "model.layers.0.mlp.up_proj.weight_scale_inv"
 NORM = "model.norm.weight"
+
+Rank = tuple[list[Shard], dict[str, Tensor]]
+"""The shards of a rank and the tensors that they lie in."""
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -98,6 +101,28 @@ def by_name(shards: list[Shard]) -> dict[str, list[Shard]]:
     return found
 
 
+def carry(bucket: Bucket, source: Rank, target: Rank) -> None:
+    """Pack a bucket on its source rank and unpack it on its target rank."""
+    words = torch.zeros(bucket.num_words, dtype=torch.int64)
+    held, tensors = source
+    PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors).pack(1)
+    held, tensors = target
+    placed = PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors)
+    placed.verify(1)
+    placed.place()
+
+
+def check_targets(weights: Tensor, boxes: list[Box], targets: list[Rank]) -> None:
+    """Every target has the values and scales that a quantization of the whole matrix gives it."""
+    values, scales = per_block_cast_to_fp8(weights)
+    for box, (shards, tensors) in zip(boxes, targets, strict=True):
+        inside = tuple(map(slice, box.start, box.stop))
+        blocks = tuple(map(slice, shards[1].box.start, shards[1].box.stop))
+        assert equal(tensors["weight"], values[inside])
+        assert equal(tensors["scale"], scales[blocks])
+        assert tensors["norm"].tolist() == [1.0] * 7
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), rows=st.integers(1, 700), columns=st.integers(1, 520))
 def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
@@ -139,26 +164,12 @@ def test_every_value_and_scale_is_sent_once_and_is_that_of_the_whole_matrix(
         sum(flow.num_bytes for flow in planned) for planned in sends
     ]
 
-    buckets = plan_buckets(
-        {pair: f.slices for pair, f in flows.items()}, len(targets), bucket_bytes
-    )
+    slices = {pair: flow.slices for pair, flow in flows.items()}
+    buckets = plan_buckets(slices, len(targets), bucket_bytes)
     assert sum(bucket.num_bytes for bucket in buckets) == wanted_bytes
     for bucket in buckets:
-        words = torch.zeros(bucket.num_words, dtype=torch.int64)
-        held, tensors = sources[bucket.source_rank]
-        PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors).pack(1)
-        held, tensors = targets[bucket.target_rank]
-        placed = PlacedBucket(bucket, words, holdings(bucket, by_name(held)), tensors)
-        placed.verify(1)
-        placed.place()
-
-    values, scales = per_block_cast_to_fp8(weights)
-    for box, (shards, tensors) in zip(wanted_boxes, targets, strict=True):
-        inside = tuple(map(slice, box.start, box.stop))
-        blocks = tuple(map(slice, shards[1].box.start, shards[1].box.stop))
-        assert equal(tensors["weight"], values[inside])
-        assert equal(tensors["scale"], scales[blocks])
-        assert tensors["norm"].tolist() == [1.0] * 7
+        carry(bucket, sources[bucket.source_rank], targets[bucket.target_rank])
+    check_targets(weights, wanted_boxes, targets)
 
 
 def plan(

@@ -43,9 +43,7 @@ def test_held_elements_are_those_of_the_boxes(side: str, data: st.DataObject) ->
 @pytest.mark.parametrize("side", ["trainer", "engines"])
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_pieces_tile_every_tensor_and_names_are_where_the_pieces_are(
-    side: str, data: st.DataObject
-) -> None:
+def test_pieces_tile_every_tensor_and_every_holder_names_it(side: str, data: st.DataObject) -> None:
     config = data.draw(models())
     layout = make_layout(data, config, side)
     shapes = hf_tensor_shapes(config)
@@ -56,7 +54,7 @@ def test_pieces_tile_every_tensor_and_names_are_where_the_pieces_are(
         sizes = [prod(b - a for a, b in zip(p.start, p.stop, strict=True)) for p in pieces]
         assert sum(sizes) == prod(shape)
         holders = {rank for piece in pieces for rank in piece.ranks}
-        assert holders == {rank for rank, held in enumerate(names) if name in held}
+        assert holders <= {rank for rank, held in enumerate(names) if name in held}
 
 
 def test_tensors_of_a_stage_and_group_share_a_placement() -> None:
