@@ -73,7 +73,6 @@ def main() -> None:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
-    """Measure in `folder` and print the results."""
     hf_dir = folder / "hf"
     checkpoint = folder / "step_000001"
     if not checkpoint.exists():

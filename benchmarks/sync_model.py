@@ -124,15 +124,10 @@ def _tensors(config: dict[str, Any], rank: int, world_size: int) -> Iterator[Loc
         return LocalTensor(part, axis is not None)
 
     def expert(key: str, shape: tuple[int, int], layer: int, index: int) -> LocalTensor:
-        part = LocalPart(
-            key,
-            (layers, experts, *shape),
-            (layer, index, 0, 0),
-            (1, 1, *shape),
-            f"{layer}.{index}.{key}",
-            "float32",
-        )
-        return LocalTensor(part, True)
+        whole = (layers, experts, *shape)
+        name = f"{layer}.{index}.{key}"
+        start = (layer, index, 0, 0)
+        return LocalTensor(LocalPart(key, whole, start, (1, 1, *shape), name, "float32"), True)
 
     yield cut("embedding.word_embeddings.weight", (vocab, hidden), 0)
     for layer in range(layers):

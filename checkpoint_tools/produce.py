@@ -34,7 +34,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What a command wrote, and the time and memory it took.
+    """The output of a command, and the time and memory it took.
 
     reused_bytes   part of the output that an earlier, killed run had finished
     checked        number of the source's checksums that agreed

@@ -117,7 +117,7 @@ def tensor_sums(folder: Path) -> list[Any]:
 
 @pytest.mark.gloo
 def test_undamaged_copies_are_accepted(saved: Path, tmp_path: Path) -> None:
-    """What the other test refuses is the damage."""
+    """The same folders without damage are accepted, so the other test refuses the damage."""
     for number, original in enumerate((saved / "exported", saved / "qwen3_moe/step")):
         for with_sums in (True, False):
             folder = tmp_path / f"{number}{with_sums}"
