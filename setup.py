@@ -1,4 +1,4 @@
-"""Puts recipes/ into the built package, as mcore_rl/recipes; everything else stands in pyproject.toml."""
+"""Puts recipes/ into the wheel, as mcore_rl/recipes. Everything else stands in pyproject.toml."""
 
 import shutil
 from pathlib import Path

@@ -85,7 +85,7 @@ def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
 
 
 def _object_store_mib(config: ClusterConfig) -> int:
-    """The size in the recipe; by default one for the rollouts of a machine with GPUs, or of a laptop."""
+    """The size in the recipe; by default 8192 MiB on a machine with GPUs, 512 MiB without."""
     if config.object_store_mib is not None:
         return config.object_store_mib
     return 8192 if has_cuda() else 512

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
-from mcore_rl.config.shipped import RECIPES_DIR
+from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
 from mcore_rl.config.tree import leaves_under, value_of
 
 
@@ -57,6 +57,7 @@ def make_config(tree: DictConfig) -> Config:
     check_bounds(Config, {str(key): value for key, value in values.items()})
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
+    config.model.path = shipped_path(config.model.path)
     return config
 
 

@@ -52,8 +52,8 @@ def describe_full_disk(path: str | Path, error: BaseException) -> str:
     reason = "the disk quota is used up" if is_quota else "no space left on device"
     return (
         f"cannot write {path}: {reason}; {_describe_filesystem(Path(path).absolute())}. Free some"
-        " space (old checkpoints and runs, checkpoint.keep) or write to another filesystem, then run"
-        " the same command again; a training run continues from its newest checkpoint"
+        " space (old checkpoints and runs, checkpoint.keep) or write to another filesystem, then"
+        " run the same command again; a training run continues from its newest checkpoint"
     )
 
 

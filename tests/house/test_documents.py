@@ -1,4 +1,4 @@
-"""Commands in the documents exist: make targets, mcore-rl arguments, recipes with their overrides, files."""
+"""Commands in the documents exist: make targets, arguments, recipes with their overrides, files."""
 
 import re
 import shlex
@@ -26,7 +26,7 @@ def documents() -> list[Path]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The commands of fenced shell blocks: comments and prompts removed, lines joined, && taken apart."""
+    """Yield the commands of fenced shell blocks, without comments and prompts, one at a time."""
     for block in FENCE.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             for words in re.split(r"&&|\||;", line.removeprefix("$ ")):

@@ -1,4 +1,4 @@
-"""House rules that no linter knows: sizes, docstrings, what only one module may name, pins that agree."""
+"""House rules that no linter knows: sizes, docstrings, who may name CUDA, pins that agree."""
 
 import ast
 import re
@@ -144,7 +144,7 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def _pins(requirements: list[str]) -> dict[str, str]:
-    """Normalised name -> version of each exact pin; a local build such as +cpu counts as its version."""
+    """Normalized name -> version of each exact pin, without a local build such as +cpu."""
     pins = {}
     for name, _, version in (requirement.partition("==") for requirement in requirements):
         if version:

@@ -37,7 +37,7 @@ def test_the_pinned_versions_exist(python: str, tmp_path: Path) -> None:
 
 
 def test_a_version_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="no version of numpy==0.0.1"):
+    with pytest.raises(AssertionError, match=r"no version of numpy==0\.0\.1"):
         resolve("3.12", tmp_path, "numpy==0.0.1")
 
 

@@ -9,7 +9,10 @@ T = TypeVar("T")
 
 
 class StartedAhead(Generic[T]):
-    """What each of `cases` needs, in the order in which tests take it. `started`: all that was begun."""
+    """Yield what each of `cases` needs, in the order in which tests take it.
+
+    `started` collects everything that was begun.
+    """
 
     def __init__(self, cases: list[str], start: Callable[[str], T], num_ahead: int) -> None:
         """`start` returns at once; `num_ahead` cases start together with the one that is taken."""

@@ -1,4 +1,4 @@
-"""Damage to a checkpoint, chosen by a seed: what was done, and the words of which the error must name one."""
+"""Damage to a checkpoint, chosen by a seed, and the words of which its error must name one."""
 
 import json
 import pickle

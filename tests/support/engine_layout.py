@@ -1,4 +1,4 @@
-"""An engine rank of a small Qwen3-MoE whose parameters and `load_weights` are laid out as SGLang does it.
+"""An engine rank of a small Qwen3-MoE with parameters and `load_weights` laid out as in SGLang.
 
 Run on real weights it is the oracle for what the same loader, traced, says.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class EngineRank:
-    """One tensor-parallel rank: stacked qkv and gate_up, fused experts, padded vocabulary, replicated KV.
+    """One tensor-parallel rank: stacked qkv and gate_up, fused experts, padded vocabulary.
 
     With `ep` > 1 the experts are dealt out to groups of tp // ep ranks, which split each expert.
     """

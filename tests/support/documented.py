@@ -1,0 +1,107 @@
+"""How a documented command is tried: as written, shortened, or dry where it needs GPUs."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tests.house.test_documents import commands
+from tests.support.policy import read
+
+How = Literal["run", "short", "dry", "elsewhere", "not ours"]
+
+STEPS = {
+    "sft": ("sft.steps=2",),
+    "train": ("run.steps=2",),
+    "dpo": ("dpo.steps=2", "dpo.batch_size=8"),
+    "pairs": ("dpo.prompts=16",),
+    "eval": (),
+}
+SHORT = (
+    "rollout.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_len=12",
+    "eval.max_prompts=8",
+    "rollout.kv_cache_len=8192",
+)
+QUICK = ("plan", "data", "--help", "--version")
+ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=")
+"""Parts of arguments that name what only the reader's own cluster has."""
+
+
+@dataclass(frozen=True)
+class Documented:
+    """One command of a document, and how a test tries it."""
+
+    document: str
+    words: tuple[str, ...]
+
+    @property
+    def how(self) -> How:
+        program = Path(self.words[0]).name
+        arguments = self.words[1:]
+        if program == "mcore-rl-ckpt":
+            return "run"
+        if program == "make":
+            return "dry"
+        if program != "mcore-rl":
+            return "not ours"
+        if any(part in word for word in arguments for part in ELSEWHERE):
+            return "elsewhere"
+        if arguments[0] in (*QUICK, "report") or "rehearse=true" in arguments:
+            return "run"
+        if arguments[0] == "serve" or any("recipe=tiny" in word for word in arguments):
+            return "short"
+        return "dry"
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether it takes seconds and needs nothing that another command makes."""
+        program, *arguments = self.words
+        if program == "make" or self.how == "dry":
+            return True
+        return program == "mcore-rl" and self.how == "run" and arguments[0] in QUICK
+
+    def attempt(self) -> list[str]:
+        """The command line that a test runs in its place."""
+        program, *arguments = self.words
+        if program == "make":
+            return ["make", "-n", *arguments]
+        if self.how == "dry":
+            return ["mcore-rl", "plan", *arguments[1:]]
+        if self.how == "short" and arguments[0] == "serve":
+            return [
+                program,
+                *arguments,
+                *(() if "--ask" in arguments else ("--ask", "hello")),
+                "--once",
+            ]
+        if self.how == "short":
+            return [program, *arguments, *STEPS[arguments[0]], *SHORT]
+        return list(self.words)
+
+    def __str__(self) -> str:
+        return f"{self.document}: {shlex.join(self.words)}"
+
+
+def documented(*documents: str) -> list[Documented]:
+    """The commands of these documents, in order."""
+    return [
+        Documented(document, tuple(words))
+        for document in documents
+        for words in commands(read(Path(document)))
+    ]
+
+
+def in_workspace(words: Sequence[str], workspace: Path) -> list[str]:
+    """Return `words` with the newest checkpoint in place of one that a short run did not reach."""
+    replaced = []
+    for word in words:
+        path = Path(word)
+        if path.parent.name == "checkpoints" and not (workspace / path).exists():
+            kind = path.name.partition("_")[0]
+            newest = max((workspace / path.parent).glob(f"{kind}_*"))
+            word = str(path.with_name(newest.name))
+        replaced.append(word)
+    return replaced
