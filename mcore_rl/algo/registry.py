@@ -17,7 +17,7 @@ Pick = Callable[[Tensor, CovarianceConfig, int], Tensor]
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run must provide for an advantage or a loss, besides rewards and the engine's
+    """The things a run must provide for an advantage or a loss, besides rewards and the engine's
     log-probs.
 
     critic           values of each token, from a critic (Outcomes.values_R)

@@ -153,7 +153,7 @@ class CanaryConfig(Options, group="canary"):
 
 @dataclass
 class PlanConfig(Options, group="plan"):
-    """What `mcore-rl plan` assumes about the cluster."""
+    """Assumptions of `mcore-rl plan` about the cluster."""
 
     link_gbps: float = bounded(400.0, above=0)
     """Speed of each rank's network link, 10**9 bits per second, in each direction."""

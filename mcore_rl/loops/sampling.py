@@ -61,7 +61,7 @@ def sync_weights(
 
 @dataclass
 class Rounds:
-    """What the rounds of dynamic sampling have sampled and kept so far."""
+    """Samples that the rounds of dynamic sampling have drawn and kept so far."""
 
     kept: list[Sample] = field(default_factory=list)
     kept_scores: Scores = field(default_factory=lambda: Scores([]))

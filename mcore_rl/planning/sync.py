@@ -1,6 +1,6 @@
 """Both sides of a weight sync in, its bytes and seconds out, as numbers and as tables."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
@@ -201,13 +201,17 @@ def _add_row(table: Table, sender: str, what: str, to: str, counts: Sequence[int
         table.add_row(sender, what, to, f"{sum(counts) / GIB:.2f}", _show_range(_range(counts)))
 
 
-def comparison_table(summary: PlanSummary) -> Table:
-    """The sync as set and without relay, beside its lower bound and gather and broadcast."""
-    gib = {
+def _in_gib(summary: PlanSummary) -> dict[str, str]:
+    """Return the byte counts of `summary` in GiB, by name."""
+    return {
         name: f"{value / GIB:.2f}"
         for name, value in asdict(summary).items()
         if isinstance(value, int)
     }
+
+
+def _empty_comparison(summary: PlanSummary, gib: Mapping[str, str]) -> Table:
+    """Return the table with its title, caption and columns, without rows."""
     staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
     buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"
     table = Table(
@@ -220,6 +224,13 @@ def comparison_table(summary: PlanSummary) -> Table:
     table.add_column("")
     for column in ("slices, as set", "slices, direct", "lower bound", "gather and broadcast"):
         table.add_column(column, justify="right")
+    return table
+
+
+def comparison_table(summary: PlanSummary) -> Table:
+    """The sync as set and without relay, beside its lower bound and gather and broadcast."""
+    gib = _in_gib(summary)
+    table = _empty_comparison(summary, gib)
     table.add_row(
         "out of a trainer rank",
         _show_range(summary.trainer_out_per_rank),

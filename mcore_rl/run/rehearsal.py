@@ -19,8 +19,10 @@ from mcore_rl.config import (
     CriticConfig,
     OptimizerConfig,
     ParallelConfig,
+    RewardConfig,
     RolloutConfig,
     ServedModelConfig,
+    TrainConfig,
 )
 from mcore_rl.config.recipe import value_of
 from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
@@ -81,8 +83,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
     inputs = _write_inputs(policy.config, layers, folder / "inputs")
-    mini_batches = min(config.train.mini_batches, SMALLEST)
-    is_group = config.rollout.samples_per_prompt > 1
+    num_gpus = parallel.world_size if config.cluster.colocated else None
     return replace(
         config,
         rehearse=False,
@@ -94,32 +95,13 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         ),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
-        train=replace(
-            config.train,
-            max_tokens_per_microbatch=MAX_TOKENS,
-            mini_batches=mini_batches,
-            optimizer=_moving(config.train.optimizer),
-        ),
+        train=_smallest_train(config.train),
         critic=critic,
         data=replace(
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
         ),
-        rollout=replace(
-            _smallest_engines(
-                config.rollout, parallel.world_size if config.cluster.colocated else None
-            ),
-            prompts_per_step=PROMPTS if is_group else PROMPTS * SAMPLES,
-            samples_per_prompt=SAMPLES if is_group else 1,
-            max_response_len=MAX_RESPONSE_LEN,
-            max_in_flight=0,
-            kv_cache_len=KV_CACHE_LEN,
-        ),
-        reward=replace(
-            config.reward,
-            workers=min(config.reward.workers, 1),
-            overlong_buffer_len=min(config.reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
-            noise=REWARD_NOISE,
-        ),
+        rollout=_smallest_rollout(config.rollout, num_gpus),
+        reward=_smallest_reward(config.reward),
         eval=replace(
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
         ),
@@ -175,6 +157,37 @@ def _num_layers(layout: ParallelConfig) -> int:
     if layout.last_stage_layers is not None:
         return 2 * (layout.pp - 1) + layout.last_stage_layers
     return 2 * layout.pp * (layout.vpp or 1)
+
+
+def _smallest_train(train: TrainConfig) -> TrainConfig:
+    return replace(
+        train,
+        max_tokens_per_microbatch=MAX_TOKENS,
+        mini_batches=min(train.mini_batches, SMALLEST),
+        optimizer=_moving(train.optimizer),
+    )
+
+
+def _smallest_rollout(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
+    """`num_gpus`: of the trainer, if engines run on them."""
+    is_group = rollout.samples_per_prompt > 1
+    return replace(
+        _smallest_engines(rollout, num_gpus),
+        prompts_per_step=PROMPTS if is_group else PROMPTS * SAMPLES,
+        samples_per_prompt=SAMPLES if is_group else 1,
+        max_response_len=MAX_RESPONSE_LEN,
+        max_in_flight=0,
+        kv_cache_len=KV_CACHE_LEN,
+    )
+
+
+def _smallest_reward(reward: RewardConfig) -> RewardConfig:
+    return replace(
+        reward,
+        workers=min(reward.workers, 1),
+        overlong_buffer_len=min(reward.overlong_buffer_len, MAX_RESPONSE_LEN // 2),
+        noise=REWARD_NOISE,
+    )
 
 
 def _smallest_critic(critic: CriticConfig) -> CriticConfig:

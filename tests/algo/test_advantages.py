@@ -92,7 +92,7 @@ def whitened(values: list[float]) -> list[float]:
 
 @given(rows=GROUPED, gamma=st.sampled_from([1.0, 0.9]), seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_reinforce_plus_plus_is_the_normalised_reward_to_go(
+def test_reinforce_plus_plus_is_the_normalized_reward_to_go(
     rows: Rows, gamma: float, seed: int
 ) -> None:
     num_tokens = sum(n for _, _, n in rows)
@@ -110,7 +110,7 @@ def test_reinforce_plus_plus_is_the_normalised_reward_to_go(
 
 @given(rows=GROUPED)
 @settings(max_examples=40, deadline=None)
-def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_mean(
+def test_reinforce_plus_plus_baseline_is_the_normalized_distance_to_the_groups_mean(
     rows: Rows,
 ) -> None:
     advantages_R = advantages["reinforce_plus_plus_baseline"](outcomes_of(rows), AlgorithmConfig())
@@ -122,7 +122,7 @@ def test_reinforce_plus_plus_baseline_is_the_normalised_distance_to_the_groups_m
 
 @given(rows=GROUPED, seed=st.integers(0, 9))
 @settings(max_examples=40, deadline=None)
-def test_gdpo_is_the_normalised_sum_of_each_parts_grpo(rows: Rows, seed: int) -> None:
+def test_gdpo_is_the_normalized_sum_of_each_parts_grpo(rows: Rows, seed: int) -> None:
     other = (
         torch.randint(3, (len(rows),), generator=torch.Generator().manual_seed(seed))
         .double()

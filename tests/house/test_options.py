@@ -106,7 +106,7 @@ class Scope:
     read: set[Field] = field(default_factory=set)
 
     def learn_attributes(self, tree: ast.Module) -> None:
-        """What self.<name> is, from class bodies and from assignments of annotated parameters."""
+        """Learn what self.<name> is, from class bodies and assignments of annotated parameters."""
         for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
             for node in ast.walk(cls):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

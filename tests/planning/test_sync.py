@@ -1,6 +1,4 @@
-"""What `mcore-rl plan` says of weight syncs: from config.json alone, in seconds, numbers that add
-up.
-"""
+"""Predictions of `mcore-rl plan` for weight syncs: numbers that add up, from config.json alone."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a model directory and a run folder must be, before a process is started."""
+"""Model directories and run folders are checked before a process is started."""
 
 import logging
 import os

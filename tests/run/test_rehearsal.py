@@ -1,4 +1,4 @@
-"""What a rehearsal changes of a recipe, and what it keeps."""
+"""A rehearsal changes the sizes of a recipe and keeps the rest."""
 
 from dataclasses import replace
 from pathlib import Path

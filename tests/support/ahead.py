@@ -1,4 +1,4 @@
-"""What tests need that is long in starting: that of the next ones starts while one of them runs."""
+"""Things that tests wait for start while the test before them runs."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar

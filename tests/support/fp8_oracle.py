@@ -1,4 +1,4 @@
-"""Block-FP8 quantisation of whole matrices: DeepSeek's own function, and its inverse."""
+"""Block-FP8 quantization of whole matrices: DeepSeek's own function, and its inverse."""
 
 import torch
 from torch import Tensor

@@ -31,7 +31,7 @@ LATENT = {
 }
 
 
-NORMALISED = {
+NORMALIZED = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     **BASE,
     "num_local_experts": 4,
@@ -63,7 +63,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "vocab_size": draw(st.integers(5, 40)),
         "num_hidden_layers": draw(st.sampled_from([2, 4])),
     }
-    kind = draw(st.sampled_from(["experts", "grouped", "latent", "normalised"]))
+    kind = draw(st.sampled_from(["experts", "grouped", "latent", "normalized"]))
     if kind == "experts":
         return draw(moe_models())
     if kind == "latent":
@@ -72,8 +72,8 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "num_key_value_heads": draw(st.sampled_from([2, 4])),
         "head_dim": draw(st.sampled_from([1, 2])),
     }
-    if kind == "normalised":
-        return {**NORMALISED, **sizes, **heads}
+    if kind == "normalized":
+        return {**NORMALIZED, **sizes, **heads}
     return {**GROUPED, **sizes, **heads, "tie_word_embeddings": draw(st.booleans())}
 
 

@@ -1,4 +1,4 @@
-"""What the policy tests share: the repository's tracked files and their syntax trees."""
+"""The policy tests share the repository's tracked files and their syntax trees."""
 
 import ast
 import subprocess

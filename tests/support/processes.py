@@ -108,6 +108,19 @@ class Scene:
         return make_gpu_pair_transport if all(self.on_gpu) else make_gloo_transport
 
 
+def make_link(scene: Scene, store_port: int) -> Link:
+    return Link(
+        engine="engine-0",
+        store_host="127.0.0.1",
+        store_port=store_port,
+        num_senders=scene.num_senders,
+        num_receivers=scene.num_receivers,
+        bucket_bytes=scene.bucket_bytes,
+        timeout_s=scene.timeout_s,
+        staged=scene.staged,
+    )
+
+
 def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     """Connect once and sync `num_syncs` versions.
 
@@ -117,17 +130,9 @@ def run_scene(scene: Scene) -> tuple[list[Any], list[Any], int]:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tests.support.processes"])
     store = LinkStore.serve("127.0.0.1", scene.timeout_s)
-    link = Link(
-        engine="engine-0",
-        store_host="127.0.0.1",
-        store_port=store.port,
-        num_senders=scene.num_senders,
-        num_receivers=scene.num_receivers,
-        bucket_bytes=scene.bucket_bytes,
-        timeout_s=scene.timeout_s,
-        staged=scene.staged,
-    )
-    pipes, processes = [], []
+    link = make_link(scene, store.port)
+    pipes = []
+    processes = []
     num_ranks = scene.num_senders + scene.num_receivers
     started = context.Barrier(num_ranks)
     for rank in range(num_ranks):

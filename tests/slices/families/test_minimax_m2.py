@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from mcore_rl.slices.families.minimax_m2 import FAMILY
-from tests.support.layout_strategies import NORMALISED
+from tests.support.layout_strategies import NORMALIZED
 from tests.support.megatron_layout import model_config
 
 CONFIG = model_config(
-    **NORMALISED, num_key_value_heads=2, head_dim=4, num_experts=None, rope_theta=5e6
+    **NORMALIZED, num_key_value_heads=2, head_dim=4, num_experts=None, rope_theta=5e6
 )
 
 
