@@ -21,12 +21,10 @@ from mcore_rl.process.file_lock import holding_lock
 
 with holding_lock(Path(sys.argv[1])):
     if sys.argv[2] == "fork":
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
+        if os.fork() == 0:  # the child tells that it runs, and so that its copy is closed
+            print(os.getpid(), flush=True)
     else:
-        child = subprocess.Popen(["sleep", "60"], close_fds=False).pid
-    print(child, flush=True)
+        print(subprocess.Popen(["sleep", "60"], close_fds=False).pid, flush=True)
     time.sleep(60)
 """
 
