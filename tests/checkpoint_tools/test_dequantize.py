@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -20,6 +20,7 @@ from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
+from tests.support.small_hf import read_all
 from tests.support.tiny_models import write_model
 
 FP8 = {
@@ -42,14 +43,6 @@ def write(folder: Path, tensors: dict[str, Tensor], quantization: Any, **setting
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-def read_all(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
 
 
 def assert_same_bits(found: Tensor, expected: Tensor, name: str) -> None:
