@@ -1,10 +1,8 @@
-"""Recipes that lack what their algorithm needs are refused; what each registered function needs."""
+"""Recipes that lack what their algorithm needs are refused."""
 
 import pytest
 
-from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.requirements import check_algorithm
-from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig, PreferenceConfig
 from mcore_rl.config.recipe import list_recipes, load_recipe
 
 
@@ -77,38 +75,3 @@ def test_a_recipe_that_lacks_what_its_algorithm_needs_is_refused(
 @pytest.mark.parametrize("recipe", [r for r in list_recipes() if r != "tiny_moe_distillation"])
 def test_shipped_recipes_give_their_algorithm_what_it_needs(recipe: str) -> None:
     check_algorithm(load_recipe(recipe, []))
-
-
-def needed(config: AlgorithmConfig) -> set[str]:
-    return {name for name, value in vars(needs_of(config)).items() if value}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (AlgorithmConfig(), set()),
-        (AlgorithmConfig(advantage="gae"), {"critic"}),
-        (AlgorithmConfig(advantage="remax"), {"greedy_baseline"}),
-        (AlgorithmConfig(advantage="gdpo"), {"parts"}),
-        (AlgorithmConfig(advantage="optimal_token_baseline"), {"sum_squares", "old_logprobs"}),
-        (AlgorithmConfig(advantage="distillation"), {"teacher", "old_logprobs"}),
-        (AlgorithmConfig(advantage="dpo"), {"pairs", "old_logprobs", "reference"}),
-        (
-            AlgorithmConfig(advantage="dpo", preference=PreferenceConfig(loss="simpo")),
-            {"pairs", "old_logprobs"},
-        ),
-        (AlgorithmConfig(loss="kl_cov"), {"held_back", "old_logprobs"}),
-        (
-            AlgorithmConfig(loss="clip_cov", advantage="gae"),
-            {"held_back", "old_logprobs", "critic"},
-        ),
-        (AlgorithmConfig(kl=KLConfig(coef=0.1)), {"reference"}),
-        (AlgorithmConfig(kl=KLConfig(coef=0.1, in_reward=True)), {"reference", "old_logprobs"}),
-        (AlgorithmConfig(kl=KLConfig(in_reward=True)), set()),
-        (AlgorithmConfig(correction=CorrectionConfig(weight="token")), set()),
-    ],
-)
-def test_needs_join_those_of_advantage_loss_and_kl(
-    config: AlgorithmConfig, expected: set[str]
-) -> None:
-    assert needed(config) == expected

@@ -1,14 +1,10 @@
 """Options that nothing reads in their context are refused if they are set."""
 
-import functools
-
 import pytest
 import yaml
 
-from mcore_rl.algo.registry import losses
 from mcore_rl.algo.requirements import check_algorithm
-from mcore_rl.config import AlgorithmConfig, Config
-from mcore_rl.config.algorithm import LOSSES_WITHOUT_CLIP, RATIO_BOUNDING_LOSSES
+from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import with_settings
 
@@ -28,6 +24,7 @@ def make(*settings: str) -> Config:
         ("rollout.oversampling=1.5", ["rollout.dynamic_sampling=true"]),
         ("rollout.max_rounds=4", ["rollout.dynamic_sampling=true"]),
         ("rollout.max_staleness=2", ["rollout.mode=async"]),
+        ("rollout.partial=wait", ["rollout.mode=async"]),
         ("rollout.max_in_flight=64", ["rollout.mode=one_step_off"]),
         ("reward.overlong_penalty=0.5", ["reward.overlong_buffer_len=8"]),
         ("reward.name=score", ["reward.path=mine.py"]),
@@ -75,6 +72,7 @@ def test_an_option_is_refused_where_nothing_reads_it(unread: str, remedies: list
     "settings",
     [
         ["rollout.mode=async", "rollout.oversampling=2.0"],
+        ["rollout.mode=one_step_off", "rollout.max_staleness=2"],
         ["algorithm.loss=sapo", "algorithm.clip_high=0.3"],
         ["algorithm.loss=kl_cov", "algorithm.covariance.high=9"],
         ["algorithm.loss=clip_cov", "algorithm.covariance.kl_coef=9"],
@@ -100,11 +98,3 @@ def test_the_error_says_what_to_do() -> None:
 
 def test_a_default_is_never_refused() -> None:
     assert make("critic.optimizer.lr=1.0e-5", "algorithm.clip_high=0.28", "algorithm.loss=sapo")
-
-
-def test_the_losses_that_read_an_option_are_those_that_are_named() -> None:
-    for name in losses.names:
-        loss = losses[name](AlgorithmConfig(loss=name))
-        constants = loss.keywords if isinstance(loss, functools.partial) else {}
-        assert ("clip_high" not in constants) == (name in LOSSES_WITHOUT_CLIP), name
-        assert ("max_ratio" in constants) == (name in RATIO_BOUNDING_LOSSES), name

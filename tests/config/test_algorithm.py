@@ -1,0 +1,95 @@
+"""Options of the algorithm: what contradicts what, and which functions read which option."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mcore_rl.algo.choice import losses
+from mcore_rl.config.algorithm import (
+    COVARIANCE_LOSSES,
+    LOSSES_WITHOUT_CLIP,
+    RATIO_BOUNDING_LOSSES,
+    AlgorithmConfig,
+    CorrectionConfig,
+    CovarianceConfig,
+    KLConfig,
+    PreferenceConfig,
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (KLConfig, {"target": 0.1, "coef": 0.1}, "algorithm.kl.target=0.1 with in_reward=False"),
+        (KLConfig, {"target": 0.1, "in_reward": True}, "in_reward=True and coef=0.0: only"),
+        (CorrectionConfig, {"low": 1.5}, "correction.low=1.5 and high=2.0: a weight of 1 must lie"),
+        (CorrectionConfig, {"high": 0.5}, "correction.low=0.0 and high=0.5: a weight of 1 must"),
+        (CorrectionConfig, {"reject": "token"}, "algorithm.correction.reject=token: everything"),
+        (CorrectionConfig, {"bypass": True, "weight": "token"}, "bypass=true with weight=token"),
+        (
+            CorrectionConfig,
+            {"bypass": True, "reject": "sequence", "reject_above": 0.1},
+            "bypass=true with weight=none and reject=sequence: .* set both to none",
+        ),
+        (CovarianceConfig, {"low": 5.0}, "covariance.low=5.0 is not below .*covariance.high=5.0"),
+        (
+            PreferenceConfig,
+            {"loss": "ipo", "label_smoothing": 0.1},
+            "label_smoothing=0.1 with algorithm.preference.loss=ipo: only dpo and simpo read it",
+        ),
+        (PreferenceConfig, {"target_margin": 0.5}, "preference.loss=dpo: only simpo read"),
+    ],
+)
+def test_options_that_contradict_one_another_are_refused(
+    make: Callable[..., object], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (KLConfig, {"target": 0.1, "coef": 0.1, "in_reward": True}),
+        (CorrectionConfig, {"low": 1.0, "high": 1.0}),
+        (CorrectionConfig, {"reject": "token", "reject_above": 0.1}),
+        (PreferenceConfig, {"loss": "simpo", "label_smoothing": 0.1, "target_margin": 0.5}),
+        (PreferenceConfig, {"loss": "ipo"}),
+    ],
+)
+def test_what_the_messages_ask_for_is_allowed(
+    make: Callable[..., object], options: dict[str, Any]
+) -> None:
+    made = make(**options)
+    assert {name: getattr(made, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("options", "is_on"),
+    [
+        ({}, False),
+        ({"reject": "token", "reject_above": 0.1}, False),
+        ({"weight": "sequence"}, True),
+        ({"bypass": True}, True),
+    ],
+)
+def test_a_correction_is_on_if_the_loss_uses_the_engines_probabilities(
+    options: dict[str, Any], is_on: bool
+) -> None:
+    assert CorrectionConfig(**options).is_on == is_on
+
+
+def test_only_simpo_compares_pairs_without_a_reference() -> None:
+    assert PreferenceConfig().needs_reference
+    assert not PreferenceConfig(loss="simpo").needs_reference
+
+
+def test_the_losses_that_read_an_option_are_those_that_are_named() -> None:
+    for name in losses.names:
+        loss = losses[name](AlgorithmConfig(loss=name))
+        constants = loss.keywords if isinstance(loss, functools.partial) else {}
+        assert ("clip_high" not in constants) == (name in LOSSES_WITHOUT_CLIP), name
+        assert ("max_ratio" in constants) == (name in RATIO_BOUNDING_LOSSES), name
+        assert (losses.needs(name).held_back is not None) == (name in COVARIANCE_LOSSES), name

@@ -1,0 +1,86 @@
+"""Options of different groups that contradict one another are refused with a remedy."""
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from mcore_rl.config.consistency import (
+    check_colocated,
+    check_colocated_models,
+    check_quantization,
+    check_replay,
+    check_steps,
+)
+from mcore_rl.config.rollout import DriftConfig, RolloutConfig
+from mcore_rl.config.served_models import ServedModelConfig
+from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
+
+
+def test_weights_are_quantized_from_bfloat16() -> None:
+    fp8 = RolloutConfig(quantization="fp8")
+    check_quantization(fp8, ModelConfig(dtype="bfloat16"))
+    check_quantization(RolloutConfig(), ModelConfig(dtype="float32"))
+    with pytest.raises(ValueError, match=r"model.dtype=float32: needs model.dtype=bfloat16"):
+        check_quantization(fp8, ModelConfig(dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [CorrectionConfig(weight="token"), CorrectionConfig(bypass=True)],
+    ids=["weight", "bypass"],
+)
+def test_stale_samples_are_corrected_by_something(correction: CorrectionConfig) -> None:
+    rollout = RolloutConfig(mode="async", stale="correct")
+    check_steps(AlgorithmConfig(correction=correction), rollout, TrainConfig(), CriticConfig())
+    with pytest.raises(ValueError, match=r"set algorithm.correction.weight=token, or "):
+        check_steps(AlgorithmConfig(), rollout, TrainConfig(), CriticConfig())
+
+
+def test_mini_batches_divide_the_samples_of_a_step() -> None:
+    rollout = RolloutConfig(prompts_per_step=4, samples_per_prompt=3)
+    algorithm = AlgorithmConfig()
+    check_steps(algorithm, rollout, TrainConfig(mini_batches=6), CriticConfig(mini_batches=4))
+    with pytest.raises(ValueError, match=r"= 12 is not divisible by train.mini_batches=5"):
+        check_steps(algorithm, rollout, TrainConfig(mini_batches=5), CriticConfig())
+    with pytest.raises(ValueError, match=r"= 12 is not divisible by critic.mini_batches=7"):
+        check_steps(algorithm, rollout, TrainConfig(), CriticConfig(mini_batches=7))
+
+
+def test_experts_are_replayed_from_engines_that_are_asked_for_them() -> None:
+    check_replay(TrainConfig(router_replay="engine"), DriftConfig())
+    check_replay(TrainConfig(router_replay="old_pass"), DriftConfig(routed_experts=False))
+    with pytest.raises(ValueError, match=r"train.router_replay=engine .* set drift.routed"):
+        check_replay(TrainConfig(router_replay="engine"), DriftConfig(routed_experts=False))
+
+
+def test_a_colocated_model_has_as_many_ranks_as_the_trainer_at_most_and_scores_in_turn() -> None:
+    model = ServedModelConfig(path="/m", colocated=True, restarts=0, engines=2, tp=2)
+    check_colocated_models({"judge": model}, ParallelConfig(dp=4), RolloutConfig())
+    apart = ServedModelConfig(path="/m", engines=9)
+    check_colocated_models({"judge": apart}, ParallelConfig(), RolloutConfig(mode="async"))
+    with pytest.raises(ValueError, match=r"judge.pp = 4: there are parallel.world_size=3 trainer"):
+        check_colocated_models({"judge": model}, ParallelConfig(dp=3), RolloutConfig())
+    with pytest.raises(ValueError, match=r"rollout.mode=async: .* or judge.colocated=false"):
+        check_colocated_models({"judge": model}, ParallelConfig(dp=4), RolloutConfig(mode="async"))
+
+
+COLOCATED: dict[str, Any] = {"tp": 2, "stage_weights": False, "restarts": 0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"engines": 2}, r"rollout.pp = 4: there are parallel.world_size=2 trainer ranks"),
+        ({"mode": "async"}, r"rollout.mode=async: .* set rollout.mode=sync$"),
+        ({"stage_weights": True}, r"rollout.stage_weights=True: .* set rollout.stage_w"),
+        ({"restarts": 1}, r"rollout.restarts=1: .* set rollout.restarts=0$"),
+    ],
+)
+def test_engines_on_the_trainers_gpus_work_in_turn_within_its_memory(
+    changed: dict[str, Any], message: str
+) -> None:
+    parallel = ParallelConfig(dp=2)
+    check_colocated(parallel, RolloutConfig(**COLOCATED))
+    with pytest.raises(ValueError, match=f"^cluster.colocated=true with (.* )?{message}"):
+        check_colocated(parallel, RolloutConfig(**{**COLOCATED, **changed}))

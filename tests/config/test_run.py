@@ -1,0 +1,34 @@
+"""Options of the run: the judge's verdict and the parts of a reward must make sense."""
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.run import JudgeConfig, RewardConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"verdict": "(a"}, r"reward.judge.verdict='\(a': missing \)"),
+        ({"verdict": "a"}, "reward.judge.verdict='a': has 0 groups, needs one"),
+        ({"verdict": "(a)(b)"}, r"has 2 groups, needs one"),
+        ({"low": 1.0}, "reward.judge.low=1.0 is not below reward.judge.high=1.0"),
+        ({"words": {"yes": 1.0, "perhaps": 2.0}}, "reward.judge.words: perhaps=2.0 lies outside"),
+    ],
+)
+def test_a_judge_that_cannot_answer_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JudgeConfig(**options)
+
+
+def test_words_may_have_any_value_of_the_judges_range() -> None:
+    words = {"bad": -1.0, "good": 3.0}
+    assert JudgeConfig(words=words, low=-1.0, high=3.0).words == words
+
+
+def test_each_part_of_a_reward_has_a_weight() -> None:
+    assert RewardConfig(parts=["a", "b"], weights=[1.0, 0.5]).part_weights == {"a": 1.0, "b": 0.5}
+    assert RewardConfig().part_weights == {}
+    with pytest.raises(ValueError, match=r"reward.parts=\['a'\] and reward.weights=\[\]"):
+        RewardConfig(parts=["a"])

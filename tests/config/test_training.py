@@ -1,0 +1,61 @@
+"""Options of what is trained: sizes that fit each other, and options that exclude each other."""
+
+import pytest
+
+from mcore_rl.config.training import CriticConfig, ParallelConfig, TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp", "world"),
+    [
+        ({"ep": 2}, 2, 2),
+        ({"ep": 2, "tp": 2}, 1, 2),
+        ({"ep": 2, "pp": 2}, 2, 4),
+        ({"ep": 2, "cp": 2}, 1, 2),
+        ({"ep": 2, "etp": 2}, 4, 4),
+        ({"tp": 2, "ep": 4}, 2, 4),
+        ({"dp": 3}, 3, 3),
+    ],
+)
+def test_data_parallel_size_is_the_smallest_that_fits_the_experts(
+    sizes: dict[str, int], dp: int, world: int
+) -> None:
+    parallel = ParallelConfig(**sizes)
+    assert (parallel.dp_size, parallel.world_size) == (dp, world)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ep": 4, "dp": 1}, r"critic.parallel.ep \* critic.parallel.etp = 4 does not divide"),
+        ({"tp": 2, "dp": 3, "ep": 4}, r"does not divide tp \* cp \* dp = 6; change .*parallel.dp"),
+        ({"vpp": 2}, "critic.parallel.vpp=2 with critic.parallel.pp=1: there is only one"),
+        ({"first_stage_layers": 3}, "critic.parallel.first_stage_layers=3 with .*pp=1"),
+        ({"last_stage_layers": 3}, "critic.parallel.last_stage_layers=3 with .*pp=1"),
+    ],
+)
+def test_sizes_that_contradict_one_another_are_refused_where_they_stand(
+    sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**sizes).check("critic.parallel")
+
+
+def test_stages_of_other_sizes_need_a_pipeline() -> None:
+    ParallelConfig(pp=2, vpp=2, first_stage_layers=3, last_stage_layers=3).check("parallel")
+
+
+@pytest.mark.parametrize(
+    "name", ["router_aux_loss_coef", "router_sequence_aux_loss_coef", "router_bias_rate"]
+)
+def test_a_frozen_router_learns_no_balance(name: str) -> None:
+    assert getattr(TrainConfig(**{name: 0.001}), name) == 0.001  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"train.{name}=0.001: .* set train.{name}=0$"):
+        TrainConfig(freeze_router=True, **{name: 0.001})  # type: ignore[arg-type]
+
+
+def test_each_critic_has_sizes_and_an_optimizer_of_its_own() -> None:
+    one, other = CriticConfig(), CriticConfig()
+    one.parallel.tp = 2
+    one.optimizer.lr = 1.0
+    assert (other.parallel.tp, other.optimizer.lr) == (1, 1e-5)
