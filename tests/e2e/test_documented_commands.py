@@ -33,7 +33,9 @@ def execute(words: Sequence[str], folder: Path) -> None:
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     answered = (0, 1) if arguments[:1] == ["plan"] else (0,)  # 1: the recipe does not fit its GPUs
-    assert done.returncode in answered, f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    assert done.returncode in answered, (
+        f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    )
 
 
 def is_quick(command: Documented) -> bool:

@@ -1,11 +1,13 @@
-"""W&B and MLflow, offline, where they are installed; a clear error where they are not."""
+"""TensorBoard; W&B and MLflow, offline, where they are installed; a clear error where they are not."""
 
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mcore_rl.metrics import MetricsLogger
+from mcore_rl.metrics.trackers import TensorBoard
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
 
@@ -65,3 +67,14 @@ def test_wandb_keeps_one_id_over_a_resume(tmp_path: Path, monkeypatch: pytest.Mo
     assert ids[0] == ids[1]
     folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
     assert folders and all(name.endswith(ids[0]) for name in folders)
+
+
+def test_tensorboard_keeps_each_number_under_its_step(tmp_path: Path) -> None:
+    tracker = TensorBoard(tmp_path, None)
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log(2, {"reward/mean": 0.5, "loss/nll": 1.0})
+    tracker.close(failed=False)
+    [folder] = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder)).Reload()
+    points = [(point.step, point.value) for point in events.Scalars("reward/mean")]
+    assert points == [(1, 0.25), (2, 0.5)]
