@@ -1,4 +1,4 @@
-"""TensorBoard; W&B and MLflow, offline, where they are installed; a clear error where they are not."""
+"""TensorBoard; W&B and MLflow, offline, where they are installed; else a clear error."""
 
 from importlib.util import find_spec
 from pathlib import Path
