@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_rl.algo.advantages import normalize, teacher_log_ratio, weights_of_groups
 from mcore_rl.algo.choice import advantages
 from mcore_rl.algo.outcomes import Outcomes
-from mcore_rl.config import AlgorithmConfig
+from mcore_rl.config import AlgorithmConfig, PreferenceConfig
 
 REWARDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 1e3])
 GROUPED = st.lists(
@@ -268,3 +269,39 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         ValueError, match=r"algorithm.advantage='gpro' \(did you mean 'grpo'\?\).*'dr_grpo'"
     ):
         advantages["gpro"]
+
+
+@given(st.lists(st.floats(-1e3, 1e3), max_size=12))
+@settings(deadline=None)
+def test_normalized_values_have_mean_0_and_variance_1_or_are_0(values: list[float]) -> None:
+    result_R = normalize(torch.tensor(values, dtype=torch.float64))
+    assert (result_R.dtype, len(result_R)) == (torch.float32, len(values))
+    if len(set(values)) <= 1:
+        assert not result_R.any()
+    else:
+        torch.testing.assert_close(result_R, torch.tensor(whitened(values)), rtol=1e-4, atol=1e-4)
+
+
+def test_the_log_ratio_to_the_teacher_needs_both() -> None:
+    outcomes = outcomes_of([(0.0, 0, 2)])
+    student = torch.tensor([-1.0, -2.0])
+    teacher = torch.tensor([-0.5, -3.0])
+    scored = replace(outcomes, logprobs_R=student, teacher_logprobs_R=teacher)
+    assert teacher_log_ratio(scored).tolist() == [0.5, -1.0]
+    assert teacher_log_ratio(scored).dtype == torch.float64
+    for missing in ({"logprobs_R": None}, {"teacher_logprobs_R": None}):
+        with pytest.raises(ValueError, match="of the policy and of a teacher"):
+            teacher_log_ratio(replace(scored, **missing))
+
+
+def test_preference_weights_of_a_group_oppose_each_other_and_equal_rewards_get_none() -> None:
+    rows = [(1.0, 0, 1), (0.0, 0, 1), (1.0, 1, 1), (1.0, 1, 1)]
+    scored = replace(
+        outcomes_of(rows), logprobs_R=torch.full((4,), -1.0), ref_logprobs_R=torch.full((4,), -1.0)
+    )
+    weights_N, _ = weights_of_groups(scored, PreferenceConfig())
+    better, worse, *equal = weights_N.tolist()
+    assert better > 0 and worse == pytest.approx(-better)
+    assert equal == [0.0, 0.0]
+    with pytest.raises(ValueError, match="advantage=dpo needs log-probs of the policy"):
+        weights_of_groups(outcomes_of(rows), PreferenceConfig())

@@ -1,7 +1,6 @@
 """Models in block FP8 and MXFP4 come out bit for bit as torch and transformers compute them."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoint_tools.cli import main
+from checkpoint_tools.dequantize import dequantize
+from checkpoint_tools.options import Effort
 from mcore_rl.run.serving import find_model
 from mcore_rl.slices.hf.checksums import MANIFEST
 from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
-from tests.support.small_hf import read_all
+from tests.support.small_hf import LARGE, ONE_WORKER, read_all
 from tests.support.tiny_models import write_model
 
 FP8 = {
@@ -87,8 +88,7 @@ def test_fp8_values_times_scales(
         tensors[f"{shape}.weight_scale_inv"] = (torch.rand(blocks) * 1e-3).to(scale_dtype)
     source = write(tmp_path / "fp8", tensors, FP8 | {"weight_block_size": block})
     out, to = tmp_path / "out", getattr(torch, dtype)
-    arguments = [str(source), str(out), "--dtype", dtype, "--workers", str(workers)]
-    assert main(["dequantize", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
+    dequantize(source, out, dtype, LARGE, Effort((4 << 20) * workers, workers))
     found = read_all(out)
     assert found.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
     for name, tensor in tensors.items():
@@ -117,8 +117,7 @@ def test_mxfp4_blocks_as_transformers_converts_them(
     packed = random_mxfp4(first, 2, 1000, 10) | random_mxfp4(second, 3, 64, 1)
     biases = {f"{first}_bias": torch.randn(2, 1000).to(torch.bfloat16)}
     source, out = write(tmp_path / "mxfp4", packed | biases, MXFP4), tmp_path / "out"
-    arguments = [str(source), str(out), "--dtype", dtype, "--workers", str(workers)]
-    assert main(["dequantize", *arguments, "--memory-budget", f"{4 * workers}MiB"]) == 0
+    dequantize(source, out, dtype, LARGE, Effort((4 << 20) * workers, workers))
     found, to = read_all(out), getattr(torch, dtype)
     assert found.keys() == {first, second, *biases}
     assert found[first].shape == (2, 320, 1000)
@@ -315,7 +314,6 @@ def mxfp4_tensors() -> Tensors:
 )
 def test_what_cannot_be_dequantized_is_refused_by_name(
     tmp_path: Path,
-    capsys: Any,
     quantization: Any,
     tensors: Callable[[], Tensors],
     change: dict[str, Tensor | None],
@@ -323,9 +321,8 @@ def test_what_cannot_be_dequantized_is_refused_by_name(
 ) -> None:
     changed = {name: tensor for name, tensor in (tensors() | change).items() if tensor is not None}
     source = write(tmp_path / "source", changed, quantization)
-    assert main(["dequantize", str(source), str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
+    with pytest.raises(ValueError, match=message):
+        dequantize(source, tmp_path / "out", "bfloat16", LARGE, ONE_WORKER)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -43,7 +43,11 @@ def source(tmp_path: Path) -> Path:
 
 def test_the_folder_has_the_tensors_small_files_and_checksums(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    report = copy(source, out, lambda folder: (folder / "note.txt").write_text("note") and None)
+
+    def describe(folder: Path) -> None:
+        (folder / "note.txt").write_text("note")
+
+    report = copy(source, out, describe)
     assert (report.num_tensors, report.reused_bytes) == (2, 0)
     assert report.num_bytes == (out / "m.safetensors").stat().st_size
     assert {path.name for path in out.iterdir()} == {"m.safetensors", "note.txt", MANIFEST}

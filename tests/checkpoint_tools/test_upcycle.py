@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_tools.cli import main
 from checkpoint_tools.opening import open_checkpoint
+from checkpoint_tools.upcycle import EXPERTS_OF, sparse_config, upcycle
 from mcore_rl.slices.families import hf_tensor_shapes
 from mcore_rl.slices.hf.config import read_hf_config
+from tests.support.small_hf import LARGE, ONE_WORKER
 from tests.support.tiny_models import VOCAB, write_model
 
 
@@ -28,14 +30,10 @@ def logits_of(folder: Path) -> torch.Tensor:
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}),
     ],
 )
-def test_outputs_are_equal_at_the_start(
-    kind: str, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_outputs_are_equal_at_the_start(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     dense = write_model(kind, tmp_path / "dense", **changes)
     out = tmp_path / "sparse"
-    assert main(["upcycle", str(dense), str(out), "--experts", "4", "--workers", "1"]) == 0, (
-        capsys.readouterr()
-    )
+    upcycle(dense, out, experts=4, top_k=2, seed=0, max_file_bytes=LARGE, effort=ONE_WORKER)
     config = read_hf_config(out)
     tensors = open_checkpoint(out).tensors
     assert {name: tensor.shape for name, tensor in tensors.items()} == hf_tensor_shapes(config)
@@ -43,6 +41,22 @@ def test_outputs_are_equal_at_the_start(
     routers = [tensor for name, tensor in tensors.items() if name.endswith("gate.weight")]
     assert len(routers) == 4 and all(router.shape == (4, 64) for router in routers)
     assert not list(tmp_path.glob("*routers*"))
+
+
+@pytest.mark.parametrize("architecture", EXPERTS_OF)
+def test_the_settings_are_those_of_the_family_with_experts(architecture: str) -> None:
+    config = {
+        "architectures": [architecture],
+        "intermediate_size": 96,
+        "tie_word_embeddings": True,
+        "vocab_size": 99,
+    }
+    settings = sparse_config(config, experts=4, top_k=2)
+    assert settings["architectures"] == [EXPERTS_OF[architecture]]
+    assert (settings["num_experts_per_tok"], settings["vocab_size"]) == (2, 99)
+    assert settings["tie_word_embeddings"] is False
+    assert settings.get("num_experts", settings.get("num_local_experts")) == 4
+    assert config["architectures"] == [architecture]
 
 
 def test_what_cannot_be_upcycled_is_refused(

@@ -8,6 +8,17 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.deployment import make_deployment
+from mcore_rl.planning.models import read_policy
+from mcore_rl.planning.sync import (
+    busiest_copy,
+    comparison_table,
+    flows_table,
+    predict_sync,
+    sync_seconds,
+)
+from mcore_rl.slices.plan.cost import Load, Traffic
 from tests.support.policy import read
 from tests.support.recipes import LARGE, plan_of
 
@@ -165,3 +176,43 @@ def test_the_table_in_the_document_is_what_the_command_prints() -> None:
             *(f"{count / 2**30:.2f}" for count in gib),
             *(f"{value:.3f}" for value in seconds),
         ]
+
+
+@pytest.mark.parametrize(
+    ("link_bytes", "copy_bytes", "seconds"),
+    [(1e9, 0, 0.08), (1e9, 3e9, 0.08), (1e9, 8e9, 0.16), (0, 4e9, 0.08)],
+)
+def test_a_sync_takes_as_long_as_its_busiest_link_or_copies(
+    link_bytes: float, copy_bytes: float, seconds: float
+) -> None:
+    traffic = Traffic(Load.zero(2), Load.zero(2), 0)
+    traffic.trainer.network_out[1] = int(link_bytes)
+    traffic.engines.local_in[0] = int(copy_bytes)
+    traffic.trainer.local_out[0] = int(copy_bytes) // 2
+    assert busiest_copy(traffic) == copy_bytes
+    assert sync_seconds(traffic, link_gbps=100, memory_gbps=400) == pytest.approx(seconds)
+
+
+def test_the_summary_adds_up_and_the_tables_show_it() -> None:
+    config = load_recipe("qwen3_30b_a3b_grpo_32", [])
+    deployment = make_deployment(config, read_policy(config))
+    summary, traffic = predict_sync(config, deployment)
+    assert summary.network_bytes == traffic.network_bytes
+    assert summary.trainer_out_per_rank == (
+        min(traffic.trainer.network_out),
+        max(traffic.trainer.network_out),
+    )
+    assert summary.seconds == sync_seconds(traffic, config.plan.link_gbps, config.plan.memory_gbps)
+    assert summary.seconds >= summary.lower_bound_seconds
+    flows = flows_table(config, deployment, traffic, summary)
+    assert [str(column.header) for column in flows.columns] == [
+        "from",
+        "what",
+        "to",
+        "in all",
+        "per rank",
+    ]
+    assert flows.row_count >= 1
+    comparison = comparison_table(summary)
+    *_, seconds = comparison.columns[1].cells
+    assert seconds == f"{summary.seconds:.3f}"

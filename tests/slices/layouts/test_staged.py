@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.slices.families import hf_tensor_shapes
-from mcore_rl.slices.layouts.layout import NOWHERE, boxes_of
-from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.slices.layouts.sglang import SGLangLayout
+from mcore_rl.slices.families import family_of, hf_tensor_shapes
+from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement, boxes_of
+from mcore_rl.slices.layouts.megatron import MegatronSizes
+from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
+from mcore_rl.slices.layouts.staged import StagedLayout
+from mcore_rl.slices.layouts.tensors import Entry, Tensors
 from tests.support.layout_strategies import (
     megatron_layout,
     megatron_sizes,
@@ -22,9 +24,7 @@ from tests.support.layout_strategies import (
 from tests.support.megatron_layout import model_config
 
 
-def make_layout(
-    data: st.DataObject, config: dict[str, Any], side: str
-) -> MegatronLayout | SGLangLayout:
+def make_layout(data: st.DataObject, config: dict[str, Any], side: str) -> StagedLayout:
     if side == "trainer":
         return megatron_layout(config, data.draw(megatron_sizes(config)))
     return sglang_layout(config, data.draw(sglang_sizes()))
@@ -76,3 +76,34 @@ def test_stacked_experts_have_a_piece_per_group() -> None:
     pieces = layout.placement("model.layers.0.mlp.experts.down_proj").pieces
     assert [(piece.start[0], piece.stop[0]) for piece in pieces] == [(0, 4), (0, 4)]
     assert [list(piece.ranks) for piece in pieces] == [[0, 2], [1, 3]]
+
+
+class TwoStages(StagedLayout):
+    """Layer 0 on rank 0, layers 1 and 2 on rank 1; what lies outside the layers on both."""
+
+    num_ranks = 2
+
+    def _layers_and_group(self, rank: int) -> tuple[range, int]:
+        return (range(1), 0) if rank == 0 else (range(1, 3), 0)
+
+    def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
+        ranks = Ranks.of(range(2) if stage is None else [stage])
+        return Placement((Piece((0,) * len(entry.shape), entry.shape, ranks, entry.dtype),))
+
+
+def test_a_layout_of_two_stages_names_and_counts_what_each_rank_holds() -> None:
+    config = model_config()
+    tensors = Tensors(family_of(config), config, "bfloat16")
+    layout = TwoStages(tensors, {0: 0, 1: 1, 2: 1}, experts_per_rank=4)
+    shapes = hf_tensor_shapes(config)
+    for rank, layers in enumerate(({"0"}, {"1", "2"})):
+        wanted = {
+            name
+            for name in shapes
+            if not name.startswith("model.layers.") or name.split(".")[2] in layers
+        }
+        assert set(layout.names(rank)) == wanted
+        assert sum(numel for _, numel in layout.held(rank)) == sum(prod(shapes[n]) for n in wanted)
+        for name in wanted:
+            assert any(rank in piece.ranks for piece in layout.placement(name).pieces), name
+    assert layout.placement("model.layers.3.input_layernorm.weight") is NOWHERE
