@@ -1,0 +1,128 @@
+"""A worker restarts the server it looks after, within limits; a few lines play SGLang's part."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from mcore_rl.cluster.engine_worker import EngineWorker
+from mcore_rl.cluster.rank_actor import ProcessLost
+from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.engine_health import EngineState
+
+SERVER = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(503 if os.path.exists("sick") else 200)
+        self.end_headers()
+
+print("begun with", sys.argv[sys.argv.index("--model-path") + 1], flush=True)
+if os.path.exists("broken"):
+    sys.exit("no such model")
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+Make = Callable[..., EngineWorker]
+
+
+@pytest.fixture
+def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make workers whose servers run SERVER: Python finds its module in the working directory."""
+    package = tmp_path / "mcore_rl" / "rollout"
+    package.mkdir(parents=True)
+    for path in (package.parent / "__init__.py", package / "__init__.py"):
+        path.touch()
+    (package / "server.py").write_text(SERVER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}])
+    workers = []
+
+    def make(
+        max_restarts: int, startup_timeout_s: float = 20.0, node_rank: int = 0
+    ) -> EngineWorker:
+        spec = EngineSpec(
+            "model",
+            str(tmp_path / "log"),
+            num_nodes=1 + node_rank,
+            node_rank=node_rank,
+            dist_init_addr="a:1",
+        )
+        worker = EngineWorker(spec, 1, 20.0, max_restarts)
+        workers.append(worker)
+        return worker
+
+    yield make
+    for worker in workers:
+        worker._engine.stop()
+
+
+def test_a_healthy_server_is_left_alone(make_worker: Make) -> None:
+    worker = make_worker(max_restarts=1)
+    pid, url = worker.pid(), worker.address().url
+    assert worker.check([0, 0]) == EngineState(url, restarts=0, healthy=True)
+    assert worker.check([5, 0]) == EngineState(url, restarts=0, healthy=True)
+    assert worker.pid() == pid
+
+
+def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_up(
+    make_worker: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = make_worker(max_restarts=1)
+    pid, url = worker.pid(), worker.address().url
+    kill(worker)
+    assert worker.check([0, 0]) == EngineState(url, restarts=1, healthy=False)
+    assert worker.address().url == url and worker.pid() != pid
+    printed = capsys.readouterr().out
+    assert "died (status -9); its last lines:\n  | begun with model\n" in printed
+    assert "starting it again, 1 of 1" in printed
+    assert wait_until_healthy(worker) == EngineState(url, restarts=1, healthy=True)
+    kill(worker)
+    with pytest.raises(ProcessLost, match=rf"engine {url} .*died \(status -9\); its last lines"):
+        worker.check([0, 0])
+
+
+def test_a_server_is_restarted_with_the_others_of_its_engine(make_worker: Make) -> None:
+    worker = make_worker(max_restarts=2, node_rank=1)
+    pid = worker.pid()
+    state = worker.check([0, 1])
+    assert (state.restarts, state.healthy) == (1, False)
+    assert worker.pid() != pid
+    assert worker.check([0, 1]).restarts == 1
+
+
+def test_a_restarted_server_must_get_healthy_in_time(make_worker: Make) -> None:
+    worker = make_worker(max_restarts=1)
+    Path("sick").touch()
+    kill(worker)
+    worker.check([0, 0])
+    worker._healthy_until = time.monotonic() - 1.0
+    with pytest.raises(ProcessLost, match="was started again but not healthy after 20 s; its last"):
+        worker.check([0, 0])
+
+
+def test_a_server_that_does_not_start_is_lost_with_its_log(make_worker: Make) -> None:
+    Path("broken").touch()
+    with pytest.raises(ProcessLost, match=r"(?s)exited with status 1 .* \| no such model"):
+        make_worker(max_restarts=3)
+
+
+def kill(worker: EngineWorker) -> None:
+    os.kill(worker.pid(), signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    while worker._engine.is_alive():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def wait_until_healthy(worker: EngineWorker) -> EngineState:
+    deadline = time.monotonic() + 20.0
+    while not (state := worker.check([0, 0])).healthy:
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+    return state

@@ -1,0 +1,169 @@
+"""The parts of a run: what is loaded in which order, and what a recipe does without."""
+
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import (
+    CheckpointConfig,
+    Config,
+    CriticConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from mcore_rl.data.arithmetic import make_tokenizer
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
+from mcore_rl.players.trainer import PackedCritic
+from mcore_rl.run.parts import (
+    finish,
+    load_models,
+    make_client,
+    make_critic,
+    make_log,
+    make_teacher,
+    pack,
+    resume,
+    sample_in_background,
+)
+from mcore_rl.run.startup import Started
+from mcore_rl.run_folder import RunFolder
+
+
+@dataclass
+class Ranks:
+    """Ranks of one model; they log what they are asked for."""
+
+    role: str
+    log: list[tuple[str, ...]]
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def snapshot_reference(self) -> None:
+        self.log.append((self.role, "snapshot_reference"))
+
+    def load(self, folder: str, *, verify: bool = True) -> Mapping[str, Any]:
+        self.log.append((self.role, "load", folder, f"verify={verify}"))
+        return self.state
+
+    def finish_save(self) -> None:
+        self.log.append((self.role, "finish_save"))
+
+    def export_hf(self, folder: str) -> None:
+        self.log.append((self.role, "export_hf", folder))
+
+
+Log = list[tuple[str, ...]]
+
+
+def start(log: Log, state: Mapping[str, Any], with_critic: bool = True) -> Started:
+    """Return a run whose models have GPUs of their own."""
+    trainer: Any = Ranks("trainer", log, state)
+    critic: Any = Ranks("critic", log) if with_critic else None
+    engines: Any = None
+    return Started(trainer, critic, engines, SharedGpus(EngineMemory((), 5.0), fail))
+
+
+def fail(_: object) -> None:
+    raise AssertionError("nothing shares GPUs")
+
+
+def test_a_run_continues_after_the_step_that_was_saved(tmp_path: Path) -> None:
+    folder, log = RunFolder(tmp_path), Log()
+    config = Config(checkpoint=CheckpointConfig(verify=False))
+    stream = ShuffledStream(list("abcd"), seed=0)
+    taken = stream.take(3)
+    started = start(log, {"step": 4, "data": stream.state_dict()})
+    again = ShuffledStream(list("abcd"), seed=0)
+    parts, newest = {"data": again}, folder.checkpoint(4)
+    assert load_models(config, started, folder, parts, newest, with_reference=True) == 4
+    assert log == [
+        ("trainer", "snapshot_reference"),
+        ("trainer", "load", str(newest), "verify=False"),
+        ("critic", "load", str(folder.critic_checkpoint(4)), "verify=False"),
+    ]
+    assert [*taken, *again.take(1)] == ShuffledStream(list("abcd"), seed=0).take(4)
+
+
+def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
+    log = Log()
+    started = start(log, {"step": 4})
+    folder = RunFolder(tmp_path)
+    assert load_models(Config(), started, folder, {}, None, with_reference=False) == 0
+    assert log == []
+
+
+def test_a_checkpoint_without_the_state_of_a_run_is_refused(tmp_path: Path) -> None:
+    trainer: Any = Ranks("trainer", Log())
+    with pytest.raises(ValueError, match=r"a model without the state of a run: .* another run.dir"):
+        resume(trainer, CheckpointConfig(), {}, tmp_path)
+
+
+@pytest.mark.parametrize("export", [True, False])
+def test_the_end_completes_saves_and_exports_what_the_recipe_wants(
+    tmp_path: Path, export: bool
+) -> None:
+    folder, log = RunFolder(tmp_path, has_critic=True), Log()
+    for step in (1, 2, 3):
+        folder.checkpoint(step).mkdir(parents=True)
+        folder.critic_checkpoint(step).mkdir()
+    config = Config(checkpoint=CheckpointConfig(keep=1, export_hf=export))
+    finish(config, start(log, {}), folder)
+    exports = [("critic", str(folder.critic_export)), ("trainer", str(folder.export))]
+    exported = [(role, what[1]) for role, *what in log if what[0] == "export_hf"]
+    assert exported == (exports if export else [])
+    assert [role for role, *what in log if what == ["finish_save"]] == ["critic", "trainer"]
+    left = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert left == ["critic_000003", "step_000003"]
+
+
+def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    config = Config(
+        parallel=ParallelConfig(dp=3),
+        train=TrainConfig(max_tokens_per_microbatch=100),
+    )
+    started = start(Log(), {})
+    trainer = pack(config, started.trainer, folder, temperature=0.5)
+    assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
+    apart = make_critic(config, started, folder)
+    assert isinstance(apart, PackedCritic) and apart._packing.dp_size == 1
+    config.critic = CriticConfig(colocated=True)
+    assert isinstance(make_critic(config, started, folder), SharingCritic)
+    assert make_critic(config, start(Log(), {}, with_critic=False), folder) is None
+
+
+def test_a_recipe_without_a_teacher_has_none() -> None:
+    assert make_teacher({}, fail, SharedGpus(EngineMemory((), 5.0), fail)) is None
+
+
+def test_a_synchronous_run_samples_nothing_in_the_background() -> None:
+    unused: Any = None
+    context = sample_in_background(Config(), 0, unused, unused, unused, unused, unused)
+    assert isinstance(context, nullcontext)
+
+
+def test_a_tokenizer_that_cannot_end_a_response_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    unused: Any = None
+    with pytest.raises(ValueError, match="tokenizer in /model has no eos_token"):
+        make_client(Config(model=ModelConfig(path="/model")), unused, unused, tokenizer)
+
+
+def test_rows_after_the_step_to_continue_from_are_dropped(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    config = Config(log=LogConfig(console=False, tensorboard=False))
+    with make_log(config, folder, total_steps=9, start_step=0) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"reward/mean": step / 10})
+    with make_log(config, folder, total_steps=9, start_step=2) as log:
+        log.log(3, {"reward/mean": 0.7})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.7)]
