@@ -1,0 +1,64 @@
+"""tests/ mirrors the package: a module with logic has a test file of its name that imports it."""
+
+import ast
+from pathlib import Path
+
+from tests.support.policy import ROOT, parse, python_files, read
+
+GLUE = {
+    "mcore_rl/cluster/critic.py",
+    "mcore_rl/cluster/engine_worker.py",
+    "mcore_rl/cluster/model_group.py",
+    "mcore_rl/cluster/trainer.py",
+}
+"""Ray actors around objects that have tests; tests/scenarios and tests/e2e run them."""
+STANDINS = "mcore_rl/device/standins/"
+"""Loaded by SGLang alone; tests/device runs them in a process of its own."""
+
+
+def test_every_module_with_logic_has_a_test_file_that_imports_it() -> None:
+    problems = []
+    for path in python_files("mcore_rl", "checkpoint_tools"):
+        if str(path) in GLUE or str(path).startswith(STANDINS) or not has_logic(parse(path)):
+            continue
+        mirror = mirror_of(path)
+        if not (ROOT / mirror).is_file():
+            problems.append(f"{path} lacks {mirror}")
+        elif not imports(mirror, path):
+            problems.append(f"{mirror} does not import {path}")
+    assert not problems, "\n".join(problems)
+
+
+def test_the_exceptions_are_still_there() -> None:
+    assert all((ROOT / path).is_file() for path in GLUE)
+
+
+def has_logic(tree: ast.Module) -> bool:
+    """Whether a function does anything; protocols and values alone have nothing to test."""
+    return any(
+        not isinstance(statement, ast.Expr | ast.Pass)
+        or not isinstance(getattr(statement, "value", None), ast.Constant)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for statement in node.body
+    )
+
+
+def mirror_of(path: Path) -> Path:
+    """The test file of a module; that of a package is named after its folder."""
+    parts = path.parts[1:] if path.parts[0] == "mcore_rl" else path.parts
+    name = path.parent.name if path.stem == "__init__" else path.stem
+    return Path("tests", *parts[:-1], f"test_{name}.py")
+
+
+def imports(test: Path, path: Path) -> bool:
+    """Whether the test's text names the module, or imports it from its package."""
+    module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    package, _, name = module.rpartition(".")
+    text = read(test)
+    return module in text or any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == package
+        and name in {alias.name for alias in node.names}
+        for node in ast.walk(parse(test))
+    )
