@@ -1,13 +1,11 @@
 """Models in block FP8 and MXFP4 come out bit for bit as torch and transformers compute them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -21,29 +19,9 @@ from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.files import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
-from tests.support.small_hf import LARGE, ONE_WORKER, read_all
+from tests.support.quantized_models import FOUR_MIB, FP8, MXFP4, random_bytes, random_mxfp4, write
+from tests.support.small_hf import LARGE, read_all
 from tests.support.tiny_models import write_model
-
-FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
-MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-FOUR_MIB = ("--memory-budget", "4MiB")
-"""The least that one worker takes: bands of 128 Ki elements."""
-
-
-def write(folder: Path, tensors: dict[str, Tensor], quantization: Any, **settings: Any) -> Path:
-    """A directory of an architecture that no table knows."""
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"architectures": ["SomebodysForCausalLM"], "torch_dtype": "bfloat16", **settings}
-    config |= {"quantization_config": quantization} if quantization else {}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text("{}")
-    return folder
 
 
 def assert_same_bits(found: Tensor, expected: Tensor, name: str) -> None:
@@ -55,18 +33,6 @@ def dequantized(values: Tensor, scales: Tensor, block: list[int], dtype: torch.d
     """Value * scale of its block, for the whole matrix at once."""
     factors = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (values.float() * factors[: values.shape[0], : values.shape[1]]).to(dtype)
-
-
-def random_bytes(*shape: int, most: int = 256) -> Tensor:
-    return torch.randint(
-        0, most, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
-
-
-def random_mxfp4(name: str, experts: int, rows: int, groups: int) -> dict[str, Tensor]:
-    """Every value and every scale there is."""
-    halves = random_bytes(experts, rows, groups, 16), random_bytes(experts, rows, groups)
-    return dict(zip((f"{name}_blocks", f"{name}_scales"), halves, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -179,157 +145,3 @@ def test_a_quantized_model_of_a_known_family_comes_back(tmp_path: Path, capsys: 
     assert main(["from-hf", str(out), str(tmp_path / "megatron"), "--workers", "1"]) == 0
     assert main(["dequantize", str(out), str(tmp_path / "no")]) == 2
     assert "has no quantization_config: the model is not quantized" in capsys.readouterr().err
-
-
-Tensors = dict[str, Tensor]
-
-
-def fp8_tensors() -> Tensors:
-    return {
-        "a.weight": random_bytes(200, 300, most=100).view(torch.float8_e4m3fn),
-        "a.weight_scale_inv": torch.ones(2, 3),
-        "norm.weight": torch.ones(4),
-    }
-
-
-def mxfp4_tensors() -> Tensors:
-    return random_mxfp4("e", 2, 3, 4)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "tensors", "change", "message"),
-    [
-        (
-            {"quant_method": "awq"},
-            fp8_tensors,
-            {},
-            "config.json: quant_method='awq' .* only 'fp8' and 'mxfp4'",
-        ),
-        (
-            {"quant_method": "compressed-tensors"},
-            fp8_tensors,
-            {},
-            "quant_method='compressed-tensors'",
-        ),
-        ("fp8", fp8_tensors, {}, "quant_method=None"),
-        (
-            FP8 | {"weight_block_size": None},
-            fp8_tensors,
-            {},
-            "weight_block_size=None .* only blocks of",
-        ),
-        (FP8 | {"fmt": "e5m2"}, fp8_tensors, {}, "fmt='e5m2'"),
-        (
-            FP8 | {"activation_scheme": "static"},
-            fp8_tensors,
-            {},
-            "activation_scheme='static' .* 'dynamic'",
-        ),
-        (
-            FP8 | {"weight_block_size": [64, 128]},
-            fp8_tensors,
-            {},
-            r"'a.weight_scale_inv' .* should have \(4, 3\)",
-        ),
-        (
-            FP8,
-            fp8_tensors,
-            {"a.weight": None},
-            "'a.weight_scale_inv' belongs to 'a.weight', which .* lacks",
-        ),
-        (
-            FP8,
-            fp8_tensors,
-            {"a.weight_scale_inv": None},
-            "'a.weight' is float8_e4m3fn, and no tensor",
-        ),
-        (
-            FP8,
-            fp8_tensors,
-            {"a.weight": torch.ones(200, 300)},
-            "'a.weight' is float32 .* should be a matrix",
-        ),
-        (
-            FP8,
-            fp8_tensors,
-            {"a.weight_scale_inv": torch.ones(3, 2)},
-            r"has shape \(3, 2\): .* have \(2, 3\)",
-        ),
-        (
-            FP8,
-            fp8_tensors,
-            {"a.weight_scale_inv": torch.ones(2, 3, dtype=torch.int32)},
-            "is int32: scales",
-        ),
-        (
-            FP8,
-            fp8_tensors,
-            {"b": random_bytes(4)},
-            "tensor 'b' is uint8, and no tensor has its scales",
-        ),
-        (
-            FP8,
-            dict,
-            {"norm.weight": torch.ones(4)},
-            "quant_method='fp8', but none of 1 tensors is quantized",
-        ),
-        (
-            MXFP4,
-            mxfp4_tensors,
-            {"e_blocks": None},
-            "'e_scales' belongs to 'e_blocks', which the model lacks",
-        ),
-        (
-            MXFP4,
-            mxfp4_tensors,
-            {"e_scales": None},
-            "'e_blocks' belongs to 'e_scales', which the model lacks",
-        ),
-        (
-            MXFP4,
-            mxfp4_tensors,
-            {"e_scales": random_bytes(2, 4, 3)},
-            r"shape \(2, 4, 3\): .* have \(2, 3, 4\)",
-        ),
-        (
-            MXFP4,
-            mxfp4_tensors,
-            {"e_scales": torch.ones(2, 3, 4)},
-            "'e_scales' is float32: scales should be",
-        ),
-        (
-            MXFP4,
-            mxfp4_tensors,
-            {"e_blocks": random_bytes(2, 3, 64)},
-            "'e_blocks' is uint8 .* groups of 32",
-        ),
-        (
-            MXFP4,
-            mxfp4_tensors,
-            {"e": torch.ones(2)},
-            "tensor 'e' is stored twice, also as .* 'e_blocks'",
-        ),
-        (MXFP4, fp8_tensors, {}, "'a.weight' is float8_e4m3fn, and no tensor has its scales"),
-    ],
-)
-def test_what_cannot_be_dequantized_is_refused_by_name(
-    tmp_path: Path,
-    quantization: Any,
-    tensors: Callable[[], Tensors],
-    change: dict[str, Tensor | None],
-    message: str,
-) -> None:
-    changed = {name: tensor for name, tensor in (tensors() | change).items() if tensor is not None}
-    source = write(tmp_path / "source", changed, quantization)
-    with pytest.raises(ValueError, match=message):
-        dequantize(source, tmp_path / "out", "bfloat16", LARGE, ONE_WORKER)
-    assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_an_expert_that_does_not_fit_is_refused(tmp_path: Path, capsys: Any) -> None:
-    source = write(tmp_path / "source", random_mxfp4("e", 1, 1000, 100), MXFP4)
-    assert (
-        main(["dequantize", str(source), str(tmp_path / "out"), "--workers", "1", *FOUR_MIB]) == 2
-    )
-    assert "leaves 4096 KiB for each worker" in (error := capsys.readouterr().err)
-    assert "each worker, 'e' needs 4980 KiB" in error

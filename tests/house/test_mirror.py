@@ -5,13 +5,8 @@ from pathlib import Path
 
 from tests.support.policy import ROOT, parse, python_files, read
 
-GLUE = {
-    "mcore_rl/cluster/critic.py",
-    "mcore_rl/cluster/engine_worker.py",
-    "mcore_rl/cluster/model_group.py",
-    "mcore_rl/cluster/trainer.py",
-}
-"""Ray actors around objects that have tests; tests/scenarios and tests/e2e run them."""
+GLUE = {"mcore_rl/cluster/critic.py"}
+"""Passes calls on through Ray to an object that has tests; tests/e2e runs it."""
 STANDINS = "mcore_rl/device/standins/"
 """Loaded by SGLang alone; tests/device runs them in a process of its own."""
 

@@ -1,0 +1,44 @@
+"""Small models in block FP8 and MXFP4, with every value and scale there is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+FOUR_MIB = ("--memory-budget", "4MiB")
+"""The least that one worker takes: bands of 128 Ki elements."""
+
+
+def write(folder: Path, tensors: dict[str, Tensor], quantization: Any, **settings: Any) -> Path:
+    """A directory of an architecture that no table knows."""
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["SomebodysForCausalLM"], "torch_dtype": "bfloat16", **settings}
+    config |= {"quantization_config": quantization} if quantization else {}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def random_bytes(*shape: int, most: int = 256) -> Tensor:
+    return torch.randint(
+        0, most, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def random_mxfp4(name: str, experts: int, rows: int, groups: int) -> dict[str, Tensor]:
+    """Every value and every scale there is."""
+    halves = random_bytes(experts, rows, groups, 16), random_bytes(experts, rows, groups)
+    return dict(zip((f"{name}_blocks", f"{name}_scales"), halves, strict=True))
