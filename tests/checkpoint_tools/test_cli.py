@@ -46,3 +46,9 @@ def test_different_checkpoints_are_status_1(
     text = capsys.readouterr().out
     assert "a: 4 of 4 elements differ, the first at [0]: 1.0 and 2.0; largest difference 1" in text
     assert "1 tensors differ: 1 tensors read" in text
+
+
+def test_a_size_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["from-hf", str(tmp_path), str(tmp_path / "out"), "--memory-budget", "much"])
+    assert "argument --memory-budget" in capsys.readouterr().err

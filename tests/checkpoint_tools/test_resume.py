@@ -1,7 +1,6 @@
 """Conversions that are killed in the middle, and what the same command does afterwards."""
 
 import errno
-import fcntl
 import itertools
 import multiprocessing as mp
 import os
@@ -13,7 +12,6 @@ from typing import Any
 import psutil
 import pytest
 
-from checkpoint_tools import staging
 from checkpoint_tools.cli import main
 from checkpoint_tools.staging import JOURNAL, PARTIAL, Staging
 from mcore_rl.slices.hf.checksums import MANIFEST
@@ -142,18 +140,6 @@ def test_a_source_that_changed_since_is_begun_anew(
     assert (out / MANIFEST).is_file()
 
 
-def test_two_at_once_are_refused(
-    source: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(staging, "LOCK_WAIT_S", 0.2)
-    partial = tmp_path / f"out{PARTIAL}"
-    partial.mkdir()
-    with (partial / JOURNAL).open("wb") as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)
-        assert main(["from-hf", str(source), str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert "is being written by another process" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -171,12 +157,6 @@ def test_too_little_to_work_with_is_refused(
     workers = [] if "--workers" in options else ["--workers", "1"]
     assert main(["from-hf", str(source), str(tmp_path / "out"), *options, *workers]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_size_that_is_none_is_refused(tmp_path: Path, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["from-hf", str(tmp_path), str(tmp_path / "out"), "--memory-budget", "much"])
-    assert "argument --memory-budget" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

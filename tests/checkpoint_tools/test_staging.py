@@ -1,5 +1,6 @@
 """Finished units survive a run that was cut short; what changed meanwhile is done again."""
 
+import fcntl
 import zlib
 from pathlib import Path
 
@@ -72,3 +73,16 @@ def test_another_digest_begins_anew(tmp_path: Path) -> None:
     folder = tmp_path / f"out{PARTIAL}"
     assert sorted(path.name for path in folder.iterdir()) == [JOURNAL, "file"]
     assert (folder / "file").read_bytes() == b"header" + bytes(24)
+
+
+def test_two_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("checkpoint_tools.staging.LOCK_WAIT_S", 0.2)
+    partial = tmp_path / f"out{PARTIAL}"
+    partial.mkdir()
+    with (partial / JOURNAL).open("wb") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with (
+            pytest.raises(ValueError, match="is being written by another process"),
+            Staging(tmp_path / "out", "digest").open([], []),
+        ):
+            raise AssertionError("the folder is held twice")

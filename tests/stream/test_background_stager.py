@@ -28,9 +28,9 @@ def connecting(end: LinkEnd) -> Callable[[], Connection]:
 
 
 @contextmanager
-def stager(timeout_s: float = TIMEOUT_S) -> Iterator[tuple[LinkStore, Connection, Staging]]:
+def stager() -> Iterator[tuple[LinkStore, Connection, Staging]]:
     """Yield the link's store, the trainer rank's connection, and what the engine rank stages."""
-    store, link = make_link(timeout_s=timeout_s)
+    store, link = make_link(timeout_s=TIMEOUT_S)
     ends = open_ends(replace(link, staged=True))
     sender, receiver = run_ranks([connecting(end) for end in ends])
     _, parameters = column_cut(make_tensors(seed=0), 0, 1, "float32")
@@ -72,8 +72,9 @@ def test_requests_are_served_in_order_and_the_parameters_wait_for_the_swap() -> 
 
 
 def test_a_failure_to_receive_from_the_trainer_is_reported_and_nothing_is_staged() -> None:
-    with stager(timeout_s=0.3) as (store, _, staging):
+    with stager() as (store, sender, staging):
         staging.version = 4
+        sender.close()
         store.put_stage_request(0, StageRequest(5))
         report = wait_report(store)
         assert report.error is not None and "from trainer rank 0" in report.error

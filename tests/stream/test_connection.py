@@ -70,6 +70,6 @@ def test_a_peer_that_leaves_is_named() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    _store, link = make_link(num_senders=NUM_SENDERS, timeout_s=0.2)
+    _store, link = make_link(num_senders=NUM_SENDERS, timeout_s=0.5)
     with pytest.raises(TransferError, match="the layout of trainer rank 1, rank 0 of engine"):
         connecting(open_ends(link)[0])()

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
 from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement, boxes_of
-from mcore_rl.slices.layouts.megatron import MegatronSizes
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.ranks import Ranks
+from mcore_rl.slices.layouts.sglang import SGLangLayout
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors
@@ -24,7 +25,9 @@ from tests.support.layout_strategies import (
 from tests.support.megatron_layout import model_config
 
 
-def make_layout(data: st.DataObject, config: dict[str, Any], side: str) -> StagedLayout:
+def make_layout(
+    data: st.DataObject, config: dict[str, Any], side: str
+) -> MegatronLayout | SGLangLayout:
     if side == "trainer":
         return megatron_layout(config, data.draw(megatron_sizes(config)))
     return sglang_layout(config, data.draw(sglang_sizes()))
