@@ -1,4 +1,4 @@
-"""What travels to the ranks of a model, and the order of a group's calls.
+"""The spec that travels to the ranks of a model, and the order of a group's calls.
 
 tests/scenarios/test_ranks_and_engines.py builds and trains a group, on Ray and with Megatron.
 """

@@ -1,4 +1,4 @@
-"""What `mcore-rl plan` prints: the same plan as tables and as JSON, or an error by name."""
+"""`mcore-rl plan` prints the same plan as tables and as JSON, or an error by name."""
 
 import json
 

@@ -102,7 +102,7 @@ def test_missing_settings_are_named():
         (
             "deepseek_v3",
             {"quantization_config": {"quant_method": "fp8"}},
-            "fp8.*mcore-rl-ckpt dequantise",
+            "fp8.*mcore-rl-ckpt dequantize",
         ),
         (
             "qwen3",

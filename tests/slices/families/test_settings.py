@@ -139,7 +139,7 @@ def test_a_missing_theta_is_refused_and_a_rotated_share_is_found() -> None:
 @pytest.mark.parametrize(
     ("quantization", "remedy"),
     [
-        ({"quant_method": "fp8"}, "mcore-rl-ckpt dequantise"),
+        ({"quant_method": "fp8"}, "mcore-rl-ckpt dequantize"),
         ({"quant_method": "gptq"}, "only 'fp8' and 'mxfp4' can be converted"),
         ("fp4", "quant_method='fp4'"),
     ],

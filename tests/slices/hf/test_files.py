@@ -157,11 +157,11 @@ def broken(tmp_path: Path, change) -> Path:
         ),
         (
             lambda w: w.update({"lm_head.weight": w["lm_head.weight"].to(torch.float8_e4m3fn)}),
-            "'lm_head.weight' is F8_E4M3, so the model is quantized.*mcore-rl-ckpt dequantise",
+            "'lm_head.weight' is F8_E4M3, so the model is quantized.*mcore-rl-ckpt dequantize",
         ),
         (
             lambda w: w.update({"lm_head.weight_scale_inv": torch.zeros(1, 1)}),
-            "'lm_head.weight_scale_inv' holds scales .*mcore-rl-ckpt dequantise",
+            "'lm_head.weight_scale_inv' holds scales .*mcore-rl-ckpt dequantize",
         ),
     ],
 )
