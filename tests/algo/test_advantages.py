@@ -3,7 +3,6 @@ float64.
 """
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,20 +14,12 @@ from mcore_rl.algo.advantages import normalize, weights_of_groups
 from mcore_rl.algo.choice import advantages
 from mcore_rl.algo.outcomes import Outcomes
 from mcore_rl.config import AlgorithmConfig, PreferenceConfig
+from tests.support.outcomes import Rows, outcomes_of
 
 REWARDS = st.sampled_from([0.0, 0.1, 0.5, 1.0, -2.0, 1e3])
 GROUPED = st.lists(
     st.tuples(REWARDS, st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=24
 )
-Rows = Sequence[tuple[float, int, int]]
-
-
-def outcomes_of(rows: Rows, token_rewards: Sequence[float] | None = None) -> Outcomes:
-    rewards, groups, lens = zip(*rows, strict=True)
-    tokens = None if token_rewards is None else torch.tensor(token_rewards, dtype=torch.float64)
-    return Outcomes(
-        torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(lens), tokens
-    )
 
 
 def peers_of(rows: Rows, group: int) -> list[tuple[float, int]]:

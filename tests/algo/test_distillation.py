@@ -8,6 +8,7 @@ import torch
 from mcore_rl.algo.advantages import teacher_log_ratio
 from mcore_rl.algo.choice import advantages
 from mcore_rl.config import AlgorithmConfig
+from tests.support.outcomes import outcomes_of
 
 
 def test_distillation_pulls_each_token_to_the_teacher_and_adds_the_task() -> None:
