@@ -38,11 +38,14 @@ def execute(words: Sequence[str], folder: Path) -> None:
     )
 
 
-def is_quick(command: Documented) -> bool:
-    return command.is_quick and command.how != "elsewhere"
+QUICK = [
+    command
+    for command in documented(*WALKED, *OTHERS)
+    if command.is_quick and command.how != "elsewhere"
+]
 
 
-@pytest.mark.parametrize("command", filter(is_quick, documented(*WALKED, *OTHERS)), ids=str)
+@pytest.mark.parametrize("command", QUICK, ids=str)
 def test_a_quick_command_runs(command: Documented, tmp_path: Path) -> None:
     execute(command.attempt(), tmp_path)
 
