@@ -9,6 +9,7 @@ from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.output import buffer_bytes
 from checkpoint_tools.reader import Reader, Record, bands
 from checkpoint_tools.stored import DTYPE_BYTES
+from mcore_rl.slices.plan.coverage import unravel
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _find_difference(
     first_values = torch.frombuffer(first, dtype=dtype)[places].double()
     second_values = torch.frombuffer(second, dtype=dtype)[places].double()
     return Difference(
-        index=_unravel(start + int(places[0]), assembly.shape),
+        index=unravel(start + int(places[0]), assembly.shape),
         first=first_values[0].item(),
         second=second_values[0].item(),
         count=len(places),
@@ -114,12 +115,3 @@ def _merge(earlier: Difference | None, later: Difference) -> Difference:
         count=earlier.count + later.count,
         max_abs=max(earlier.max_abs, later.max_abs),
     )
-
-
-def _unravel(element: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index, per axis, of a flat element number."""
-    index = []
-    for size in reversed(shape):
-        element, position = divmod(element, size)
-        index.append(position)
-    return tuple(reversed(index))

@@ -236,8 +236,4 @@ def _held_back(tokens: LossTokens) -> Tensor:
 
 
 def _clips(config: AlgorithmConfig) -> dict[str, float]:
-    """Raise ValueError if a clip range is negative."""
-    for name in ("clip_low", "clip_high"):
-        if getattr(config, name) < 0:
-            raise ValueError(f"algorithm.{name}={getattr(config, name)}: must not be negative")
     return {"clip_low": config.clip_low, "clip_high": config.clip_high}

@@ -16,7 +16,7 @@ from itertools import product
 from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
-from mcore_rl.slices.plan.coverage import contiguous_strides
+from mcore_rl.slices.plan.coverage import contiguous_strides, unravel
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def shards_of_view(
     hf_strides = contiguous_strides(hf_shape)
     shards = []
     for source, target, box_dims in _boxes(_merge(dims), hf_strides):
-        start = _unravel(int(view.storage_offset()) + source, hf_shape)
+        start = unravel(int(view.storage_offset()) + source, hf_shape)
         extents, local = _extents(name, hf_shape, hf_strides, start, box_dims)
         stop = tuple(a + n for a, n in zip(start, extents, strict=True))
         shards.append(Shard(Box(name, start, stop), tensor, offset + target, local, dtype))
@@ -99,15 +99,6 @@ def _boxes(dims: list[_Dim], hf_strides: Sequence[int]) -> Iterator[tuple[int, i
             source += n * dim.source
             target += n * dim.target
         yield source, target, box_dims
-
-
-def _unravel(element: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of element number `element` of a contiguous tensor of `shape`."""
-    index = []
-    for stride in contiguous_strides(shape):
-        index.append(element // stride)
-        element %= stride
-    return tuple(index)
 
 
 def _extents(

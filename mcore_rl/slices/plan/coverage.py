@@ -34,6 +34,15 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
     return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
+def unravel(element: int, shape: Iterable[int]) -> tuple[int, ...]:
+    """Return the index of element number `element` of a contiguous tensor of `shape`."""
+    index = []
+    for stride in contiguous_strides(shape):
+        index.append(element // stride)
+        element %= stride
+    return tuple(index)
+
+
 def runs(
     shape: Iterable[int], strides: Iterable[int], offset: int = 0
 ) -> tuple[NDArray[np.int64], int]:
