@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from checkpoint_tools.assembly import Piece, checked, cut, joined, make_pieces, row_of, whole
 from checkpoint_tools.stored import Chunk
 from mcore_rl.slices.plan.coverage import contiguous_strides
+from tests.support.assembly_elements import element_pairs
 
 
 def chunk_of(*shape: int) -> Chunk:
@@ -21,14 +22,9 @@ def places(pieces: list[Piece] | tuple[Piece, ...]) -> dict[int, int]:
     """Element of the tensor -> element of the chunk; asserts that none is written twice."""
     copied: dict[int, int] = {}
     for piece in pieces:
-        for row in range(piece.rows):
-            for step in range(piece.run):
-                source = row * piece.run + step
-                if piece.transposed:
-                    source = step * piece.rows + row
-                target = piece.target + row * piece.stride + step
-                assert target not in copied
-                copied[target] = piece.source + source
+        for target, source in element_pairs(piece):
+            assert target not in copied
+            copied[target] = source
     return copied
 
 

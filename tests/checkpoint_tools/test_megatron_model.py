@@ -16,6 +16,7 @@ from checkpoint_tools.megatron_model import (
 )
 from checkpoint_tools.stored import Chunk, StoredTensor
 from checkpoint_tools.tiling import check_boxes
+from tests.support.assembly_elements import element_pairs
 from tests.support.tiny_models import write_model
 
 
@@ -23,13 +24,8 @@ def element_sources(assembly: Assembly) -> dict[int, tuple[str, int]]:
     """Element of the tensor -> (key of the chunk, element of the chunk)."""
     sources: dict[int, tuple[str, int]] = {}
     for piece in assembly.pieces:
-        for row in range(piece.rows):
-            for step in range(piece.run):
-                source = row * piece.run + step
-                if piece.transposed:
-                    source = step * piece.rows + row
-                target = piece.target + row * piece.stride + step
-                sources[target] = (piece.chunk.key, piece.source + source)
+        for target, source in element_pairs(piece):
+            sources[target] = (piece.chunk.key, source)
     return sources
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import (
@@ -17,6 +16,7 @@ from mcore_rl.cluster.placement import (
     reserve,
 )
 from mcore_rl.planning.bundles import plan_ranks
+from tests.support.imaginary_gpus import four_imaginary_gpus
 
 NO_GROUP: Any = None
 
@@ -56,15 +56,8 @@ def test_an_engine_across_a_border_of_nodes_is_refused(nodes: str, ranks_per_eng
 @pytest.fixture
 def four_gpus() -> Iterator[None]:
     """Ray is told of four GPUs that do not exist; it assigns them all the same."""
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=4,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
+    with four_imaginary_gpus():
+        yield
 
 
 @pytest.mark.e2e

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 import pytest
-import ray
 from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.slots import RunSlots, reserve_slots
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.planning.run_size import RunSize
+from tests.support.imaginary_gpus import four_imaginary_gpus
 
 pytestmark = pytest.mark.e2e
 
@@ -21,15 +21,8 @@ ROLLOUT = RolloutConfig(tp=1)
 
 @pytest.fixture(scope="module", autouse=True)
 def four_gpus() -> Iterator[None]:
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=4,
-        include_dashboard=False,
-        object_store_memory=80 * 2**20,
-    )
-    yield
-    ray.shutdown()
+    with four_imaginary_gpus():
+        yield
 
 
 @pytest.fixture

@@ -23,9 +23,26 @@ from mcore_rl.config import (
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.loops.rl import is_due, train
 from mcore_rl.roles import Roles
+from mcore_rl.types import Prompt
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
 PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)
+
+
+def make_roles(
+    policy: TablePolicy, algorithm: AlgorithmConfig, log: MemoryLog, held_out: list[Prompt]
+) -> Roles:
+    """The policy plays generator, trainer and weight sync."""
+    return Roles(
+        prompts=ShuffledStream(make_prompts(20), seed=0),
+        held_out=held_out,
+        generator=policy,
+        reward=repeats_the_prompt,
+        advantages=Advantages(algorithm),
+        trainer=policy,
+        weights=policy,
+        log=log,
+    )
 
 
 def run(
@@ -43,17 +60,7 @@ def run(
     )
     policy = TablePolicy(make_policy_loss(algorithm), learning_rate=12.0)
     log = MemoryLog()
-    roles = Roles(
-        prompts=ShuffledStream(make_prompts(20), seed=0),
-        held_out=make_prompts(5),
-        generator=policy,
-        reward=repeats_the_prompt,
-        advantages=Advantages(algorithm),
-        trainer=policy,
-        weights=policy,
-        log=log,
-    )
-    train(config, roles, start_step)
+    train(config, make_roles(policy, algorithm, log, make_prompts(5)), start_step)
     return policy, log
 
 
@@ -113,16 +120,7 @@ def test_a_drift_beyond_its_bound_ends_the_run() -> None:
     policy.served = policy.served + 1.0
     policy.served[:, 0] += 2.0
     log = MemoryLog()
-    roles = Roles(
-        prompts=ShuffledStream(make_prompts(20), seed=0),
-        held_out=[],
-        generator=policy,
-        reward=repeats_the_prompt,
-        advantages=Advantages(algorithm),
-        trainer=policy,
-        weights=policy,
-        log=log,
-    )
+    roles = make_roles(policy, algorithm, log, held_out=[])
     config = Config(run=RunConfig(steps=2), drift=DriftConfig(stop_above=0.1))
     config = replace(config, rollout=replace(config.rollout, prompts_per_step=4))
     with pytest.raises(DriftError, match="step 1: log-probs of trainer and engine differ by"):

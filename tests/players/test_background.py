@@ -14,17 +14,15 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.client import RolloutClient, RolloutError
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries
 
 PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]
 
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
-    monkeypatch.setattr(client_module, "_FIRST_BACKOFF_S", 0.01)
-    loop = EventLoop()
-    yield loop
-    loop.close()
+    with loop_with_quick_retries(monkeypatch, client_module) as loop:
+        yield loop
 
 
 def score_by_index(samples: Sequence[Sample]) -> Scores:

@@ -11,7 +11,7 @@ from mcore_rl.rollout.client import RolloutClient, RolloutError
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, Sample
-from tests.support.fake_sglang import FakeSGLang, sampled_answer
+from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries, sampled_answer
 
 CONFIG = RolloutConfig(retries=1, request_timeout_s=5.0)
 SAMPLING = Sampling(max_response_len=2)
@@ -20,10 +20,8 @@ PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(6)]
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
-    monkeypatch.setattr(client_module, "_FIRST_BACKOFF_S", 0.01)
-    loop = EventLoop()
-    yield loop
-    loop.close()
+    with loop_with_quick_retries(monkeypatch, client_module) as loop:
+        yield loop
 
 
 @pytest.fixture

@@ -11,17 +11,15 @@ from mcore_rl.rollout import served_client
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.served_client import ServedClient, ServedRequestError
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from tests.support.fake_sglang import FakeSGLang, Route
+from tests.support.fake_sglang import FakeSGLang, Route, loop_with_quick_retries
 
 PATH = "/v1/chat/completions"
 
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
-    monkeypatch.setattr(served_client, "_FIRST_BACKOFF_S", 0.01)
-    loop = EventLoop()
-    yield loop
-    loop.close()
+    with loop_with_quick_retries(monkeypatch, served_client) as loop:
+        yield loop
 
 
 def endpoint(*engines: FakeSGLang, timeout_s: float = 5.0) -> ServedEndpoint:

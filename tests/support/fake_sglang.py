@@ -1,9 +1,12 @@
 """An HTTP server without a model that speaks the SGLang protocol of sampling and memory control."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from mcore_rl.process.event_loop import EventLoop
@@ -11,6 +14,19 @@ from mcore_rl.rollout.engine import EngineAddress
 
 Route = tuple[int, Any]
 """HTTP status and body: text, or what is sent as JSON."""
+
+
+@contextmanager
+def loop_with_quick_retries(
+    monkeypatch: pytest.MonkeyPatch, client: ModuleType
+) -> Iterator[EventLoop]:
+    """Run an event loop; requests of the module `client` wait 10 ms before their first retry."""
+    monkeypatch.setattr(client, "_FIRST_BACKOFF_S", 0.01)
+    loop = EventLoop()
+    try:
+        yield loop
+    finally:
+        loop.close()
 
 
 class FakeSGLang:

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import multiprocessing as mp
 import os
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 from tests.support.distributed import PRELOAD
+from tests.support.rank_calls import answer_calls
 from tests.support.saved import saved_tensors
 from tests.support.trainer_processes import ProcessRanks
 
@@ -137,12 +137,7 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
     gc.freeze()
     torch.set_num_threads(1)
     served = _MegatronRank(rank, world_size, port)
-    while True:
-        try:
-            method, *args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        pipe.send_bytes(pickle.dumps(getattr(served, method)(*args)))
+    answer_calls(pipe, served)
 
 
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:

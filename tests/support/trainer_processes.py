@@ -22,6 +22,7 @@ from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from tests.support.megatron_layout import TrainLayout, train_ranks
 from tests.support.processes import Fault, FaultyTransport
+from tests.support.rank_calls import answer_calls
 
 
 class ProcessRanks:
@@ -121,9 +122,4 @@ def _serve(pipe: Any, layout: TrainLayout, rank: int) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     served = _Rank(layout, rank)
-    while True:
-        try:
-            method, *args = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            return
-        pipe.send_bytes(pickle.dumps(getattr(served, method)(*args)))
+    answer_calls(pipe, served)
