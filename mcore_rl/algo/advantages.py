@@ -21,7 +21,7 @@ WEIGHT_EPS = 1e-8
 """Added to a sum of weights."""
 
 
-@advantages.register("grpo")
+@advantages.register("grpo", reads=())
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group.
 
@@ -31,13 +31,13 @@ def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
 
 
-@advantages.register("dr_grpo")
+@advantages.register("dr_grpo", reads=())
 def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
     return outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N))
 
 
-@advantages.register("rloo")
+@advantages.register("rloo", reads=())
 def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the group's other rewards; RLOO, arXiv:2402.14740, section 3.2.
 
@@ -50,7 +50,7 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     )
 
 
-@advantages.register("opo")
+@advantages.register("opo", reads=())
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths.
 
@@ -61,7 +61,7 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
 
 
-@advantages.register("gpg")
+@advantages.register("gpg", reads=())
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)).
 
@@ -74,7 +74,7 @@ def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(centered_N * len(centered_N) / num_with_signal)
 
 
-@advantages.register("grpo_pass_k")
+@advantages.register("grpo_pass_k", reads=())
 def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
 
@@ -94,7 +94,7 @@ def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(advantages_N / (groups.std(groups.centered(scores_N)) + STD_EPS))
 
 
-@advantages.register("reinforce_plus_plus")
+@advantages.register("reinforce_plus_plus", reads=("algorithm.gamma",))
 def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The rewards to go, discounted by `algorithm.gamma`, normalized over all tokens of the batch.
 
@@ -103,7 +103,7 @@ def reinforce_plus_plus(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return normalize(outcomes.rewards_to_go(config.gamma))
 
 
-@advantages.register("reinforce_plus_plus_baseline")
+@advantages.register("reinforce_plus_plus_baseline", reads=())
 def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """r_i - mean(r) in each group, normalized over all tokens; arXiv:2501.03262, section 3.3."""
     return normalize(
@@ -111,7 +111,7 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, config: AlgorithmConfig) ->
     )
 
 
-@advantages.register("gae", Needs(critic=True))
+@advantages.register("gae", Needs(critic=True), reads=("algorithm.gamma", "algorithm.gae_lambda"))
 def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """Generalized advantage estimates, normalized over all tokens; PPO, arXiv:1707.06347, eq. 11.
 
@@ -120,7 +120,7 @@ def gae(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return normalize(generalized(outcomes, config.gamma, config.gae_lambda))
 
 
-@advantages.register("gdpo", Needs(parts=True))
+@advantages.register("gdpo", Needs(parts=True), reads=())
 def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
@@ -138,7 +138,7 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return normalize(outcomes.spread(advantages_N).double())
 
 
-@advantages.register("remax", Needs(greedy_baseline=True))
+@advantages.register("remax", Needs(greedy_baseline=True), reads=())
 def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The rewards to go minus the reward of the greedy response.
 
@@ -149,7 +149,7 @@ def remax(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return (outcomes.rewards_to_go(1.0) - outcomes.spread(outcomes.greedy_N.double())).float()
 
 
-@advantages.register("optimal_token_baseline", Needs(sum_squares=True))
+@advantages.register("optimal_token_baseline", Needs(sum_squares=True), reads=())
 def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """G_t - sum(G_t W_t) / sum(W_t) over the samples of the group that reach token t.
 
@@ -174,7 +174,7 @@ def optimal_token_baseline(outcomes: Outcomes, config: AlgorithmConfig) -> Tenso
     return (to_go_R - baseline_NM[is_token_NM]).float()
 
 
-@advantages.register("dpo", Needs(pairs=True, old_logprobs=True))
+@advantages.register("dpo", Needs(pairs=True, old_logprobs=True), reads=())
 def dpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """Minus the gradient of the pairs' loss by each response's log-prob.
 
@@ -203,7 +203,9 @@ def weights_of_groups(
     )
 
 
-@advantages.register("distillation", Needs(teacher=True, old_logprobs=True))
+@advantages.register(
+    "distillation", Needs(teacher=True, old_logprobs=True), reads=("algorithm.reward_coef",)
+)
 def distillation(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """log teacher - log policy of each token, plus `algorithm.reward_coef` times GRPO's advantage.
 

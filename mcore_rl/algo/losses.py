@@ -18,6 +18,8 @@ from mcore_rl.algo.loss_tokens import LossTokens, Metrics
 from mcore_rl.algo.registry import Needs, PolicyLoss, losses
 from mcore_rl.config import AlgorithmConfig
 
+CLIPS = ("algorithm.clip_low", "algorithm.clip_high")
+
 
 def clipped_surrogate(
     log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float
@@ -35,7 +37,7 @@ def clipped_surrogate(
     }
 
 
-@losses.register("ppo_clip")
+@losses.register("ppo_clip", reads=(*CLIPS, "algorithm.dual_clip"))
 def make_ppo_clip(config: AlgorithmConfig) -> PolicyLoss:
     return partial(ppo_clip, dual_clip=config.dual_clip, **_clips(config))
 
@@ -61,7 +63,7 @@ def ppo_clip(
     return loss_T, metrics
 
 
-@losses.register("gspo")
+@losses.register("gspo", reads=CLIPS)
 def make_gspo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(gspo, **_clips(config))
 
@@ -78,7 +80,7 @@ def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tens
     return clipped_surrogate(log_ratio_T, tokens.advantages_T, clip_low, clip_high)
 
 
-@losses.register("gmpo")
+@losses.register("gmpo", reads=CLIPS)
 def make_gmpo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(gmpo, **_clips(config))
 
@@ -102,7 +104,7 @@ def gmpo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Tens
     }
 
 
-@losses.register("cispo")
+@losses.register("cispo", reads=CLIPS)
 def make_cispo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(cispo, **_clips(config))
 
@@ -120,7 +122,7 @@ def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[Ten
     }
 
 
-@losses.register("sapo")
+@losses.register("sapo", reads=("algorithm.tau_positive", "algorithm.tau_negative"))
 def make_sapo(config: AlgorithmConfig) -> PolicyLoss:
     return partial(sapo, tau_positive=config.tau_positive, tau_negative=config.tau_negative)
 
@@ -134,7 +136,7 @@ def sapo(tokens: LossTokens, *, tau_positive: float, tau_negative: float) -> tup
     return -tokens.advantages_T * gate_T, {}
 
 
-@losses.register("policy_gradient")
+@losses.register("policy_gradient", reads=())
 def make_policy_gradient(config: AlgorithmConfig) -> PolicyLoss:
     return policy_gradient
 
@@ -146,12 +148,12 @@ def policy_gradient(tokens: LossTokens) -> tuple[Tensor, Metrics]:
     return -tokens.advantages_T * tokens.logprobs_T, {}
 
 
-@losses.register("dppo_tv")
+@losses.register("dppo_tv", reads=(*CLIPS, "algorithm.max_ratio"))
 def make_dppo_tv(config: AlgorithmConfig) -> PolicyLoss:
     return partial(dppo, divergence=binary_tv, max_ratio=config.max_ratio, **_clips(config))
 
 
-@losses.register("dppo_kl")
+@losses.register("dppo_kl", reads=(*CLIPS, "algorithm.max_ratio"))
 def make_dppo_kl(config: AlgorithmConfig) -> PolicyLoss:
     return partial(dppo, divergence=binary_kl, max_ratio=config.max_ratio, **_clips(config))
 
@@ -199,7 +201,16 @@ def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
     )
 
 
-@losses.register("clip_cov", Needs(old_logprobs=True, held_back=pick_between))
+@losses.register(
+    "clip_cov",
+    Needs(old_logprobs=True, held_back=pick_between),
+    reads=(
+        *CLIPS,
+        "algorithm.covariance.share",
+        "algorithm.covariance.low",
+        "algorithm.covariance.high",
+    ),
+)
 def make_clip_cov(config: AlgorithmConfig) -> PolicyLoss:
     return partial(clip_cov, **_clips(config))
 
@@ -216,7 +227,11 @@ def clip_cov(tokens: LossTokens, *, clip_low: float, clip_high: float) -> tuple[
     }
 
 
-@losses.register("kl_cov", Needs(old_logprobs=True, held_back=pick_largest))
+@losses.register(
+    "kl_cov",
+    Needs(old_logprobs=True, held_back=pick_largest),
+    reads=("algorithm.covariance.share", "algorithm.covariance.kl_coef"),
+)
 def make_kl_cov(config: AlgorithmConfig) -> PolicyLoss:
     return partial(kl_cov, kl_coef=config.covariance.kl_coef)
 

@@ -56,34 +56,63 @@ class Needs:
 F = TypeVar("F", bound=Callable)
 
 
+@dataclass(frozen=True)
+class Entry(Generic[F]):
+    """A registered function, the things it needs, and the options it reads (None: unknown)."""
+
+    function: F
+    needs: Needs
+    reads: tuple[str, ...] | None
+
+
 class Registry(Generic[F]):
     """Functions by name; `option` is the recipe key that chooses among them."""
 
     def __init__(self, option: str) -> None:
         self.option = option
-        self._entries: dict[str, tuple[F, Needs]] = {}
+        self._entries: dict[str, Entry[F]] = {}
 
-    def register(self, name: str, needs: Needs | None = None) -> Callable[[F], F]:
-        """Decorate a function to make it a choice. Raises ValueError if `name` is taken."""
+    def register(
+        self, name: str, needs: Needs | None = None, reads: tuple[str, ...] | None = None
+    ) -> Callable[[F], F]:
+        """Decorate a function to make it a choice. Raises ValueError if `name` is taken.
+
+        `reads` names the options it reads that other choices leave unread; recipes that set one of
+        those others are then refused. None: unknown, so no option is refused.
+        """
 
         def add(function: F) -> F:
             if name in self._entries:
-                owner = getattr(self._entries[name][0], "__module__", "another module")
+                owner = getattr(self._entries[name].function, "__module__", "another module")
                 raise ValueError(
                     f"{self.option}={name!r} is registered already, by {owner}: choose another name"
                 )
-            self._entries[name] = (function, needs or Needs())
+            self._entries[name] = Entry(function, needs or Needs(), reads)
             return function
 
         return add
 
     def __getitem__(self, name: str) -> F:
         """Raise ValueError naming the option, the nearest and all names if `name` is unknown."""
-        return self._entry(name)[0]
+        return self._entry(name).function
 
     def needs(self, name: str) -> Needs:
         """Return what `name` was registered with. Raises ValueError like `[]`."""
-        return self._entry(name)[1]
+        return self._entry(name).needs
+
+    def unread_by(self, name: str) -> dict[str, list[str]]:
+        """Return each option that other choices read and `name` does not, with those choices.
+
+        Raises ValueError like `[]`.
+        """
+        own = self._entry(name).reads
+        if own is None:
+            return {}
+        readers: dict[str, list[str]] = {}
+        for other in self.names:
+            for option in self._entries[other].reads or ():
+                readers.setdefault(option, []).append(other)
+        return {option: names for option, names in readers.items() if option not in own}
 
     @property
     def names(self) -> list[str]:
@@ -95,7 +124,7 @@ class Registry(Generic[F]):
         """
         self._entries = {name: entry for name, entry in self._entries.items() if name in names}
 
-    def _entry(self, name: str) -> tuple[F, Needs]:
+    def _entry(self, name: str) -> Entry[F]:
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""

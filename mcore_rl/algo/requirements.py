@@ -6,9 +6,10 @@ remedy.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.algo.registry import Needs
+from mcore_rl.algo.registry import Needs, Registry, advantages, losses
 from mcore_rl.config import (
     AlgorithmConfig,
     Config,
@@ -36,6 +37,14 @@ def check_algorithm(config: Config) -> None:
 
 def _unread(config: Config, needs: Needs) -> Iterator[Unread]:
     """Yield the options that the chosen advantage and loss have no use for."""
+    chosen: list[tuple[Registry[Any], str]] = [
+        (advantages, config.algorithm.advantage),
+        (losses, config.algorithm.loss),
+    ]
+    for registry, name in chosen:
+        for option, readers in registry.unread_by(name).items():
+            remedy = f"set {registry.option}={' or '.join(readers)}"
+            yield Unread((option,), f"{registry.option}={name}", remedy)
     if not needs.critic:
         context = f"algorithm.advantage={config.algorithm.advantage}"
         yield Unread(("critic",), context, "set algorithm.advantage=gae")
@@ -51,12 +60,6 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
             f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it"
             " needs the"
             " pass that bypass leaves out; set algorithm.correction.bypass=false"
-        )
-    if algorithm.reward_coef and not needs.teacher:
-        raise ValueError(
-            f"algorithm.reward_coef={algorithm.reward_coef} with"
-            f" algorithm.advantage={algorithm.advantage}:"
-            " only distillation reads it; set it to 0"
         )
 
 

@@ -4,14 +4,6 @@ from dataclasses import dataclass, field
 
 from mcore_rl.config.bounds import Options, bounded, one_of
 
-LOSSES_WITHOUT_CLIP = ("sapo", "policy_gradient", "kl_cov")
-"""Those that leave algorithm.clip_low and clip_high unread."""
-RATIO_BOUNDING_LOSSES = ("dppo_tv", "dppo_kl")
-"""Those that read algorithm.max_ratio."""
-COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
-DISCOUNTING_ADVANTAGES = ("gae", "reinforce_plus_plus")
-"""Those that read algorithm.gamma."""
-
 
 @dataclass
 class KLConfig(Options, group="algorithm.kl"):
@@ -173,10 +165,3 @@ class AlgorithmConfig(Options, group="algorithm"):
     covariance: CovarianceConfig = field(default_factory=CovarianceConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dual_clip and self.loss != "ppo_clip":
-            raise ValueError(
-                f"algorithm.dual_clip={self.dual_clip}: algorithm.loss={self.loss} has none"
-            )

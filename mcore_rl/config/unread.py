@@ -2,22 +2,14 @@
 out.
 
 An option counts as set if it differs from its default. Only what is surely unread is listed. What
-depends on the needs of an advantage or a loss is refused by algo/requirements.py.
+depends on the chosen advantage or loss is refused by algo/requirements.py.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mcore_rl.config.algorithm import (
-    COVARIANCE_LOSSES,
-    DISCOUNTING_ADVANTAGES,
-    LOSSES_WITHOUT_CLIP,
-    RATIO_BOUNDING_LOSSES,
-    AlgorithmConfig,
-    CorrectionConfig,
-    KLConfig,
-)
+from mcore_rl.config.algorithm import CorrectionConfig, KLConfig
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.run import RewardConfig
 from mcore_rl.config.served_models import ServedModelConfig
@@ -57,8 +49,6 @@ def refuse(config: "Config", unread_options: Iterable[Unread]) -> None:
 
 def _unread(config: "Config") -> Iterator[Unread]:
     yield from _of_rollout(config.rollout)
-    if not config.algorithm.path:  # nobody knows yet what a loss of the user's own reads
-        yield from _of_algorithm(config.algorithm)
     yield from _of_kl(config.algorithm.kl)
     yield from _of_correction(config.algorithm.correction)
     yield from _of_reward(config.reward)
@@ -94,33 +84,6 @@ def _of_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
         options = ("rollout.oversampling", "rollout.max_rounds")
         remedy = "set rollout.dynamic_sampling=true"
         yield Unread(options, "rollout.dynamic_sampling=false", remedy)
-
-
-def _of_algorithm(algorithm: AlgorithmConfig) -> Iterator[Unread]:
-    loss = f"algorithm.loss={algorithm.loss}"
-    advantage = f"algorithm.advantage={algorithm.advantage}"
-    if algorithm.loss in LOSSES_WITHOUT_CLIP:
-        options = ("algorithm.clip_low", "algorithm.clip_high")
-        yield Unread(options, loss, "choose a loss that clips")
-    if algorithm.loss not in RATIO_BOUNDING_LOSSES:
-        remedy = "set algorithm.loss=dppo_tv or dppo_kl"
-        yield Unread(("algorithm.max_ratio",), loss, remedy)
-    if algorithm.loss != "sapo":
-        options = ("algorithm.tau_positive", "algorithm.tau_negative")
-        yield Unread(options, loss, "set algorithm.loss=sapo")
-    if algorithm.loss not in COVARIANCE_LOSSES:
-        remedy = "set algorithm.loss=clip_cov or kl_cov"
-        yield Unread(("algorithm.covariance",), loss, remedy)
-    if algorithm.loss == "clip_cov":
-        yield Unread(("algorithm.covariance.kl_coef",), loss, "set algorithm.loss=kl_cov")
-    if algorithm.loss == "kl_cov":
-        options = ("algorithm.covariance.low", "algorithm.covariance.high")
-        yield Unread(options, loss, "set algorithm.loss=clip_cov")
-    if algorithm.advantage != "gae":
-        yield Unread(("algorithm.gae_lambda",), advantage, "set algorithm.advantage=gae")
-    if algorithm.advantage not in DISCOUNTING_ADVANTAGES:
-        remedy = "set algorithm.advantage=gae or reinforce_plus_plus"
-        yield Unread(("algorithm.gamma",), advantage, remedy)
 
 
 def _of_kl(kl: KLConfig) -> Iterator[Unread]:

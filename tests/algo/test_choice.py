@@ -1,16 +1,20 @@
 """The functions that a recipe chooses, and what they need from a run together."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mcore_rl.algo import advantages as built_in_advantages
 from mcore_rl.algo import choice, user_file
 from mcore_rl.algo.choice import advantage_of, loss_of, needs_of, user_file_of
-from mcore_rl.algo.registry import advantages, losses
+from mcore_rl.algo.registry import Registry, advantages, losses
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig, PreferenceConfig
+from tests.support.outcomes import outcomes_of
 
 OWN_ADVANTAGE = """
 from mcore_rl.algo.registry import Needs, advantages
@@ -98,3 +102,59 @@ def test_needs_join_those_of_advantage_loss_and_kl(
     config: AlgorithmConfig, expected: set[str]
 ) -> None:
     assert needed(config) == expected
+
+
+class Recording:
+    """Options that note which of them are read."""
+
+    def __init__(self, options: object, group: str, read: set[str]) -> None:
+        self._options = options
+        self._group = group
+        self._read = read
+
+    def __getattr__(self, name: str) -> Any:
+        value, dotted = getattr(self._options, name), f"{self._group}.{name}"
+        if is_dataclass(value):
+            return Recording(value, dotted, self._read)
+        self._read.add(dotted)
+        return value
+
+
+def read_by_loss(name: str) -> set[str]:
+    read: set[str] = set()
+    config: Any = Recording(AlgorithmConfig(), "algorithm", read)
+    losses[name](config)
+    pick = losses.needs(name).held_back
+    if pick is not None:
+        pick(torch.linspace(-1, 6, 10), config.covariance, 0)
+    return read
+
+
+def read_by_advantage(name: str) -> set[str]:
+    read: set[str] = set()
+    tokens_R = torch.linspace(-2, -1, 6)
+    outcomes = replace(
+        outcomes_of([(1.0, 0, 3), (0.0, 0, 3)]),
+        parts=((1.0, torch.tensor([1.0, 0.0])),),
+        greedy_N=torch.zeros(2),
+        energy_R=tokens_R.abs(),
+        values_R=tokens_R,
+        logprobs_R=tokens_R,
+        ref_logprobs_R=tokens_R,
+        teacher_logprobs_R=tokens_R,
+    )
+    config: Any = Recording(AlgorithmConfig(), "algorithm", read)
+    advantages[name](outcomes, config)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("registry", "read_by"), [(losses, read_by_loss), (advantages, read_by_advantage)]
+)
+def test_built_in_functions_declare_the_options_they_read(
+    registry: Registry, read_by: Callable[[str], set[str]]
+) -> None:
+    special = {option for name in registry.names for option in registry.unread_by(name)}
+    assert special
+    for name in registry.names:
+        assert read_by(name) & special == special - set(registry.unread_by(name)), name

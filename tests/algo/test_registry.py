@@ -24,6 +24,18 @@ def make_registry() -> Registry:
     return registry
 
 
+def test_an_option_that_other_choices_read_is_unread() -> None:
+    registry: Registry = Registry("algorithm.kind")
+    registry.register("first", reads=("a", "b"))(double)
+    registry.register("second", reads=("b",))(double)
+    registry.register("third", reads=())(double)
+    registry.register("unknown")(double)
+    assert registry.unread_by("first") == {}
+    assert registry.unread_by("second") == {"a": ["first"]}
+    assert registry.unread_by("third") == {"a": ["first"], "b": ["first", "second"]}
+    assert registry.unread_by("unknown") == {}
+
+
 def test_a_registered_function_is_found_with_its_needs() -> None:
     registry = make_registry()
     assert registry["double"] is double and registry["double"](2) == 4

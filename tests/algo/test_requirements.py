@@ -40,7 +40,16 @@ from mcore_rl.config.recipe import list_recipes, load_recipe
         (["algorithm.loss=gsp"], r"algorithm.loss='gsp' \(did you mean 'gspo'\?\)"),
         (
             ["algorithm.reward_coef=0.5"],
-            r"algorithm.reward_coef=0.5 with algorithm.advantage=grpo: only distillation",
+            r"algorithm.reward_coef=0.5 with algorithm.advantage=grpo, which has no use for it: set"
+            r" algorithm.advantage=distillation",
+        ),
+        (
+            ["algorithm.dual_clip=3.0", "algorithm.loss=gspo"],
+            r"dual_clip=3.0 with algorithm.loss=gspo, which .*: set algorithm.loss=ppo_clip, or",
+        ),
+        (
+            ["algorithm.gamma=0.9"],
+            r"set algorithm.advantage=gae or reinforce_plus_plus, or leave algorithm.gamma out",
         ),
         (
             ["algorithm.advantage=optimal_token_baseline", "algorithm.correction.bypass=true"],

@@ -1,17 +1,11 @@
-"""Options of the algorithm: what contradicts what, and which functions read which option."""
+"""Options of the algorithm that contradict one another are refused."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from mcore_rl.algo.choice import losses
 from mcore_rl.config.algorithm import (
-    COVARIANCE_LOSSES,
-    LOSSES_WITHOUT_CLIP,
-    RATIO_BOUNDING_LOSSES,
-    AlgorithmConfig,
     CorrectionConfig,
     CovarianceConfig,
     KLConfig,
@@ -84,12 +78,3 @@ def test_a_correction_is_on_if_the_loss_uses_the_engines_probabilities(
 def test_only_simpo_compares_pairs_without_a_reference() -> None:
     assert PreferenceConfig().needs_reference
     assert not PreferenceConfig(loss="simpo").needs_reference
-
-
-def test_the_losses_that_read_an_option_are_those_that_are_named() -> None:
-    for name in losses.names:
-        loss = losses[name](AlgorithmConfig(loss=name))
-        constants = loss.keywords if isinstance(loss, functools.partial) else {}
-        assert ("clip_high" not in constants) == (name in LOSSES_WITHOUT_CLIP), name
-        assert ("max_ratio" in constants) == (name in RATIO_BOUNDING_LOSSES), name
-        assert (losses.needs(name).held_back is not None) == (name in COVARIANCE_LOSSES), name

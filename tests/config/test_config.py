@@ -6,7 +6,6 @@ import pytest
 
 from mcore_rl import config as package
 from mcore_rl.config import (
-    AlgorithmConfig,
     ClusterConfig,
     Config,
     CriticConfig,
@@ -76,7 +75,7 @@ def test_served_models_are_those_that_the_recipe_uses() -> None:
         ),
         ({"train": TrainConfig(mini_batches=7)}, "not divisible by train.mini_batches=7"),
         ({"cluster": ClusterConfig(colocated=True)}, "^cluster.colocated=true with rollout.stage"),
-        ({"algorithm": AlgorithmConfig(gamma=0.9)}, "^algorithm.gamma=0.9 with .* no use for it"),
+        ({"rollout": RolloutConfig(max_rounds=9)}, "^rollout.max_rounds=9 with .* no use for it"),
     ],
 )
 def test_the_tree_is_checked_as_a_whole(groups: dict[str, Options], message: str) -> None:
