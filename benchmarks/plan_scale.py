@@ -92,7 +92,7 @@ def measure(settings: list[str], is_trainer: bool, i: int, num_samples: int) -> 
 
 def _deployment(settings: list[str]) -> Deployment:
     config = load_recipe(settings[0], settings[1:])
-    return make_deployment(config, read_policy(config))
+    return make_deployment(config, read_policy(config.model.path))
 
 
 def _plan(deployment: Deployment, rank: int, is_trainer: bool) -> int:

@@ -171,7 +171,8 @@ def run_processes(
         with_critic=with_critic,
     )
     timeout_s = config.run.call_timeout_s
-    with ray_session(config.cluster, size.num_cpus(config)):
+    num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
+    with ray_session(config.cluster, num_cpus):
         slots = reserve_slots(
             size, config.rollout, config.cluster.cpus_per_rank, config.run.startup_timeout_s
         )

@@ -44,7 +44,7 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(flows_table(config, deployment, traffic, summary))
     console.print(comparison_table(summary))
-    console.print(memory_table(config, ranks))
+    console.print(memory_table(config.plan, ranks))
     for line in (*explain(config, ranks), sentence):
         console.print(line, soft_wrap=True, highlight=False)
     return fits

@@ -1,7 +1,7 @@
 """Checks of a recipe's sizes against one another and the model; errors name both and a remedy."""
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config, RolloutConfig
+from mcore_rl.config import Config, DataConfig, RolloutConfig, TrainConfig
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.check import check_layout
@@ -13,7 +13,7 @@ def check_sizes(config: Config, policy: ModelFacts) -> None:
     check_layout(policy.config, config.parallel)
     if needs_of(config.algorithm).critic:
         check_layout(policy.config, config.critic.parallel, "critic.parallel")
-    check_lens(config, policy)
+    check_lens(config.data, config.rollout, config.train, policy)
 
 
 def check_engines(config: Config, policy: ModelFacts) -> None:
@@ -31,7 +31,7 @@ def check_engines(config: Config, policy: ModelFacts) -> None:
             " drift.routed_experts=false"
         )
     try:
-        refuse_unserved(policy.config, engine_sizes(config), config.model.dtype)
+        refuse_unserved(policy.config, engine_sizes(rollout), config.model.dtype)
     except ValueError as error:
         raise ValueError(
             f"model.path={config.model.path} in the recipe's engines: {error}"
@@ -76,12 +76,14 @@ def _check_divides(option: str, divisor: int, key: str, size: int) -> None:
         raise ValueError(f"{option}={divisor} does not divide {key}={size} of config.json")
 
 
-def check_lens(config: Config, policy: ModelFacts) -> None:
+def check_lens(
+    data: DataConfig, rollout: RolloutConfig, train: TrainConfig, policy: ModelFacts
+) -> None:
     """Raise ValueError if prompt and response together exceed what has to hold them."""
-    max_len = config.data.max_prompt_len + config.rollout.max_response_len
+    max_len = data.max_prompt_len + rollout.max_response_len
     limits = {
-        "train.max_tokens_per_microbatch": config.train.max_tokens_per_microbatch,
-        "rollout.kv_cache_len": config.rollout.kv_cache_len,
+        "train.max_tokens_per_microbatch": train.max_tokens_per_microbatch,
+        "rollout.kv_cache_len": rollout.kv_cache_len,
     }
     lens = f"data.max_prompt_len + rollout.max_response_len = {max_len}"
     for name, limit in limits.items():

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.layout import Layout
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
@@ -28,9 +28,8 @@ class Deployment:
     relays: bool
 
 
-def engine_sizes(config: Config) -> SGLangSizes:
+def engine_sizes(rollout: RolloutConfig) -> SGLangSizes:
     """Parallel sizes of the recipe's engines."""
-    rollout = config.rollout
     return SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
 
 
@@ -44,7 +43,7 @@ def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> 
 def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
     per_host = config.plan.ranks_per_host
-    recorded = record_layouts(config, policy, engine_sizes(config))
+    recorded = record_layouts(config, policy, engine_sizes(config.rollout))
     source = recorded.source()
     target = recorded.target()
     first_host = 0 if config.cluster.colocated else -(-source.num_ranks // per_host)
@@ -60,6 +59,6 @@ def relays(config: Config) -> bool:
     return config.sync.relay and config.rollout.stage_weights and not config.cluster.colocated
 
 
-def engine_links(config: Config) -> int:
+def engine_links(num_engines: int, relays: bool) -> int:
     """Links of an engine rank: to the trainer and, with relay, to its two neighbor engines."""
-    return min(3, config.rollout.engines + 1) if relays(config) else 1
+    return min(3, num_engines + 1) if relays else 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
-from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts
+from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts, relays
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
@@ -168,11 +168,12 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
 def _engines(config: Config, policy: ModelFacts) -> list[Uses]:
     """Bytes per purpose of a rank of each of an engine's pipeline stages."""
     rollout = config.rollout
-    one_engine = replace(engine_sizes(config), engines=1)
+    one_engine = replace(engine_sizes(rollout), engines=1)
     target = record_layouts(config, policy, one_engine).target()
     attention_tp = rollout.tp // rollout.attention_dp
     size = itemsize(config.model.dtype)
-    buffers = engine_links(config) * _slots(config.sync.bucket_mib)
+    num_links = engine_links(rollout.engines, relays(config))
+    buffers = num_links * _slots(config.sync.bucket_mib)
     stages = []
     for stage in range(rollout.pp):
         first_rank = stage * rollout.tp

@@ -20,28 +20,29 @@ class RecipeModels:
 
 def read_models(config: Config) -> RecipeModels:
     """Raises ValueError naming the option and the file if a model is missing or not supported."""
-    policy = read_policy(config)
+    policy = read_policy(config.model.path)
     return RecipeModels(
-        policy, read_critic(config, policy) if needs_of(config.algorithm).critic else None
+        policy,
+        read_critic(config.critic.path, policy) if needs_of(config.algorithm).critic else None,
     )
 
 
-def read_policy(config: Config) -> ModelFacts:
-    """Raises ValueError naming model.path if the model is missing or not supported."""
+def read_policy(path: str) -> ModelFacts:
+    """`path`: model.path. Raises ValueError naming it if the model is missing or not supported."""
     try:
-        return ModelFacts.read(config.model.path)
+        return ModelFacts.read(path)
     except ValueError as error:
-        raise ValueError(f"model.path={config.model.path}: {error}") from None
+        raise ValueError(f"model.path={path}: {error}") from None
 
 
-def read_critic(config: Config, policy: ModelFacts) -> ModelFacts:
-    """Return the model that the critic starts from: critic.path, or the policy if that is empty.
+def read_critic(path: str, policy: ModelFacts) -> ModelFacts:
+    """Return the model that the critic starts from: `path` (critic.path), or the policy if empty.
 
     Raises ValueError naming critic.path if the model is missing or not supported.
     """
-    if not config.critic.path:
+    if not path:
         return policy
     try:
-        return ModelFacts.read(config.critic.path)
+        return ModelFacts.read(path)
     except ValueError as error:
-        raise ValueError(f"critic.path={config.critic.path}: {error}") from None
+        raise ValueError(f"critic.path={path}: {error}") from None

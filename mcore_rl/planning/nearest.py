@@ -6,7 +6,7 @@ from math import ceil, log2
 from typing import Any
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.config import Config, ParallelConfig, PlanConfig
 from mcore_rl.config.tree import Settings, value_of, with_settings
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.models import RecipeModels
@@ -20,13 +20,13 @@ FARTHEST = 3.0
 """Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
 
 
-def available_bytes(config: Config, rank: RankMemory) -> float:
+def available_bytes(plan: PlanConfig, rank: RankMemory) -> float:
     """Bytes that a GPU has for the tensors of such ranks, after what its processes take."""
-    return (config.plan.gpu_memory_gib - rank.num_processes * config.plan.process_gib) * GIB
+    return (plan.gpu_memory_gib - rank.num_processes * plan.process_gib) * GIB
 
 
-def too_large(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    return [rank for rank in ranks if rank.num_bytes > available_bytes(config, rank)]
+def too_large(plan: PlanConfig, ranks: Sequence[RankMemory]) -> list[RankMemory]:
+    return [rank for rank in ranks if rank.num_bytes > available_bytes(plan, rank)]
 
 
 def nearest_that_fits(config: Config, models: RecipeModels) -> Settings | None:
@@ -36,7 +36,8 @@ def nearest_that_fits(config: Config, models: RecipeModels) -> Settings | None:
     smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
-    sides: list[Side] = [rank.side for rank in too_large(config, predict_memory(config, models))]
+    large = too_large(config.plan, predict_memory(config, models))
+    sides: list[Side] = [rank.side for rank in large]
     for side in dict.fromkeys(sides):
         if side == "engine":
             candidates = _engine_candidates(config)
@@ -55,7 +56,7 @@ def _fits(config: Config, models: RecipeModels, settings: Settings, side: Side) 
         ranks = predict_memory(changed, models, side)
     except ValueError:  # sizes that do not divide
         return False
-    return not too_large(changed, ranks)
+    return not too_large(changed.plan, ranks)
 
 
 def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:

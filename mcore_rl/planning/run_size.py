@@ -48,9 +48,9 @@ class RunSize:
             if model.is_colocated and self.trainer
         }
 
-    def num_cpus(self, config: Config) -> float:
+    def num_cpus(self, cpus_per_rank: float, ranks_per_engine: int) -> float:
         """CPUs that the command reserves in Ray."""
-        engine_ranks = 0 if self.engines_colocated else self.engines * config.rollout.engine_ranks
+        engine_ranks = 0 if self.engines_colocated else self.engines * ranks_per_engine
         critic_ranks = 0 if self.critic_colocated else self.critic
         own = [
             model
@@ -59,4 +59,4 @@ class RunSize:
         ]
         served = sum(model.engine_ranks * model.engines for model in own)
         ranks = self.trainer * self.tenants + critic_ranks + engine_ranks + served
-        return config.cluster.cpus_per_rank * ranks
+        return cpus_per_rank * ranks

@@ -94,7 +94,8 @@ def _summarize(
     hosts = deployment.hosts
     link_gbps = config.plan.link_gbps
     memory_gbps = config.plan.memory_gbps
-    buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), engine_links(config))
+    links = engine_links(config.rollout.engines, deployment.relays)
+    buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), links)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,

@@ -5,17 +5,25 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.config import (
+    Config,
+    CriticConfig,
+    DataConfig,
+    ParallelConfig,
+    PlanConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.nearest import GIB, Settings, available_bytes, nearest_that_fits, too_large
 from mcore_rl.planning.rank_memory import RankMemory
 
 
-def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
+def memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
     """A table with a row for each kind of rank."""
     table = Table(
-        title=f"memory of each rank of {config.plan.gpu_memory_gib:g} GiB, at its fullest moment",
-        caption=f"GiB; besides, {config.plan.process_gib:g} for each process",
+        title=f"memory of each rank of {plan.gpu_memory_gib:g} GiB, at its fullest moment",
+        caption=f"GiB; besides, {plan.process_gib:g} for each process",
     )
     for column in ("ranks", "moment", "what takes it"):
         table.add_column(column)
@@ -24,7 +32,7 @@ def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
     for rank in ranks:
         uses = sorted(rank.uses.items(), key=lambda use: -use[1])
         shown = ", ".join(f"{what} {size / GIB:.1f}" for what, size in uses if size / GIB >= 0.05)
-        available = available_bytes(config, rank) / GIB
+        available = available_bytes(plan, rank) / GIB
         table.add_row(
             rank.who, rank.moment, shown, f"{rank.num_bytes / GIB:.1f}", f"{available:.1f}"
         )
@@ -33,19 +41,20 @@ def memory_table(config: Config, ranks: Sequence[RankMemory]) -> Table:
 
 def verdict(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
     """Whether all ranks fit, and a sentence that says so, or what to change if they do not."""
-    large = too_large(config, ranks)
+    plan = config.plan
+    large = too_large(plan, ranks)
     if not large:
-        fullest = max(ranks, key=lambda rank: rank.num_bytes / available_bytes(config, rank))
-        share = fullest.num_bytes / available_bytes(config, fullest)
+        fullest = max(ranks, key=lambda rank: rank.num_bytes / available_bytes(plan, rank))
+        share = fullest.num_bytes / available_bytes(plan, fullest)
         return (
             True,
             f"fits: {fullest.who} are the fullest, {share:.0%} of what there is; most is"
             f" {fullest.largest}",
         )
-    worst = max(large, key=lambda rank: rank.num_bytes - available_bytes(config, rank))
-    beyond = (worst.num_bytes - available_bytes(config, worst)) / GIB
+    worst = max(large, key=lambda rank: rank.num_bytes - available_bytes(plan, rank))
+    beyond = (worst.num_bytes - available_bytes(plan, worst)) / GIB
     return False, (
-        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {config.plan.gpu_memory_gib:g} GiB"
+        f"does not fit: {worst.who} are {beyond:.1f} GiB beyond {plan.gpu_memory_gib:g} GiB"
         f" at their {worst.moment}; most is {worst.largest}, {worst.uses[worst.largest] / GIB:.1f}"
         " GiB. " + _advice(nearest_that_fits(config, models))
     )
@@ -62,22 +71,29 @@ def _advice(settings: Settings | None) -> str:
 
 def explain(config: Config, ranks: Sequence[RankMemory]) -> list[str]:
     """Three sentences with the recipe's arithmetic: layout, memory, batch."""
-    return [_layout(config), _memory(config, ranks), _batch(config)]
+    critic = config.critic if needs_of(config.algorithm).critic else None
+    batch = _batch(config.data, config.rollout, config.train, config.parallel.dp_size)
+    return [
+        _layout(config.parallel, config.rollout, critic, config.cluster.colocated),
+        _memory(config.plan, ranks),
+        batch,
+    ]
 
 
-def _layout(config: Config) -> str:
-    rollout = config.rollout
-    trainer = f"{config.parallel.world_size} trainer ranks ({_sizes(config.parallel)})"
+def _layout(
+    parallel: ParallelConfig, rollout: RolloutConfig, critic: CriticConfig | None, colocated: bool
+) -> str:
+    trainer = f"{parallel.world_size} trainer ranks ({_sizes(parallel)})"
     sizes = {"EP": rollout.ep, "PP": rollout.pp, "attention DP": rollout.attention_dp}
     shown = [f"TP {rollout.tp}", *(f"{name} {size}" for name, size in sizes.items() if size > 1)]
     engines = f"{rollout.engines} engines of {rollout.engine_ranks} ranks ({', '.join(shown)})"
-    shared = " on the same GPUs" if config.cluster.colocated else ""
-    critic = ""
-    if needs_of(config.algorithm).critic:
-        where = " on the trainer's GPUs" if config.critic.colocated else ""
-        ranks = config.critic.parallel.world_size
-        critic = f", {ranks} critic ranks ({_sizes(config.critic.parallel)}){where}"
-    return f"Layout: {trainer}{critic}, {engines}{shared}."
+    shared = " on the same GPUs" if colocated else ""
+    beside = ""
+    if critic is not None:
+        where = " on the trainer's GPUs" if critic.colocated else ""
+        ranks = critic.parallel.world_size
+        beside = f", {ranks} critic ranks ({_sizes(critic.parallel)}){where}"
+    return f"Layout: {trainer}{beside}, {engines}{shared}."
 
 
 def _sizes(parallel: ParallelConfig) -> str:
@@ -93,7 +109,7 @@ def _sizes(parallel: ParallelConfig) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one"
 
 
-def _memory(config: Config, ranks: Sequence[RankMemory]) -> str:
+def _memory(plan: PlanConfig, ranks: Sequence[RankMemory]) -> str:
     fullest = {
         rank.side: max((r for r in ranks if r.side == rank.side), key=lambda r: r.num_bytes)
         for rank in ranks
@@ -102,20 +118,19 @@ def _memory(config: Config, ranks: Sequence[RankMemory]) -> str:
     for rank in fullest.values():
         most = f"{rank.largest} {rank.uses[rank.largest] / GIB:.1f}"
         parts.append(f"{rank.who} {rank.num_bytes / GIB:.1f} GiB at their {rank.moment} ({most})")
-    besides = f"{config.plan.process_gib:g} GiB for each process besides"
-    return f"Memory, of {config.plan.gpu_memory_gib:g} GiB: {'; '.join(parts)}; {besides}."
+    besides = f"{plan.process_gib:g} GiB for each process besides"
+    return f"Memory, of {plan.gpu_memory_gib:g} GiB: {'; '.join(parts)}; {besides}."
 
 
-def _batch(config: Config) -> str:
-    rollout, train = config.rollout, config.train
+def _batch(data: DataConfig, rollout: RolloutConfig, train: TrainConfig, dp_size: int) -> str:
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     num_steps = train.mini_batches * train.epochs
-    longest = config.data.max_prompt_len + rollout.max_response_len
+    longest = data.max_prompt_len + rollout.max_response_len
     return (
         f"Batch: {rollout.prompts_per_step:,} prompts x {rollout.samples_per_prompt} ="
-        f" {num_samples:,} sequences of at most {config.data.max_prompt_len:,} +"
+        f" {num_samples:,} sequences of at most {data.max_prompt_len:,} +"
         f" {rollout.max_response_len:,} = {longest:,} tokens; {num_steps} optimizer"
         f" step{'s' * (num_steps > 1)} of {num_samples // train.mini_batches:,} sequences, in"
         f" micro-batches of at most {train.max_tokens_per_microbatch:,} tokens on"
-        f" {config.parallel.dp_size} data-parallel rank{'s' * (config.parallel.dp_size > 1)}."
+        f" {dp_size} data-parallel rank{'s' * (dp_size > 1)}."
     )

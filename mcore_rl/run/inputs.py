@@ -121,7 +121,7 @@ def warn_of_cut_distribution(rollout: RolloutConfig) -> None:
 def _open_model(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     """Return the facts and the tokenizer of a model that was checked for what a run needs."""
     model = config.model
-    policy = read_policy(config)
+    policy = read_policy(config.model.path)
     if policy.has_value_head:
         raise ValueError(
             f"model.path={model.path}: {policy.architecture} gives values, not log-probs;"
@@ -182,7 +182,7 @@ def make_scorer(config: Config) -> Scorer:
 
 def check_critic(config: Config, policy: ModelFacts) -> None:
     """Raise ValueError if the critic cannot start from its path, or has another vocabulary."""
-    critic = read_critic(config, policy)
+    critic = read_critic(config.critic.path, policy)
     if critic.vocab_size != policy.vocab_size:
         raise ValueError(
             f"critic.path={config.critic.path}: its vocabulary has {critic.vocab_size} tokens, that"

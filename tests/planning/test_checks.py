@@ -92,6 +92,7 @@ def test_a_plan_of_such_engines_is_refused_in_one_line(capsys: pytest.CaptureFix
 
 def test_a_sequence_of_the_full_length_must_fit() -> None:
     config = load_recipe("tiny_moe_grpo", ["rollout.max_response_len=448"])
-    check_lens(config, replace(QWEN, config={"max_position_embeddings": 512}))
+    groups = config.data, config.rollout, config.train
+    check_lens(*groups, replace(QWEN, config={"max_position_embeddings": 512}))
     with pytest.raises(ValueError, match=r"= 512 exceeds max_position_embeddings=511"):
-        check_lens(config, replace(QWEN, config={"max_position_embeddings": 511}))
+        check_lens(*groups, replace(QWEN, config={"max_position_embeddings": 511}))

@@ -36,12 +36,13 @@ def test_engines_of_their_own_with_staged_weights_relay(
     settings: dict[str, object], expected: bool, links: int
 ) -> None:
     config = with_settings(Config(), settings)
-    assert (relays(config), engine_links(config)) == (expected, links)
+    assert relays(config) == expected
+    assert engine_links(config.rollout.engines, relays=expected) == links
 
 
 def deployment_of(recipe: str) -> Deployment:
     config = load_recipe(recipe, [])
-    return make_deployment(config, read_policy(config))
+    return make_deployment(config, read_policy(config.model.path))
 
 
 def test_engines_have_hosts_behind_the_trainers_unless_they_share_them() -> None:
@@ -55,5 +56,5 @@ def test_engines_have_hosts_behind_the_trainers_unless_they_share_them() -> None
 
 
 def test_sizes_of_engines_are_the_recipes() -> None:
-    sizes = engine_sizes(load_recipe("deepseek_v3_grpo_128", []))
+    sizes = engine_sizes(load_recipe("deepseek_v3_grpo_128", []).rollout)
     assert (sizes.engines, sizes.tp, sizes.ep, sizes.pp, sizes.dp) == (4, 32, 32, 1, 4)

@@ -38,9 +38,9 @@ def test_a_recipe_without_a_critic_reads_the_policy_alone(tmp_path: Path) -> Non
 def test_errors_name_the_option(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path)))
     with pytest.raises(ValueError, match=r"^model.path=.*config.json does not exist"):
-        read_policy(config)
+        read_policy(config.model.path)
     config = Config(model=ModelConfig(path=QWEN))
-    policy = read_policy(config)
+    policy = read_policy(config.model.path)
     config = replace(config, critic=replace(config.critic, path=str(tmp_path)))
     with pytest.raises(ValueError, match=r"^critic.path=.*config.json does not exist"):
-        read_critic(config, policy)
+        read_critic(config.critic.path, policy)

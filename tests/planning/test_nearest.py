@@ -23,19 +23,19 @@ def test_processes_take_memory_of_their_own() -> None:
         RankMemory("trainer", "fits", "train step", {"weights": 70 * GIB}, num_processes=2),
         RankMemory("trainer", "does not", "train step", {"weights": 70 * GIB + 1}, 2),
     ]
-    assert available_bytes(config, ranks[0]) == 70 * GIB
-    assert too_large(config, ranks) == ranks[1:]
+    assert available_bytes(config.plan, ranks[0]) == 70 * GIB
+    assert too_large(config.plan, ranks) == ranks[1:]
 
 
 @pytest.mark.parametrize("gpu_gib", [60, 40, 30])
 def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
     config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
     models = read_models(config)
-    assert too_large(config, predict_memory(config, models))
+    assert too_large(config.plan, predict_memory(config, models))
     settings = nearest_that_fits(config, models)
     assert settings
     changed = with_settings(config, settings)
-    assert not too_large(changed, predict_memory(changed, read_models(changed)))
+    assert not too_large(changed.plan, predict_memory(changed, read_models(changed)))
     for key in settings.keys() - {"parallel.dp", "rollout.ep"}:  # which follow from the others
         fewer = {k: v for k, v in settings.items() if k != key}
         assert not _fits(config, fewer), f"{key} need not change"
@@ -46,7 +46,7 @@ def _fits(config: Config, settings: dict[str, Any]) -> bool:
         changed = with_settings(config, settings)
     except ValueError:
         return False
-    return not too_large(changed, predict_memory(changed, read_models(changed)))
+    return not too_large(changed.plan, predict_memory(changed, read_models(changed)))
 
 
 def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:

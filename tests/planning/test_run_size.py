@@ -11,7 +11,9 @@ def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
     trained = RunSize.of(config, {}, with_engines=True, with_trainer=True, with_critic=True)
     tuned = RunSize.of(config, {}, with_engines=False, with_trainer=True, with_critic=False)
     assert (trained.critic, tuned.critic) == (2, 0)
-    assert trained.num_cpus(config) - tuned.num_cpus(config) == 3 * config.cluster.cpus_per_rank
+    assert (
+        trained.num_cpus(0.5, ranks_per_engine=1) - tuned.num_cpus(0.5, ranks_per_engine=1) == 1.5
+    )
 
 
 def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
@@ -22,7 +24,7 @@ def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     needs = {"with_engines": True, "with_trainer": True, "with_critic": False}
     size = RunSize.of(colocated, colocated.served_models, **needs)
     assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
-    assert size.num_cpus(colocated) == (2 * 2 + 1 + 1) * colocated.cluster.cpus_per_rank
+    assert size.num_cpus(0.5, ranks_per_engine=1) == (2 * 2 + 1 + 1) * 0.5
     without_trainer = RunSize.of(
         colocated, colocated.served_models, **needs | {"with_trainer": False}
     )

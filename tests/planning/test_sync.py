@@ -195,7 +195,7 @@ def test_a_sync_takes_as_long_as_its_busiest_link_or_copies(
 
 def test_the_summary_adds_up_and_the_tables_show_it() -> None:
     config = load_recipe("qwen3_30b_a3b_grpo_32", [])
-    deployment = make_deployment(config, read_policy(config))
+    deployment = make_deployment(config, read_policy(config.model.path))
     summary, traffic = predict_sync(config, deployment)
     assert summary.network_bytes == traffic.network_bytes
     assert summary.trainer_out_per_rank == (

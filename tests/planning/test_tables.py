@@ -43,6 +43,6 @@ def test_the_arithmetic_of_a_recipe() -> None:
 
 
 def test_a_table_has_a_row_for_each_kind_of_rank() -> None:
-    table = memory_table(CONFIG, [rank(7), rank(35)])
+    table = memory_table(CONFIG.plan, [rank(7), rank(35)])
     assert table.row_count == 2
     assert list(table.columns[-1].cells) == ["70.0", "70.0"]
