@@ -1,55 +1,60 @@
 """Seeds in, the held-out accuracy that each algorithm reaches from one warm start out.
 
-All train the quickstart's model on its problems. A run that exists is not repeated, so a killed
-benchmark continues where it was; --out names the folder. Prints a table, draws the reward curves
-and ends with a line of JSON.
+All learn the countdown problems, with the options that docs/algorithms.md shows for them. A run
+that exists is not repeated, so a killed benchmark continues where it was; --out names the folder.
+Prints a table, draws the reward curves and ends with a line of JSON.
 """
 
 import json
+import re
 import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from mcore_rl.report.curve import moving_average
-from variants import Folders, read_summaries, step_rows, train_variants
+from variants import COUNTDOWN, ROOT, Folders, read_summaries, step_rows, train_variants
 
-ALGORITHMS: dict[str, list[str]] = {
+DOCUMENT = ROOT / "docs" / "algorithms.md"
+STEPS_PER_ROLLOUT = 2
+"""Optimizer steps, so that ratios differ from 1 in the second and clipping has something to do."""
+CRITIC = [
+    "rollout.prompts_per_step=512",
+    "rollout.samples_per_prompt=1",
+    "critic.mini_batches=2",
+    "critic.warmup_steps=5",
+    "critic.optimizer.lr=1e-3",
+]
+MORE: dict[str, list[str]] = {
     "GRPO": [],
-    "PPO": ["recipe=tiny_moe_ppo"],
-    "GSPO": [
-        "algorithm.loss=gspo",
-        "algorithm.aggregation=sequence_mean",
-        "algorithm.clip_low=0.003",
-        "algorithm.clip_high=0.004",
-        "train.mini_batches=2",
-    ],
-    "CISPO": ["algorithm.loss=cispo", "algorithm.clip_low=1.0", "algorithm.clip_high=2.0"],
-    "RLOO": ["algorithm.advantage=rloo", "algorithm.loss=policy_gradient"],
-    "REINFORCE++": [
-        "algorithm.advantage=reinforce_plus_plus",
-        "algorithm.kl.coef=0.001",
-        "algorithm.kl.estimator=k1",
-        "algorithm.kl.in_reward=true",
-    ],
-    "DAPO": [
-        "algorithm.clip_high=0.28",
-        "algorithm.filter_overlong=true",
-        "rollout.dynamic_sampling=true",
-        "reward.overlong_buffer_len=4",
-    ],
-    "Online DPO": [
-        "algorithm.advantage=dpo",
-        "algorithm.loss=policy_gradient",
-        "algorithm.aggregation=token_sum",
-    ],
+    "Dr. GRPO": [],
+    "DAPO": [],
+    "GSPO": [],
+    "CISPO": [],
+    "RLOO": [],
+    "REINFORCE++": [],
+    "PPO": CRITIC,
+    "Online DPO": ["train.mini_batches=1"],
 }
+"""The algorithms compared, and what each gets besides the options that the document shows."""
 
 
 def main() -> None:
-    folders, out = train_variants(__doc__ or "", ALGORITHMS, "algorithms")
+    variants = {
+        name: [*documented_options(name), f"train.mini_batches={STEPS_PER_ROLLOUT}", *more]
+        for name, more in MORE.items()
+    }
+    folders, out = train_variants(__doc__ or "", COUNTDOWN, variants, "algorithms")
     draw(folders, out / "algorithms.png")
     report(folders)
+
+
+def documented_options(name: str) -> list[str]:
+    """Return the options in the algorithm's row of the document's table."""
+    row = re.search(rf"^\| {re.escape(name)} \| `([^`]+)`", DOCUMENT.read_text(), re.MULTILINE)
+    if row is None:
+        raise ValueError(f"{DOCUMENT} has no row for {name!r}")
+    return row[1].split()
 
 
 def report(folders: Folders) -> None:

@@ -8,7 +8,7 @@ evaluations and start-up. The last line is JSON.
 import json
 from statistics import fmean
 
-from variants import read_summaries, step_rows, train_variants
+from variants import ARITHMETIC, read_summaries, step_rows, train_variants
 
 CORRECTION = ["algorithm.correction.weight=token"]
 MODES = {
@@ -20,7 +20,7 @@ MEANS = ("idle/trainer", "idle/engines", "staleness/mean", "staleness/partial", 
 
 
 def main() -> None:
-    folders, _ = train_variants(__doc__ or "", MODES, "async_modes")
+    folders, _ = train_variants(__doc__ or "", ARITHMETIC, MODES, "async_modes")
     print("| mode | before | after, by seed | seconds, by seed | trainer idle | engines idle |")
     print("|---|---|---|---|---|---|")
     figures = {}

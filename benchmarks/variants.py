@@ -1,5 +1,4 @@
-"""Variants of the quickstart's recipe and seeds in, the folders of their runs from one warm start
-out.
+"""Variants of a laptop recipe and seeds in, the folders of their runs from one warm start out.
 
 A run that exists is not repeated, so a killed benchmark continues where it was.
 """
@@ -9,20 +8,32 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.metrics.rows import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = "recipe=tiny_moe_grpo"
 DEADLINE_S = 3600
 Folders = dict[str, list[Path]]
 """Variant -> its run folders, by seed."""
 
 
+@dataclass(frozen=True)
+class Problems:
+    """A recipe, and the kind of problems it trains on (`mcore-rl data <kind>`)."""
+
+    kind: str
+    recipe: str
+
+
+ARITHMETIC = Problems("arithmetic", "recipe=tiny_moe_grpo")
+COUNTDOWN = Problems("countdown", "recipe=tiny_moe_countdown")
+
+
 def train_variants(
-    text: str, variants: Mapping[str, Sequence[str]], name: str
+    text: str, problems: Problems, variants: Mapping[str, Sequence[str]], name: str
 ) -> tuple[Folders, Path]:
     """Carry out the runs that the command line asks for; return their folders and parent folder."""
     parser = argparse.ArgumentParser(description=text)
@@ -36,7 +47,7 @@ def train_variants(
     unknown = sorted(set(chosen) - set(variants))
     if unknown:
         parser.error(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
-    warm_start = make_warm_start(args.out)
+    warm_start = make_warm_start(problems, args.out)
     folders: Folders = {variant: [] for variant in chosen}
     for seed in seeds:
         for variant in chosen:
@@ -48,26 +59,25 @@ def train_variants(
                 *variants[variant],
                 *args.overrides,
             ]
-            train(folder, settings)
+            train(problems, folder, settings)
     return folders, args.out
 
 
-def make_warm_start(out: Path) -> Path:
+def make_warm_start(problems: Problems, out: Path) -> Path:
     """Return the HuggingFace directory of the warm-started model, made if it does not exist."""
-    data = ROOT / "data" / "arithmetic"
+    data = ROOT / "data" / problems.kind
     folder = out / "warm_start"
     if not (data / "train.parquet").exists():
-        mcore_rl(["data", "arithmetic", "--out", str(data)])
+        mcore_rl(["data", problems.kind, "--out", str(data)])
     if not (folder / "hf" / "config.json").exists():
-        mcore_rl(["sft", RECIPE, "model.init=random", f"run.dir={folder}"])
+        mcore_rl(["sft", problems.recipe, "model.init=random", f"run.dir={folder}"])
     return folder / "hf"
 
 
-def train(folder: Path, settings: Sequence[str]) -> None:
+def train(problems: Problems, folder: Path, settings: Sequence[str]) -> None:
     if not (folder / "summary.json").exists():
         common = ["checkpoint.export_hf=false", "log.console=false"]
-        recipe = [] if any(s.startswith("recipe=") for s in settings) else [RECIPE]
-        mcore_rl(["train", *recipe, f"run.dir={folder}", *common, *settings])
+        mcore_rl(["train", problems.recipe, f"run.dir={folder}", *common, *settings])
 
 
 def mcore_rl(arguments: Sequence[str]) -> None:

@@ -140,14 +140,20 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser("data", help="prepare prompts: arithmetic (made here) or gsm8k")
-    kinds = command.add_subparsers(required=True, metavar="kind")
-    arithmetic = kinds.add_parser(
-        "arithmetic", help="word problems, their tokenizer and a tiny model configuration"
+    command = commands.add_parser(
+        "data", help="prepare prompts: arithmetic and countdown (made here) or gsm8k"
     )
-    arithmetic.add_argument("--out", type=Path, default=Path("data/arithmetic"))
-    arithmetic.add_argument("--seed", type=int, default=0)
-    arithmetic.set_defaults(run=_prepare_arithmetic)
+    kinds = command.add_subparsers(required=True, metavar="kind")
+    for name, what, prepare in (
+        ("arithmetic", "word problems", _prepare_arithmetic),
+        ("countdown", "numbers to reach from given ones", _prepare_countdown),
+    ):
+        made = kinds.add_parser(
+            name, help=f"{what}, their tokenizer and a tiny model configuration"
+        )
+        made.add_argument("--out", type=Path, default=Path("data", name))
+        made.add_argument("--seed", type=int, default=0)
+        made.set_defaults(run=prepare)
     gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
     gsm8k.add_argument(
         "--source", default="openai/gsm8k", help="local folder, or dataset name on the hub"
@@ -232,6 +238,12 @@ def _report(args: argparse.Namespace) -> None:
     from mcore_rl.report.run_report import make_report
 
     make_report(args.run_dir)
+
+
+def _prepare_countdown(args: argparse.Namespace) -> None:
+    from mcore_rl.data.countdown import prepare_countdown
+
+    prepare_countdown(args.out, seed=args.seed)
 
 
 def _prepare_arithmetic(args: argparse.Namespace) -> None:

@@ -11,7 +11,6 @@ Held-out problems share templates, names, things and sums with the others, but n
 twice.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.tiny_model import make_vocabulary, make_word_tokenizer, write_tiny_model
 
 NUM_TRAIN = 6000
 NUM_HELD_OUT = 256
@@ -29,7 +29,6 @@ START = (10, 20)
 OPERAND = (1, 9)
 """Smallest and largest number that a problem adds or subtracts."""
 MAX_NUMBER = START[1] + 2 * OPERAND[1]
-SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gia", "Hugo", "Ida", "Jon", "Kim", "Leo")
 THINGS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "eggs", "nuts", "keys")
 TEMPLATES = {
@@ -63,12 +62,6 @@ TEMPLATES = {
         ),
     ),
 }
-CHAT_TEMPLATE = (
-    "{% for m in messages %}"
-    "{{ ('<|user|> ' if m['role'] == 'user' else '<|assistant|> ') + m['content'] }}"
-    "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
     write_parquet(
         [{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet"
     )
-    _write_model(out_dir / "model")
+    write_tiny_model(out_dir / "model", vocabulary())
     print(
         f"{len(train)} training and {len(held_out)} held-out prompts,"
         f" {len(demonstrated)} demonstrations in {out_dir}"
@@ -154,65 +147,10 @@ def vocabulary() -> list[str]:
         for ts in TEMPLATES.values()
         for t in ts
     )
-    words = sorted({*filled.split(), *NAMES, *THINGS, "+", "-", "=", ";"})
-    return [*SPECIAL_TOKENS, *map(str, range(MAX_NUMBER + 1)), *words]
+    words = {*filled.split(), *NAMES, *THINGS, "+", "-", "=", ";"}
+    return make_vocabulary(MAX_NUMBER, words)
 
 
 def make_tokenizer() -> Any:
     """Return a tokenizer with one token per word and per number."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {word: i for i, word in enumerate(vocabulary())}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<|pad|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        additional_special_tokens=["<|user|>", "<|assistant|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
-
-
-def model_config() -> dict[str, Any]:
-    """Return config.json of about one million parameters: 4 layers, 8 experts (2 active), 4 query
-    heads.
-    """
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": len(vocabulary()),
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "router_aux_loss_coef": 0.001,
-        "bos_token_id": None,
-        "eos_token_id": SPECIAL_TOKENS.index("<|end|>"),
-        "pad_token_id": SPECIAL_TOKENS.index("<|pad|>"),
-        "torch_dtype": "float32",
-    }
-
-
-def _write_model(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(), indent=2) + "\n")
-    make_tokenizer().save_pretrained(folder)
+    return make_word_tokenizer(vocabulary())

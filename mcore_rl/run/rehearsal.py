@@ -25,7 +25,8 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.config.recipe import value_of
-from mcore_rl.data.arithmetic import SPECIAL_TOKENS, prepare_arithmetic, vocabulary
+from mcore_rl.data.arithmetic import prepare_arithmetic, vocabulary
+from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf.facts import ModelFacts
 

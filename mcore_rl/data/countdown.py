@@ -1,0 +1,148 @@
+"""Countdown problems: reach a number from given ones, each used once, by steps that are checked.
+
+"use 3 8 5 to reach 10" is solved by "8 + 5 = 13 high ; 13 - 3 = 10 reached": each step takes two
+numbers that are left, puts their sum or difference in their place, and compares it with the number
+to reach. All problems are made from a seed.
+
+The demonstrations for supervised fine-tuning show this form only. Their arithmetic and comparisons
+are right, but their steps are chosen at random and end where they happen to end. So imitation
+solves a problem by luck alone, and reinforcement learning finds by exploration which step to take.
+No held-out problem is among the others, also not with its numbers in another order.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
+
+NUM_TRAIN = 6000
+NUM_HELD_OUT = 256
+NUM_DEMONSTRATIONS = 40000
+NUM_GIVEN = 3
+GIVEN = (1, 9)
+"""Smallest and largest number that a problem gives."""
+MAX_NUMBER = NUM_GIVEN * GIVEN[1]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers to use, and the number to reach from them."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def question(self) -> str:
+        return f"use {_joined(self.numbers)} to reach {self.target}"
+
+    @property
+    def ground_truth(self) -> str:
+        return f"{_joined(self.numbers)} -> {self.target}"
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Equal for problems that differ in the order of their numbers alone."""
+        return (*sorted(self.numbers), self.target)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`a` and `b` are replaced by `result`; `text` is "8 + 5 = 13"."""
+
+    text: str
+    result: int
+
+
+def prepare_countdown(out_dir: Path, seed: int = 0) -> None:
+    """Write {train,heldout,sft}.parquet and model/ (config.json and tokenizer) to `out_dir`."""
+    rng = random.Random(seed)
+    held_out = _distinct_problems(rng, NUM_HELD_OUT)
+    reserved = {problem.identity for problem in held_out}
+    train = _problems_outside(reserved, rng, NUM_TRAIN)
+    demonstrated = _problems_outside(reserved, rng, NUM_DEMONSTRATIONS)
+    for name, split in (("train", train), ("heldout", held_out)):
+        rows = [
+            prompt_row(p.question, p.ground_truth, "countdown", name, i)
+            for i, p in enumerate(split)
+        ]
+        write_parquet(rows, out_dir / f"{name}.parquet")
+    write_parquet(
+        [{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet"
+    )
+    write_tiny_model(out_dir / "model", vocabulary())
+    print(
+        f"{len(train)} training and {len(held_out)} held-out prompts,"
+        f" {len(demonstrated)} demonstrations in {out_dir}"
+    )
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> str:
+    """Return steps chosen at random, each compared with the number to reach."""
+    return " ; ".join(
+        f"{step.text} {compare(step.result, problem.target)}"
+        for step in random_steps(problem.numbers, rng)
+    )
+
+
+def random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step]:
+    """Return steps that use each number once; no result is below 0."""
+    left = list(numbers)
+    steps = []
+    while len(left) > 1:
+        rng.shuffle(left)
+        a, b = left.pop(), left.pop()
+        if rng.random() < 0.5:
+            step = Step(f"{a} + {b} = {a + b}", a + b)
+        else:
+            step = Step(f"{max(a, b)} - {min(a, b)} = {abs(a - b)}", abs(a - b))
+        steps.append(step)
+        left.append(step.result)
+    return steps
+
+
+def compare(number: int, target: int) -> str:
+    if number == target:
+        return "reached"
+    return "low" if number < target else "high"
+
+
+def vocabulary() -> list[str]:
+    """Return special tokens, numbers and words; a token's id is its index."""
+    words = {"use", "to", "reach", "+", "-", "=", ";", "low", "high", "reached"}
+    return make_vocabulary(MAX_NUMBER, words)
+
+
+def _make_problem(rng: random.Random) -> Problem:
+    numbers = tuple(rng.randint(*GIVEN) for _ in range(NUM_GIVEN))
+    return Problem(numbers, random_steps(numbers, rng)[-1].result)
+
+
+def _distinct_problems(rng: random.Random, num_problems: int) -> list[Problem]:
+    problems: dict[tuple[int, ...], Problem] = {}
+    while len(problems) < num_problems:
+        problem = _make_problem(rng)
+        problems.setdefault(problem.identity, problem)
+    return list(problems.values())
+
+
+def _problems_outside(
+    reserved: set[tuple[int, ...]], rng: random.Random, num_problems: int
+) -> list[Problem]:
+    problems: list[Problem] = []
+    while len(problems) < num_problems:
+        problem = _make_problem(rng)
+        if problem.identity not in reserved:
+            problems.append(problem)
+    return problems
+
+
+def _conversation(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
+    answer = demonstrate(problem, rng)
+    return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))

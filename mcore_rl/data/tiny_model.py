@@ -1,0 +1,86 @@
+"""The tiny Qwen3-MoE and the word tokenizer of the recipes that learn on a laptop.
+
+One word or number is one token, so a response of a few steps has about a dozen tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ ('<|user|> ' if m['role'] == 'user' else '<|assistant|> ') + m['content'] }}"
+    "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def make_vocabulary(max_number: int, words: set[str]) -> list[str]:
+    """Return special tokens, the numbers 0 to `max_number` and `words`, sorted; a token's id is its
+    index.
+    """
+    return [*SPECIAL_TOKENS, *map(str, range(max_number + 1)), *sorted(words)]
+
+
+def make_word_tokenizer(vocabulary: Sequence[str]) -> Any:
+    """Return a tokenizer with one token per word and per number."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<|pad|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_moe_config(vocab_size: int) -> dict[str, Any]:
+    """Return config.json of about one million parameters: 4 layers, 8 experts (2 active), 4 query
+    heads.
+    """
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "router_aux_loss_coef": 0.001,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index("<|end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|pad|>"),
+        "torch_dtype": "float32",
+    }
+
+
+def write_tiny_model(folder: Path, vocabulary: Sequence[str]) -> None:
+    """Write config.json and the tokenizer; weights are drawn by `model.init=random`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = tiny_moe_config(len(vocabulary))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    make_word_tokenizer(vocabulary).save_pretrained(folder)
