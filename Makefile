@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart docs bench clean
+.PHONY: help venv lint test test-slow quickstart gpu-check docs bench clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,6 +55,9 @@ quickstart: venv ## train a small mixture-of-experts model with GRPO and show it
 	$(BIN)/mcore-rl data arithmetic --out data/arithmetic
 	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=$(RUN)/warm_start
 	$(BIN)/mcore-rl train recipe=tiny_moe_grpo model.path=$(RUN)/warm_start/hf run.seed=$(SEED) run.dir=$(RUN)
+
+gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes WHEELS=<folder>
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(WHEELS),--wheels $(WHEELS))
 
 docs: $(DOCS_VENV)/.installed ## the documentation site with an API reference, into site/; fails on a dead link
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q

@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_report(commands)
     _add_data(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -160,6 +161,16 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
     gsm8k.set_defaults(run=_prepare_gsm8k)
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from mcore_rl.doctor.command import add_arguments, run_doctor
+
+    command = commands.add_parser(
+        "doctor", help="check what this machine's GPU and CPU can do, a line of JSON each"
+    )
+    add_arguments(command)
+    command.set_defaults(run=run_doctor)
 
 
 def _run_recipe(args: argparse.Namespace) -> None:

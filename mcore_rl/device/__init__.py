@@ -23,6 +23,19 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
+def describe_device() -> dict[str, str]:
+    """Return name and memory of this process's device, and the versions that drive it."""
+    described = {"device": "CPU", "torch": torch.__version__}
+    if has_cuda():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory_gib = f"{properties.total_memory / 2**30:.0f} GiB"
+        described |= {
+            "device": f"{properties.name}, {memory_gib}",
+            "cuda": torch.version.cuda or "",
+        }
+    return described
+
+
 def dist_backend() -> str:
     """Return the torch.distributed backend of the training ranks' process groups."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"

@@ -15,7 +15,13 @@ from tests.support.policy import ROOT
 
 WALKED = ("README.md", "docs/recipes.md", "docs/algorithms.md", "docs/async.md", "docs/rewards.md")
 """Documents whose commands run one after the other; docs/checkpoints.md has a test of its own."""
-OTHERS = ("docs/plan.md", "docs/checkpoints.md", "docs/debugging.md", "CONTRIBUTING.md")
+OTHERS = (
+    "docs/plan.md",
+    "docs/doctor.md",
+    "docs/checkpoints.md",
+    "docs/debugging.md",
+    "CONTRIBUTING.md",
+)
 MODULES = {"mcore-rl": "mcore_rl.cli", "mcore-rl-ckpt": "checkpoint_tools.cli"}
 TIMEOUT_S = 420
 

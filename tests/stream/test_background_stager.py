@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.stream.background_stager import start_background_stager
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.link_end import LinkEnd
@@ -16,7 +17,6 @@ from mcore_rl.stream.routes.choice import make_routed_transport
 from mcore_rl.stream.staging import Staging
 from mcore_rl.stream.wire import Report, StageRequest
 from tests.support.link_ends import make_link, open_ends, run_ranks
-from tests.support.sync_layouts import column_cut, make_tensors, row_cut
 
 TIMEOUT_S = 20.0
 

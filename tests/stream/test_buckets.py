@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.slices.box import Box
 from mcore_rl.slices.hf.fp8 import scale_box
 from mcore_rl.slices.layouts.listed import ListedLayout
@@ -15,7 +16,6 @@ from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.buckets import Bucket, plan_buckets, split_box
 from mcore_rl.stream.verify import ROW_WORDS
-from tests.support.sync_layouts import column_cut, make_tensors, row_cut
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.slices.box import Shard
 from mcore_rl.stream.connection import Connection
 from mcore_rl.stream.link_end import LinkEnd
@@ -13,7 +14,6 @@ from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.verified_buckets import VerifiedBuckets
 from mcore_rl.stream.wire import Report
 from tests.support.link_ends import make_link, open_ends, run_ranks
-from tests.support.sync_layouts import column_cut, make_tensors, row_cut
 
 NUM_SENDERS = 2
 TIMEOUT_S = 20.0

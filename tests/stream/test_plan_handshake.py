@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_rl.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.layouts.megatron import MegatronSizes
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
@@ -16,7 +17,6 @@ from mcore_rl.stream.routes.channel import machine_id
 from mcore_rl.stream.routes.transport import TransferError
 from mcore_rl.stream.wire import Link, encode_shards
 from tests.support.link_ends import make_link, open_ends, run_ranks
-from tests.support.sync_layouts import column_cut, make_tensors, row_cut
 
 NUM_SENDERS = 2
 NUM_RECEIVERS = 2

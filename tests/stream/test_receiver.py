@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver, loaded_parameters
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks
-from tests.support.sync_layouts import FusedEngine, make_tensors, row_cut
 
 TIMEOUT_S = 60.0
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mcore_rl.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Command, Link, Report
 from tests.support.link_ends import make_link, run_ranks
-from tests.support.sync_layouts import FusedEngine, make_tensors, row_cut
 
 
 class Engine:

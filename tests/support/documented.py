@@ -25,7 +25,7 @@ SHORT = (
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
 )
-QUICK = ("plan", "data", "--help", "--version")
+QUICK = ("plan", "data", "doctor", "--help", "--version")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=")
 """Parts of arguments that name what only the reader's own cluster has."""
 

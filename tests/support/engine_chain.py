@@ -9,6 +9,9 @@ from dataclasses import replace
 import torch
 
 from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.doctor.sync_ranks import FaultyTransport
+from mcore_rl.doctor.sync_scene import Fault
+from mcore_rl.doctor.toy_engine import FusedEngine, expert_cut, make_tensors
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.receiver import WeightReceiver
@@ -16,8 +19,6 @@ from mcore_rl.stream.routes.choice import MakeTransport, make_routed_transport
 from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Action, Command, Link, Report, StageRequest
-from tests.support.processes import Fault, FaultyTransport
-from tests.support.sync_layouts import FusedEngine, expert_cut, make_tensors
 
 NUM_SENDERS = 2
 NUM_RANKS = 2

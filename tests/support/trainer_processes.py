@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.doctor.sync_ranks import FaultyTransport
+from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.layouts.training import training_shards
 from mcore_rl.stream.link_end import LinkEnd
@@ -21,7 +23,6 @@ from mcore_rl.stream.routes.transport import Transport
 from mcore_rl.stream.sender import WeightSender
 from mcore_rl.stream.wire import Link, Report
 from tests.support.megatron_layout import TrainLayout, train_ranks
-from tests.support.processes import Fault, FaultyTransport
 from tests.support.rank_calls import answer_calls
 
 

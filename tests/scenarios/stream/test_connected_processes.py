@@ -1,13 +1,10 @@
 """Connections between trainer and engine ranks in processes of their own, some of which fail."""
 
-from typing import Any
-
 import pytest
-import torch
 
-from mcore_rl.stream.wire import Report
-from tests.support.processes import Fault, Scene, expected_parameters, run_scene
-from tests.support.sync_layouts import column_cut, expert_cut, row_cut
+from mcore_rl.doctor.sync_processes import run_scene
+from mcore_rl.doctor.sync_scene import Fault, Scene
+from mcore_rl.doctor.toy_engine import column_cut, expert_cut, row_cut
 
 pytestmark = pytest.mark.gloo
 
@@ -25,28 +22,20 @@ SCENES = {
 }
 
 
-def all_reports(senders: list[list[Report]], receivers: list[Any]) -> list[Report]:
-    """The reports of all ranks, by rank and then by action."""
-    by_rank = [*senders, *(reports for reports, _ in receivers)]
-    return [report for reports in by_rank for report in reports]
-
-
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
 def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
     scene: Scene,
 ) -> None:
-    senders, receivers, num_keys = run_scene(scene)
-    reports = all_reports(senders, receivers)
+    outcome = run_scene(scene)
+    reports = outcome.reports
     assert [report.error for report in reports] == [None] * len(reports)
     assert len({report.digest for report in reports}) == 1
-    for rank, (_, tensors) in enumerate(receivers):
-        expected = expected_parameters(scene, rank, version=scene.num_syncs - 1)
-        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    sent_bytes = sum(rank_reports[1].num_bytes for rank_reports in senders)
-    received_bytes = sum(rank_reports[1].num_bytes for rank_reports, _ in receivers)
+    assert [received.differing for received in outcome.receivers] == [[]] * scene.num_receivers
+    sent_bytes = sum(sent[1].num_bytes for sent in outcome.senders if sent is not None)
+    received_bytes = sum(received.reports[1].num_bytes for received in outcome.receivers)
     assert sent_bytes == received_bytes > 0
     num_ranks = scene.num_senders + scene.num_receivers
-    assert num_keys <= 5 * num_ranks + 1, "keys of a sync were left in the store"
+    assert outcome.num_keys <= 5 * num_ranks + 1, "keys of a sync were left in the store"
 
 
 ROUTES = pytest.mark.parametrize(
@@ -62,16 +51,18 @@ def test_a_byte_changed_in_transit_is_refused_by_name(staged: bool, between_mach
     scene = Scene(
         row_cut, 2, 1, num_syncs=1, fault=fault, staged=staged, between_machines=between_machines
     )
-    senders, [(reports, _)], _ = run_scene(scene)
-    error = reports[1].error
+    outcome = run_scene(scene)
+    report = outcome.receivers[0].reports[1]
+    error = report.error
     assert (
         error is not None
         and "has checksum" in error
         and "trainer rank 1" in error
         and "weight" in error
     )
-    assert not reports[1].peer_lost
-    assert senders[0][1].error is None or senders[0][1].peer_lost
+    assert not report.peer_lost
+    other = outcome.senders[0]
+    assert other is not None and (other[1].error is None or other[1].peer_lost)
 
 
 @ROUTES
@@ -82,10 +73,11 @@ def test_a_killed_sender_fails_the_others_at_once_and_is_named(
     scene = Scene(
         row_cut, 3, 2, num_syncs=1, fault=fault, staged=staged, between_machines=between_machines
     )
-    senders, receivers, _ = run_scene(scene)
-    assert max(reports[1].seconds for reports, _ in receivers) < scene.timeout_s / 2
-    assert senders[1] is None
-    errors = [reports[1].error for reports, _ in receivers]
+    outcome = run_scene(scene)
+    reports = [received.reports[1] for received in outcome.receivers]
+    assert max(report.seconds for report in reports) < scene.timeout_s / 2
+    assert outcome.senders[1] is None
+    errors = [report.error for report in reports]
     assert any(
         error and "from trainer rank 1" in error and "waited" in error for error in errors
     ), errors
@@ -106,18 +98,20 @@ def test_a_stopped_sender_fails_the_others_at_the_deadline_and_is_named(
         staged=staged,
         between_machines=between_machines,
     )
-    senders, [(reports, _)], _ = run_scene(scene)
-    assert senders[1] is None
-    assert reports[1].error is not None
-    assert "rank 0 of engine engine-0 waited" in reports[1].error
-    assert "from trainer rank 1" in reports[1].error
-    assert scene.timeout_s - 1 < reports[1].seconds < scene.timeout_s + 10
+    outcome = run_scene(scene)
+    report = outcome.receivers[0].reports[1]
+    assert outcome.senders[1] is None
+    assert report.error is not None
+    assert "rank 0 of engine engine-0 waited" in report.error
+    assert "from trainer rank 1" in report.error
+    assert scene.timeout_s - 1 < report.seconds < scene.timeout_s + 10
 
 
 def test_a_rank_that_never_comes_is_named_by_those_who_waited() -> None:
     scene = Scene(row_cut, 2, 1, timeout_s=2.0, num_syncs=0, absent_sender=1)
-    [[report], _], [(reports, _)], _ = run_scene(scene)
-    for waiting in (report, reports[0]):
+    outcome = run_scene(scene)
+    assert outcome.senders[0] is not None
+    for waiting in (outcome.senders[0][0], outcome.receivers[0].reports[0]):
         assert waiting.error is not None and "the layout of trainer rank 1" in waiting.error, (
             waiting.error
         )

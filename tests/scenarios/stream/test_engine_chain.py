@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mcore_rl.device.gpu_memory import DeviceStream
+from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.routes.choice import MakeTransport, make_gloo_transport, make_routed_transport
 from mcore_rl.stream.routes.transport import Transport
@@ -22,7 +23,6 @@ from tests.support.engine_chain import (
     errors,
     open_chain,
 )
-from tests.support.processes import Fault
 
 pytestmark = pytest.mark.gloo
 

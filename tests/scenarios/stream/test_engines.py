@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.players.colocation import EngineMemory
 from mcore_rl.stream.controller.sync import SyncError
-from tests.support.processes import Fault
 from tests.support.sync_stage import (
     Stage,
     checksums,

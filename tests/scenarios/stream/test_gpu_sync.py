@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from mcore_rl.device import device, has_cuda
+from mcore_rl.doctor.sync_processes import run_scene
+from mcore_rl.doctor.sync_scene import Fault, Scene
+from mcore_rl.doctor.toy_engine import column_cut, expert_cut, row_cut
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.shared_region import Slice
 from mcore_rl.stream.buckets import plan_buckets
 from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
-from tests.support.processes import Fault, Scene, expected_parameters, run_scene
-from tests.support.sync_layouts import column_cut, expert_cut, row_cut
 
 TWO_GPUS = pytest.mark.skipif(
     torch.accelerator.device_count() < 2, reason="NCCL takes a GPU per rank"
@@ -60,13 +61,9 @@ ROUTES = pytest.mark.parametrize(
 def test_every_parameter_is_bit_for_bit_what_the_engines_own_loader_puts_there(
     scene: Scene,
 ) -> None:
-    senders, receivers, _ = run_scene(scene)
-    by_rank = [*senders, *(reports for reports, _ in receivers)]
-    reports = [report for rank_reports in by_rank for report in rank_reports]
-    assert [report.error for report in reports] == [None] * len(reports)
-    for rank, (_, tensors) in enumerate(receivers):
-        expected = expected_parameters(scene, rank, version=scene.num_syncs - 1)
-        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    outcome = run_scene(scene)
+    assert [report.error for report in outcome.reports] == [None] * len(outcome.reports)
+    assert [received.differing for received in outcome.receivers] == [[]] * scene.num_receivers
 
 
 @ROUTES
@@ -82,8 +79,8 @@ def test_a_byte_changed_in_transit_is_refused_by_name(between_machines: bool) ->
         on_gpu=BOTH,
         between_machines=between_machines,
     )
-    _, [(reports, _)], _ = run_scene(scene)
-    error = reports[1].error
+    [received] = run_scene(scene).receivers
+    error = received.reports[1].error
     assert error is not None and "has checksum" in error and "trainer rank 0" in error
 
 
@@ -103,10 +100,11 @@ def test_a_sender_that_dies_or_hangs_is_named_by_the_deadline(
         on_gpu=BOTH,
         between_machines=between_machines,
     )
-    [sender], [(reports, _)], _ = run_scene(scene)
-    assert sender is None
-    assert reports[1].error is not None and "from trainer rank 0" in reports[1].error
-    assert reports[1].seconds < scene.timeout_s + 10
+    outcome = run_scene(scene)
+    report = outcome.receivers[0].reports[1]
+    assert outcome.senders == [None]
+    assert report.error is not None and "from trainer rank 0" in report.error
+    assert report.seconds < scene.timeout_s + 10
 
 
 def test_a_bucket_takes_few_kernels_however_many_slices_it_has() -> None:

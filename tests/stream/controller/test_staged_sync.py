@@ -3,9 +3,9 @@
 import asyncio
 import time
 
+from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.stream.controller.staged_sync import StagedSync
 from mcore_rl.stream.controller.sync import SyncController
-from tests.support.processes import Fault
 from tests.support.thread_engines import open_thread_stage
 
 TIMEOUT_S = 60.0

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.stream.controller.sync import SyncController, SyncError
-from tests.support.processes import Fault
 from tests.support.thread_engines import ThreadStage, open_thread_stage
 
 

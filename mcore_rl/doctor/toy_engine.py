@@ -1,6 +1,9 @@
-"""A small set of HF tensors, cut over ranks as training and engines cut them."""
+"""HF tensors of a small or large mixture of experts, cut over ranks as training and engines cut
+them.
+"""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -8,23 +11,49 @@ from torch import Tensor, nn
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.plan.coverage import contiguous_strides
 
-HIDDEN, HEADS, EXPERTS, VOCAB = 12, 6, 4, 33
+
+@dataclass(frozen=True)
+class ToySizes:
+    """A model of one layer. `heads * head` rows each of q, k and v; `inner` rows of an expert."""
+
+    hidden: int = 12
+    heads: int = 6
+    head: int = 2
+    experts: int = 4
+    inner: int = 8
+    vocab: int = 33
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape."""
+        up, down = (self.inner, self.hidden), (self.hidden, self.inner)
+        return {
+            "embed.weight": (self.vocab, self.hidden),
+            "norm.weight": (self.hidden,),
+            **{f"attn.{x}_proj.weight": (self.heads * self.head, self.hidden) for x in "qkv"},
+            **{
+                f"experts.{e}.{x}_proj.weight": down if x == "down" else up
+                for e in range(self.experts)
+                for x in ("gate", "up", "down")
+            },
+        }
 
 
-def make_tensors(seed: int = 0) -> dict[str, Tensor]:
-    """HF name -> random float32 tensor."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {
-        "embed.weight": (VOCAB, HIDDEN),
-        "norm.weight": (HIDDEN,),
-        **{f"attn.{x}_proj.weight": (HEADS * 2, HIDDEN) for x in "qkv"},
-        **{
-            f"experts.{e}.{x}_proj.weight": (8, HIDDEN) if x != "down" else (HIDDEN, 8)
-            for e in range(EXPERTS)
-            for x in ("gate", "up", "down")
-        },
+TINY = ToySizes()
+
+
+def make_tensors(
+    seed: int = 0,
+    sizes: ToySizes = TINY,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """HF name -> random tensor. Values depend on the kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=dtype, device=device)
+        for name, shape in sizes.shapes.items()
     }
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def _cut(
@@ -66,10 +95,11 @@ def expert_cut(
     hf: Mapping[str, Tensor], rank: int, world_size: int, dtype: str
 ) -> tuple[list[Shard], dict[str, Tensor]]:
     """Experts dealt out to the ranks; the rest on every rank, as data-parallel replicas are."""
+    num_experts = len({name.split(".")[1] for name in hf if name.startswith("experts.")})
     own = {}
     for name, tensor in hf.items():
         is_expert = name.startswith("experts.")
-        if not is_expert or int(name.split(".")[1]) * world_size // EXPERTS == rank:
+        if not is_expert or int(name.split(".")[1]) * world_size // num_experts == rank:
             own[name] = tensor
     return _cut(own, 0, 1, dtype, {})
 
@@ -77,21 +107,30 @@ def expert_cut(
 class FusedEngine(nn.Module):
     """A tensor-parallel engine rank: fused qkv, stacked experts, padded vocabulary."""
 
-    def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        dtype: torch.dtype,
+        sizes: ToySizes = TINY,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__()
         self.rank = rank
         self.world_size = world_size
+        self.sizes = sizes
 
         def empty(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype), requires_grad=False)
+            values = torch.full(shape, float("nan"), dtype=dtype, device=device)
+            return nn.Parameter(values, requires_grad=False)
 
-        rows = HEADS * 2 // world_size
-        inner = 8 // world_size
-        self.embed = empty(-(-VOCAB // world_size), HIDDEN)
-        self.norm = empty(HIDDEN)
-        self.qkv = empty(3 * rows, HIDDEN)
-        self.w13 = empty(EXPERTS, 2 * inner, HIDDEN)
-        self.w2 = empty(EXPERTS, HIDDEN, inner)
+        rows = sizes.heads * sizes.head // world_size
+        inner = sizes.inner // world_size
+        self.embed = empty(-(-sizes.vocab // world_size), sizes.hidden)
+        self.norm = empty(sizes.hidden)
+        self.qkv = empty(3 * rows, sizes.hidden)
+        self.w13 = empty(sizes.experts, 2 * inner, sizes.hidden)
+        self.w2 = empty(sizes.experts, sizes.hidden, inner)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
@@ -111,7 +150,7 @@ class FusedEngine(nn.Module):
 
     def _load_embedding(self, tensor: Tensor) -> None:
         rows = self.embed.shape[0]
-        loaded = min(rows, VOCAB - self.rank * rows)
+        loaded = min(rows, self.sizes.vocab - self.rank * rows)
         self.embed.data[:loaded].copy_(tensor.narrow(0, self.rank * rows, loaded))
         self.embed.data[loaded:].fill_(0)
 

@@ -1,0 +1,91 @@
+"""Measured answers to questions about this machine's GPU, NCCL and torch's allocators.
+
+Everything here needs CUDA. The answers decide how memory and communicators are set up.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+_NEVER = timedelta(days=1)
+MAX_CTAS = 4
+
+
+def make_lone_group(max_ctas: int | None = None) -> Any:
+    """Return an NCCL group of this process alone; NCCL's kernels get at most `max_ctas` blocks."""
+    group_type: Any = distributed.ProcessGroupNCCL  # exists only in CUDA builds of torch
+    options = group_type.Options()
+    options._timeout = _NEVER
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    return group_type(store, 0, 1, options)
+
+
+def reduce_alone(group: Any, num_elements: int = 1 << 20) -> bool:
+    """Return whether an all-reduce in a group of one leaves its values as they were."""
+    values = torch.arange(num_elements, dtype=torch.float32, device="cuda")
+    group.allreduce([values]).wait()
+    torch.cuda.synchronize()
+    return bool((values == torch.arange(num_elements, device="cuda")).all())
+
+
+def abort_seconds(group: Any) -> float:
+    """Return the seconds in which a group is torn down without waiting for its work."""
+    began_s = time.monotonic()
+    group.abort()
+    return time.monotonic() - began_s
+
+
+def pinned_bytes_taken(num_bytes: int) -> int:
+    """Return the bytes of host memory that pinning a tensor of `num_bytes` takes."""
+    pinned_u8 = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    taken = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    del pinned_u8
+    return int(taken)
+
+
+@dataclass(frozen=True)
+class SavedMemory:
+    """A tensor whose memory torch_memory_saver released and took back.
+
+    kept        its values are as before
+    released    bytes of the GPU that were free meanwhile
+    same_place  it lies at the address at which it lay
+    """
+
+    kept: bool
+    released: int
+    same_place: bool
+
+
+def release_and_resume(num_bytes: int, *, with_backup: bool) -> SavedMemory:
+    """Fill a tensor, release its memory as SGLang does, take it back, and look."""
+    from importlib import import_module
+
+    saver: Any = import_module("torch_memory_saver").torch_memory_saver  # only on GPU machines
+    if saver._impl is None:
+        saver.hook_mode = "torch"  # the other mode needs LD_PRELOAD
+    tag = f"probe_{with_backup}"
+    with saver.region(tag=tag, enable_cpu_backup=with_backup):
+        filled_u8 = torch.full((num_bytes,), 7, dtype=torch.uint8, device="cuda")
+    address = filled_u8.data_ptr()
+    before = _free_bytes()
+    saver.pause(tag)
+    released = _free_bytes() - before
+    saver.resume(tag)
+    return SavedMemory(_is_seven(filled_u8), released, filled_u8.data_ptr() == address)
+
+
+def _is_seven(tensor_u8: Tensor) -> bool:
+    return bool((tensor_u8 == 7).all())
+
+
+def _free_bytes() -> int:
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    return free

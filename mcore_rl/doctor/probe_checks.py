@@ -1,0 +1,87 @@
+"""Stage "probes": what NCCL, pinned memory and SGLang's memory saver do on this machine."""
+
+import multiprocessing as mp
+import os
+from multiprocessing.connection import Connection
+
+from mcore_rl.device import probes
+from mcore_rl.doctor.check import Check, Figures, Stage, expect
+
+PINNED = {"pinned_max_round_threshold_mb": "64"}
+"""Blocks above this size are no longer rounded up to powers of two."""
+ODD_BYTES = int(1.1 * 2**30)
+
+
+def nccl_max_ctas() -> Figures:
+    """A group whose kernels are bounded works; 29 to 37 such groups share a GPU at 256 ranks."""
+    group = probes.make_lone_group(probes.MAX_CTAS)
+    expect(probes.reduce_alone(group), "an all-reduce changed its values")
+    return {"max_ctas": probes.MAX_CTAS}
+
+
+def nccl_abort() -> Figures:
+    """A group can be torn down at once, as a sync does with a lost peer."""
+    group = probes.make_lone_group()
+    expect(probes.reduce_alone(group), "an all-reduce changed its values")
+    seconds = probes.abort_seconds(group)
+    expect(seconds < 10, f"abort took {seconds:.1f} s")
+    again = probes.make_lone_group()
+    expect(probes.reduce_alone(again), "the group made after the abort does not work")
+    return {"abort_s": round(seconds, 3)}
+
+
+def pinned_rounding() -> Figures:
+    """How much host memory a pinned block takes, by default and with a threshold set."""
+    taken = {name: _pinned_bytes(setting) for name, setting in (("default", {}), ("set", PINNED))}
+    figures = {f"{name}_gib": round(num_bytes / 2**30, 3) for name, num_bytes in taken.items()}
+    expect(
+        taken["set"] < 1.05 * ODD_BYTES,
+        f"{figures} for {ODD_BYTES / 2**30:.2f} GiB: the setting {PINNED} does not hold",
+    )
+    return {"asked_gib": round(ODD_BYTES / 2**30, 3), **figures}
+
+
+def _pinned_bytes(setting: dict[str, str]) -> int:
+    """The allocator reads its setting once, so each one gets a process."""
+    text = ",".join(f"{name}:{value}" for name, value in setting.items())
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = text
+    process = context.Process(target=_tell_pinned_bytes, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        expect(ours.poll(60), f"no answer with {text!r}")
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _tell_pinned_bytes(pipe: Connection) -> None:
+    pipe.send(probes.pinned_bytes_taken(ODD_BYTES))
+
+
+def memory_saver() -> Figures:
+    """Released memory comes back at its place; its values only with a copy in host memory."""
+    num_bytes = 1 << 30
+    plain = probes.release_and_resume(num_bytes, with_backup=False)
+    backed = probes.release_and_resume(num_bytes, with_backup=True)
+    for kind, saved in (("without", plain), ("with", backed)):
+        freed = saved.released / num_bytes
+        expect(freed > 0.9, f"{kind} a copy, {freed:.0%} of the memory was released")
+        expect(saved.same_place, f"{kind} a copy, the tensor lies elsewhere")
+    expect(backed.kept, "values are lost although they were to be kept in host memory")
+    return {"values_kept_without_copy": plain.kept, "values_kept_with_copy": backed.kept}
+
+
+PROBES = Stage(
+    "probes",
+    "NCCL, pinned memory, released memory",
+    (
+        Check("NCCL with few blocks", nccl_max_ctas, gpu=True),
+        Check("NCCL aborts", nccl_abort, gpu=True),
+        Check("pinned memory is not rounded up", pinned_rounding, gpu=True),
+        Check("released memory", memory_saver, gpu=True, modules=("torch_memory_saver",)),
+    ),
+)

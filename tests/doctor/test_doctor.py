@@ -1,0 +1,37 @@
+"""The whole kit on the CPU, as a user starts it: a line for each check, a summary at the end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.doctor.stages import STAGES
+from tests.support.policy import ROOT
+
+pytestmark = pytest.mark.gloo
+
+
+def test_every_check_passes_on_the_cpu_or_says_why_it_is_skipped(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    command = [sys.executable, "-m", "mcore_rl.doctor", "--logs", str(logs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, summary = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = [(stage.name, check.name) for stage in STAGES for check in stage.checks]
+    assert [(line["stage"], line["check"]) for line in lines] == expected
+    needs_gpu = {check.name for stage in STAGES for check in stage.checks if check.gpu}
+    for line in lines:
+        assert line["outcome"] == ("skipped" if line["check"] in needs_gpu else "ok"), line
+        assert bool(line["why"]) == (line["outcome"] == "skipped")
+    figures = {line["check"]: line["figures"] for line in lines}
+    assert figures["rate staged"]["swap_ms"] > 0
+    assert 0 < figures["rate in place"]["fraction_of_copy"] < 1.5
+    assert summary["summary"] == {
+        "ok": len(lines) - len(needs_gpu),
+        "failed": 0,
+        "skipped": len(needs_gpu),
+    }
+    assert summary["device"] == "CPU" and summary["failed"] == []
+    assert len(list(logs.iterdir())) == len(lines) - len(needs_gpu)
