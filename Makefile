@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart gpu-check docs bench clean
+.PHONY: help venv lint test test-slow quickstart gpu-check gpu-wheels docs bench clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -58,6 +58,9 @@ quickstart: venv ## train a small mixture-of-experts model with GRPO and show it
 
 gpu-check: ## what a run needs from this machine's GPU, checked without a network: STAGES=sync,probes WHEELS=<folder>
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m mcore_rl.doctor --gpu $(if $(STAGES),--stages $(STAGES)) $(if $(WHEELS),--wheels $(WHEELS))
+
+gpu-wheels: venv ## what gpu-check needs besides torch, into wheels/, for a machine with Python 3.12 and no network
+	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --python-version 3.12 -d wheels $(shell grep -E '^(megatron-core|zlib-ng)==' requirements/cpu.txt) torch_memory_saver==0.0.10
 
 docs: $(DOCS_VENV)/.installed ## the documentation site with an API reference, into site/; fails on a dead link
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q

@@ -211,7 +211,7 @@ def _rehearse(config: Config, given: Sequence[str]) -> Config:
 
 def _plan(args: argparse.Namespace) -> None:
     with without_collector():
-        from mcore_rl.planning import print_plan  # imports torch
+        from mcore_rl.planning.plan import print_plan  # imports torch
 
     if not print_plan(_load_settings(args.settings, "plan"), as_json=args.json):
         raise RuntimeError("the recipe does not fit its GPUs")

@@ -7,11 +7,13 @@ this package needs a CPU variant; docs/cpu.md lists every patch and stand-in.
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 
 _cpu_patches_installed = False
+_torch_modules_on_cuda = False
 
 
 def has_cuda() -> bool:
@@ -58,6 +60,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def peak_bytes() -> int:
+    """Return the most bytes that tensors of this process held on the GPU at once; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if has_cuda() else 0
+
+
 def host_memory(num_bytes: int) -> torch.Tensor:
     """Return uninitialized uint8 host memory, pinned on CUDA so that copies are asynchronous."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_cuda())
@@ -86,7 +93,7 @@ def _unchanged(model: Any = None, **_: Any) -> Any:
 
 def megatron_options() -> dict[str, Any]:
     """Return the TransformerConfig options that choose fused CUDA kernels or plain torch."""
-    fused = has_cuda()
+    fused = has_cuda() and not _torch_modules_on_cuda
     return {
         "apply_rope_fusion": fused,
         "moe_permute_fusion": fused,
@@ -97,13 +104,26 @@ def megatron_options() -> dict[str, Any]:
     }
 
 
+def use_torch_modules_on_cuda() -> None:
+    """Let megatron-core run on CUDA without Transformer Engine; call it before `setup_device`.
+
+    The torch modules that take its place on a CPU then take it on the GPU. They are much slower:
+    this is for checks on machines where Transformer Engine cannot be installed.
+    """
+    global _torch_modules_on_cuda
+    _torch_modules_on_cuda = torch.cuda.is_available()
+
+
 def setup_device() -> None:
     """Make megatron-core usable in this process; call it before a model is built. Idempotent.
 
     Raises ValueError if CUDA is present but Transformer Engine is not.
     """
     if torch.cuda.is_available() and not _cpu_patches_installed:
-        _require_transformer_engine()
+        if _torch_modules_on_cuda:
+            _install_torch_modules()
+        else:
+            _require_transformer_engine()
         # With a single hardware queue no collective overtakes the kernel queued before it; tensor
         # parallelism relies on that order.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -121,6 +141,14 @@ def _require_transformer_engine() -> None:
         raise ValueError(
             "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
         )
+
+
+@cache
+def _install_torch_modules() -> None:
+    from mcore_rl.device.cpu_patches import WITHOUT_TRANSFORMER_ENGINE
+
+    for patch in WITHOUT_TRANSFORMER_ENGINE:
+        patch()
 
 
 def _install_cpu_patches() -> None:

@@ -1,4 +1,4 @@
-"""Adam for the distributed optimizer on CPU; updates parameters and moments in place."""
+"""Adam for the distributed optimizer, without Transformer Engine; updates are in place."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's FusedAdam, same interface and state layout, on torch's fused CPU kernel.
+    """Transformer Engine's FusedAdam, same interface and state layout, on torch's fused kernel.
 
     The state holds exp_avg and exp_avg_sq per parameter; 'step' is kept in the parameter group.
     torch.optim.AdamW keeps 'step' per parameter, and megatron-core cannot load a checkpoint of its
@@ -47,7 +47,7 @@ class FusedAdam(torch.optim.Optimizer):
                 self._update(params, group)
 
     def _update(self, params: list[torch.Tensor], group: dict[str, Any]) -> None:
-        step = torch.tensor(float(group["step"]))
+        step = torch.tensor(float(group["step"]), device=params[0].device)
         self._kernel(
             params,
             [p.grad for p in params],

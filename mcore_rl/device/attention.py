@@ -1,4 +1,4 @@
-"""Causal attention over packed sequences on CPU.
+"""Causal attention over packed sequences by torch alone.
 
 Packed q, k, v of all sequences in; their attention output out, one SDPA call per bucket of similar
 lengths:
@@ -48,7 +48,7 @@ def packed_attention(
     if len(lens_N) == 1:
         return _causal(q_Thd[None], k_Thd[None], v_Thd[None], form)[0]
     outs, rows = [], []
-    for index_NL, tokens in _buckets(lens_N):
+    for index_NL, tokens in _buckets(lens_N, q_Thd.device):
         out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], form)
         outs.append(out_NLd.flatten(0, 1).index_select(0, tokens))
         rows.append(index_NL.flatten().index_select(0, tokens))
@@ -65,7 +65,7 @@ def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, form: Form) -> Tenso
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=form.scale)
     else:
-        position_L = torch.arange(q.shape[2])
+        position_L = torch.arange(q.shape[2], device=q.device)
         out = _masked(q, k, v, _sees(position_L, position_L, form), form)
     return out.transpose(1, 2).flatten(2)
 
@@ -102,8 +102,8 @@ def attend_with_sinks(
 
 
 @lru_cache(maxsize=64)
-def _buckets(lens_N: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-    """Return (packed_index_NL, flat positions of its real tokens) per bucket.
+def _buckets(lens_N: tuple[int, ...], place: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Return (packed_index_NL, flat positions of its real tokens) per bucket, on `place`.
 
     packed_index_NL maps each padded position to a token of the packed sequences. The flat positions
     are in packed order.
@@ -115,7 +115,7 @@ def _buckets(lens_N: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
         position_L = torch.arange(int(lens.max()))
         real_NL = position_L < lens[:, None]
         index_NL = starts[list(sequences), None] + torch.minimum(position_L, lens[:, None] - 1)
-        buckets.append((index_NL, real_NL.flatten().nonzero()[:, 0]))
+        buckets.append((index_NL.to(place), real_NL.flatten().nonzero()[:, 0].to(place)))
     return buckets
 
 
@@ -172,5 +172,6 @@ def context_parallel_attention(
     parts = [zigzag_positions(lens_N, r, size) for r in range(size)]
     k_sequence, k_position = (torch.cat(x) for x in zip(*parts, strict=True))
     mask = (q_sequence[:, None] == k_sequence) & _sees(q_position, k_position, form)
+    mask = mask.to(q_Thd.device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q_Thd, k_Thd, v_Thd))
     return _masked(q, k, v, mask, form)[0].transpose(0, 1).flatten(1)

@@ -238,18 +238,23 @@ def run_eagerly() -> None:
     torch.compiler.set_stance("force_eager")
 
 
+WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
+    define_router_gemm,
+    report_missing_te_to_latent_attention,
+    recompute_without_fp8,
+    use_fused_adam,
+    use_te_workalike,
+)
+"""Patches that have to do with Transformer Engine alone, not with the CPU."""
+
 PATCHES: tuple[Callable[[], None], ...] = (
     alias_streams,
     alias_rng,
     alias_factories,
     alias_tensor_type,
-    define_router_gemm,
-    report_missing_te_to_latent_attention,
-    recompute_without_fp8,
     convert_alltoall_splits,
     uneven_collectives,
     contiguous_collectives,
-    use_fused_adam,
-    use_te_workalike,
+    *WITHOUT_TRANSFORMER_ENGINE,
     run_eagerly,
 )

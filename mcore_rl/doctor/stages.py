@@ -1,10 +1,11 @@
 """All stages of the doctor, in the order in which they run."""
 
 from mcore_rl.doctor.check import Check, Stage
+from mcore_rl.doctor.megatron_checks import MEGATRON
 from mcore_rl.doctor.probe_checks import PROBES
 from mcore_rl.doctor.sync_checks import SYNC
 
-STAGES: tuple[Stage, ...] = (SYNC, PROBES)
+STAGES: tuple[Stage, ...] = (SYNC, PROBES, MEGATRON)
 
 
 def choose_stages(names: str) -> tuple[Stage, ...]:

@@ -93,6 +93,11 @@ class TrainedModel:
         """Keep exactly these parts in device memory; see train/offload.py."""
         self._memory.hold(parts)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer that are in device memory now."""
+        return self._memory.num_bytes
+
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Start a checkpoint: weights, optimizer, step, generators and `extra`, alike on all ranks.
 

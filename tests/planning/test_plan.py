@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning import print_plan
+from mcore_rl.planning.plan import print_plan
 
 QWEN = "qwen3_30b_a3b_grpo_8"
 
