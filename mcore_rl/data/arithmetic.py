@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.files import write_parquet, write_prompts
 from mcore_rl.data.tiny_model import make_vocabulary, make_word_tokenizer, write_tiny_model
 
 NUM_TRAIN = 6000
@@ -85,11 +85,7 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
     train = problems[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAIN]
     demonstrated = problems[NUM_HELD_OUT + NUM_TRAIN :]
     for name, split in (("train", train), ("heldout", held_out)):
-        rows = [
-            prompt_row(p.question, str(p.answer), "arithmetic", name, i)
-            for i, p in enumerate(split)
-        ]
-        write_parquet(rows, out_dir / f"{name}.parquet")
+        write_prompts([(p.question, str(p.answer)) for p in split], "arithmetic", name, out_dir)
     write_parquet(
         [{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet"
     )

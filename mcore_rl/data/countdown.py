@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.files import write_parquet, write_prompts
 from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
 
 NUM_TRAIN = 6000
@@ -64,11 +64,7 @@ def prepare_countdown(out_dir: Path, seed: int = 0) -> None:
     train = _problems_outside(reserved, rng, NUM_TRAIN)
     demonstrated = _problems_outside(reserved, rng, NUM_DEMONSTRATIONS)
     for name, split in (("train", train), ("heldout", held_out)):
-        rows = [
-            prompt_row(p.question, p.ground_truth, "countdown", name, i)
-            for i, p in enumerate(split)
-        ]
-        write_parquet(rows, out_dir / f"{name}.parquet")
+        write_prompts([(p.question, p.ground_truth) for p in split], "countdown", name, out_dir)
     write_parquet(
         [{"messages": _conversation(p, rng)} for p in demonstrated], out_dir / "sft.parquet"
     )

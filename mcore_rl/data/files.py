@@ -21,6 +21,17 @@ def prompt_row(
     }
 
 
+def write_prompts(
+    problems: Sequence[tuple[str, str]], data_source: str, split: str, out_dir: Path
+) -> None:
+    """Write (question, answer) pairs as the prompt file `<out_dir>/<split>.parquet`."""
+    rows = [
+        prompt_row(question, answer, data_source, split, i)
+        for i, (question, answer) in enumerate(problems)
+    ]
+    write_parquet(rows, out_dir / f"{split}.parquet")
+
+
 def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Write the rows, under a temporary name first, so that a file at `path` is always complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
