@@ -5,25 +5,20 @@ Everything here needs CUDA. The answers decide how memory and communicators are 
 
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-_NEVER = timedelta(days=1)
+from mcore_rl.device.gpu_groups import make_group
+
 MAX_CTAS = 4
 
 
 def make_lone_group(max_ctas: int | None = None) -> Any:
-    """Return an NCCL group of this process alone; NCCL's kernels get at most `max_ctas` blocks."""
-    group_type: Any = distributed.ProcessGroupNCCL  # exists only in CUDA builds of torch
-    options = group_type.Options()
-    options._timeout = _NEVER
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
+    """Return an NCCL group of this process alone."""
     store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-    return group_type(store, 0, 1, options)
+    return make_group(store, 0, 1, max_ctas)
 
 
 def reduce_alone(group: Any, num_elements: int = 1 << 20) -> bool:

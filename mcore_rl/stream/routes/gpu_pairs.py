@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mcore_rl.device.gpu_pair import make_pair_group
+from mcore_rl.device.gpu_groups import make_group
 from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.routes.transport import TransferError, wait_until
@@ -116,7 +116,7 @@ class GpuPairTransport:
         is_receiver = self._end.rank > peer
         rank_in_pair = int(is_receiver)
         try:
-            group = make_pair_group(pair_store, rank_in_pair)
+            group = make_group(pair_store, rank_in_pair, 2)
             self._groups[peer] = group
             token_u8 = torch.zeros(1, dtype=torch.uint8, device=self._device)
             verb = group.recv if is_receiver else group.send

@@ -1,4 +1,4 @@
-"""An NCCL communicator of two ranks, independent of the process's other groups."""
+"""NCCL communicators that are independent of the process's default group."""
 
 import os
 from collections.abc import Iterator
@@ -15,17 +15,19 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment_lock = Lock()
 
 
-def make_pair_group(store: Any, rank: int) -> Any:
-    """Return torch's process group of ranks 0 and 1, which find each other through `store`.
+def make_group(store: Any, rank: int, size: int, max_ctas: int | None = None) -> Any:
+    """Return torch's process group of ranks 0 to `size` - 1, which find each other through `store`.
 
     It connects in its first operation. Its errors are raised to the caller; torch's default is to
-    end the process when a peer is lost.
+    end the process when a peer is lost. NCCL's kernels get at most `max_ctas` blocks.
     """
     group_type: Any = distributed.ProcessGroupNCCL  # exists only in CUDA builds of torch
     options = group_type.Options()
     options._timeout = _NEVER
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
     with _environment(_ERROR_HANDLING, "0"):  # torch reads it when a group is made
-        return group_type(store, rank, 2, options)
+        return group_type(store, rank, size, options)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
-"""The environment in which a pair's communicator is made; tests/stream tests the communicator."""
+"""The environment in which a communicator is made; tests/stream tests communicators."""
 
 import os
 
 import pytest
 
-from mcore_rl.device.gpu_pair import _environment
+from mcore_rl.device.gpu_groups import _environment
 
-NAME = "MCORE_RL_TEST_OF_GPU_PAIR"
+NAME = "MCORE_RL_TEST_OF_GPU_GROUPS"
 
 
 @pytest.mark.parametrize("before", [None, "", "1"])
