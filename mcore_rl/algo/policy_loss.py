@@ -58,8 +58,7 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
     except Exception as error:  # the user's code may raise anything
         raise ValueError(
             f"algorithm.loss={config.loss}: {type(error).__name__}: {error}; a loss is registered"
-            " as a"
-            " function that takes the options of algorithm and returns the loss"
+            " as a function that takes the options of algorithm and returns the loss"
         ) from error
     if not callable(loss):
         raise ValueError(

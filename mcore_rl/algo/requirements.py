@@ -58,8 +58,7 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
     if algorithm.correction.bypass and needs.sum_squares:
         raise ValueError(
             f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it"
-            " needs the"
-            " pass that bypass leaves out; set algorithm.correction.bypass=false"
+            " needs the pass that bypass leaves out; set algorithm.correction.bypass=false"
         )
 
 
@@ -73,16 +72,14 @@ def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) ->
         raise ValueError(
             f"{name} with loss={algorithm.loss}, aggregation={algorithm.aggregation} and"
             f" correction.bypass={algorithm.correction.bypass}: the whole loss of the pairs is in"
-            " the"
-            " advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
+            " the advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
             " algorithm.correction.bypass=false"
         )
     num_steps = train.mini_batches * train.epochs
     if num_steps > 1:
         raise ValueError(
             f"{name} with train.mini_batches * train.epochs = {num_steps}: the pairs' gradient is"
-            " that of"
-            " the policy before the first of these steps; set both to 1"
+            " that of the policy before the first of these steps; set both to 1"
         )
 
 
@@ -96,8 +93,7 @@ def check_teacher(
     if needs.teacher and not teacher.path:
         raise ValueError(
             f"{name} with teacher.path='' and teacher.url={teacher.url!r}: a teacher scores token"
-            " ids,"
-            " which needs SGLang's own interface; set teacher.path"
+            " ids, which needs SGLang's own interface; set teacher.path"
         )
     if teacher.is_used and not needs.teacher:
         raise ValueError(
@@ -107,8 +103,7 @@ def check_teacher(
     if needs.teacher and rollout.temperature != 1:
         raise ValueError(
             f"{name} with rollout.temperature={rollout.temperature}: a teacher's log-probs are"
-            " those at"
-            " temperature 1; set rollout.temperature=1"
+            " those at temperature 1; set rollout.temperature=1"
         )
 
 
@@ -118,10 +113,9 @@ def check_replay(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -
     if train.router_replay == "old_pass" and (algorithm.correction.bypass or not has_old_pass):
         raise ValueError(
             f"train.router_replay=old_pass with train.mini_batches={train.mini_batches},"
-            " train.epochs="
-            f"{train.epochs} and algorithm.correction.bypass={algorithm.correction.bypass}: there"
-            " is no pass"
-            " for the old log-probs; set train.router_replay=engine or none"
+            f" train.epochs={train.epochs} and"
+            f" algorithm.correction.bypass={algorithm.correction.bypass}: there is no pass for the"
+            " old log-probs; set train.router_replay=engine or none"
         )
 
 
@@ -140,6 +134,5 @@ def check_offload(config: Config, shares_critic: bool) -> None:
     if config.cluster.offload and not (config.cluster.colocated or shares_critic or shares_served):
         raise ValueError(
             "cluster.offload=true: nobody else is on the trainer ranks' GPUs; set"
-            " cluster.colocated=true,"
-            " critic.colocated=true or cluster.offload=false"
+            " cluster.colocated=true, critic.colocated=true or cluster.offload=false"
         )

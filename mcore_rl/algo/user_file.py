@@ -42,8 +42,7 @@ def register_user_file(file: UserFile) -> None:
         if all(registry.names == names for registry, names in before):
             raise ValueError(
                 f"algorithm.path={file.path}: registers no advantage and no loss; decorate"
-                " functions with"
-                " advantages.register or losses.register of mcore_rl.algo.registry"
+                " functions with advantages.register or losses.register of mcore_rl.algo.registry"
             )
     except BaseException:
         for registry, names in before:

@@ -119,7 +119,6 @@ def _shortage(bundles: Sequence[Bundle], timeout_s: float) -> str:
     have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}" for kind in needed)
     return (
         f"the run needs {needed['CPU']:g} CPU and {needed['GPU']:g} GPU in {len(bundles)} bundles;"
-        f" after {timeout_s:g} s the Ray cluster has free: {have}."
-        " Lower cluster.cpus_per_rank, parallel.*, rollout.* or what judge, reward_model and"
-        " teacher take"
+        f" after {timeout_s:g} s the Ray cluster has free: {have}. Lower cluster.cpus_per_rank,"
+        " parallel.*, rollout.* or what judge, reward_model and teacher take"
     )

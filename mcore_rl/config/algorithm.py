@@ -61,8 +61,8 @@ class CorrectionConfig(Options, group="algorithm.correction"):
         if self.reject != "none" and self.reject_above == 0:
             raise ValueError(
                 "algorithm.correction.reject_above=0 with"
-                f" algorithm.correction.reject={self.reject}:"
-                " everything would be rejected; set a KL in nats"
+                f" algorithm.correction.reject={self.reject}: everything would be rejected; set a"
+                " KL in nats"
             )
         if self.bypass and (self.weight != "none" or self.reject != "none"):
             raise ValueError(

@@ -92,8 +92,7 @@ class RolloutConfig(Options, group="rollout"):
             raise ValueError(
                 "rollout.mode=async with rollout.deterministic=true: which weights draw a token"
                 " depends on when it is drawn, so no run is repeated; use"
-                " rollout.mode=one_step_off or"
-                " sync"
+                " rollout.mode=one_step_off or sync"
             )
         if self.mode == "async" and self.partial == "continue" and self.pp > 1:
             raise ValueError(

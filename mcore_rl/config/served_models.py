@@ -68,8 +68,8 @@ class ServedModelConfig(Options):
             raise ValueError(
                 f"{role}.colocated=true with {role}.url={self.url!r} and"
                 f" {role}.restarts={self.restarts}: it is for engines of the run, and a server that"
-                " starts would take the memory that training uses; set"
-                f" {role}.path and {role}.restarts=0"
+                f" starts would take the memory that training uses; set {role}.path and"
+                f" {role}.restarts=0"
             )
         if self.tp % self.ep:
             raise ValueError(f"{role}.ep={self.ep} does not divide {role}.tp={self.tp}")

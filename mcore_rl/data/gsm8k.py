@@ -73,6 +73,5 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
         raise ValueError(
             f"--source {name}: neither a local folder nor reachable on the hub"
-            f" ({type(error).__name__});"
-            " download it elsewhere and give the folder"
+            f" ({type(error).__name__}); download it elsewhere and give the folder"
         ) from None

@@ -62,9 +62,8 @@ def load_pairs(
     )
     if not kept:
         raise ValueError(
-            f"{', '.join(files)}: none of {len(pairs)} rows is a pair of different conversations"
-            " of at most"
-            f" dpo.max_len={max_len} tokens"
+            f"{', '.join(files)}: none of {len(pairs)} rows is a pair of different conversations of"
+            f" at most dpo.max_len={max_len} tokens"
         )
     return kept
 

@@ -37,8 +37,8 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{option}={folder}: its tokenizer cannot be opened"
-            f" ({type(error).__name__}: {first_line}); copy the model's tokenizer files again"
+            f"{option}={folder}: its tokenizer cannot be opened ({type(error).__name__}:"
+            f" {first_line}); copy the model's tokenizer files again"
         ) from error
 
 

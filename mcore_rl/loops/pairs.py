@@ -49,8 +49,8 @@ def write_pairs(rows: Sequence[dict[str, Any]], path: Path, num_prompts: int) ->
     if not rows:
         raise ValueError(
             f"none of {num_prompts} prompts has two responses that differ in reward: nothing for"
-            f" {path};"
-            " raise rollout.samples_per_prompt or rollout.temperature, or give other prompts"
+            f" {path}; raise rollout.samples_per_prompt or rollout.temperature, or give other"
+            " prompts"
         )
     write_parquet(rows, path)
     print(f"{len(rows)} pairs from {num_prompts} prompts in {path}")

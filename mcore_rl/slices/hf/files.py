@@ -97,8 +97,7 @@ def _check_tensor(
     if shape != expected[name]:
         raise ValueError(
             f"{path}: tensor {name!r} has shape {shape}, by config.json it should be"
-            f" {expected[name]}:"
-            " config.json or the file belongs to another model"
+            f" {expected[name]}: config.json or the file belongs to another model"
         )
 
 
