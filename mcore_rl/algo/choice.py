@@ -5,6 +5,7 @@ from functools import cache
 
 from mcore_rl.algo import advantages as built_in_advantages
 from mcore_rl.algo import losses as built_in_losses
+from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.algo.registry import Advantage, Needs, PolicyLossMaker, advantages, losses
 from mcore_rl.algo.user_file import UserFile, read_user_file, register_user_file
 from mcore_rl.config import AlgorithmConfig
@@ -45,7 +46,7 @@ def needs_of(config: AlgorithmConfig) -> Needs:
     _register(user_file_of(config))
     own = advantages.needs(config.advantage).joined(losses.needs(config.loss))
     has_kl = config.kl.coef != 0
-    pairs_need_reference = own.pairs and config.preference.needs_reference
+    pairs_need_reference = own.pairs and needs_reference(config.preference)
     return replace(
         own,
         reference=own.reference or has_kl or pairs_need_reference,

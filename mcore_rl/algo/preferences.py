@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.algo.registry import Registry
+from mcore_rl.algo.registry import Needs, Registry
 from mcore_rl.config import PreferenceConfig
 
 PairLoss = Callable[[Tensor, PreferenceConfig], Tensor]
@@ -23,6 +23,9 @@ PairLoss = Callable[[Tensor, PreferenceConfig], Tensor]
 """
 
 PAIR_LOSSES: Registry[PairLoss] = Registry("algorithm.preference.loss")
+_REFERENCE = Needs(reference=True)
+_SMOOTHING = "algorithm.preference.label_smoothing"
+_MARGIN = "algorithm.preference.target_margin"
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Likelihoods:
     ref_logprobs_N: Tensor | None = None
 
 
-@PAIR_LOSSES.register("dpo")
+@PAIR_LOSSES.register("dpo", _REFERENCE, reads=(_SMOOTHING,))
 def dpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     """-log sigmoid(margin); DPO, arXiv:2305.18290, eq. 7.
 
@@ -59,7 +62,7 @@ def dpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     return -(1 - smoothing) * logsigmoid(margins_P) - smoothing * logsigmoid(-margins_P)
 
 
-@PAIR_LOSSES.register("ipo")
+@PAIR_LOSSES.register("ipo", _REFERENCE, reads=())
 def ipo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     """(h - 1 / (2 beta))^2, h = margin / beta; IPO, arXiv:2310.12036, eq. 17, whose tau is beta
     here.
@@ -69,23 +72,31 @@ def ipo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     return (margins_P / config.beta - 1 / (2 * config.beta)).square()
 
 
-@PAIR_LOSSES.register("hinge")
+@PAIR_LOSSES.register("hinge", _REFERENCE, reads=())
 def hinge(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     """max(0, 1 - margin); SLiC with a reference, arXiv:2309.06657, eq. 10."""
     return (1 - margins_P).clamp(min=0)
 
 
-@PAIR_LOSSES.register("simpo")
+@PAIR_LOSSES.register("simpo", reads=(_SMOOTHING, _MARGIN))
 def simpo(margins_P: Tensor, config: PreferenceConfig) -> Tensor:
     """-log sigmoid(margin - target_margin), without a reference; SimPO, arXiv:2405.14734, eq. 6."""
     return dpo(margins_P - config.target_margin, config)
+
+
+def needs_reference(config: PreferenceConfig) -> bool:
+    """Return whether the chosen loss compares the policy with a reference.
+
+    Raises ValueError naming the option if the loss is unknown.
+    """
+    return PAIR_LOSSES.needs(config.loss).reference
 
 
 def implicit_rewards(likelihoods: Likelihoods, config: PreferenceConfig) -> Tensor:
     """float64 [N]: beta log(policy / reference); for simpo, beta times the mean log-prob of the
     tokens.
     """
-    if not config.needs_reference:
+    if not needs_reference(config):
         return config.beta * likelihoods.logprobs_N / likelihoods.lens_N.clamp(min=1)
     if likelihoods.ref_logprobs_N is None:
         raise ValueError(

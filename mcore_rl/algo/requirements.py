@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.algo.choice import needs_of
+from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, Registry, advantages, losses
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -25,6 +26,7 @@ def check_algorithm(config: Config) -> None:
     """Raise ValueError if the algorithm is unknown, or the recipe lacks what it needs."""
     needs = needs_of(config.algorithm)
     check_options(config.algorithm, needs)
+    check_preference(config)
     refuse(config, _unread(config, needs))
     check_pairs(config.algorithm, config.train, needs)
     check_teacher(config.algorithm, config.teacher, config.rollout, needs)
@@ -35,16 +37,22 @@ def check_algorithm(config: Config) -> None:
     check_offload(config, shares_critic)
 
 
+def check_preference(config: Config) -> None:
+    """Raise ValueError if the loss of pairs is unknown, or an option is set that it ignores."""
+    refuse(config, _unread_by(PAIR_LOSSES, config.algorithm.preference.loss))
+
+
+def _unread_by(registry: Registry[Any], name: str) -> Iterator[Unread]:
+    """Yield the options that other choices of the registry read and `name` does not."""
+    for option, readers in registry.unread_by(name).items():
+        remedy = f"set {registry.option}={' or '.join(readers)}"
+        yield Unread((option,), f"{registry.option}={name}", remedy)
+
+
 def _unread(config: Config, needs: Needs) -> Iterator[Unread]:
     """Yield the options that the chosen advantage and loss have no use for."""
-    chosen: list[tuple[Registry[Any], str]] = [
-        (advantages, config.algorithm.advantage),
-        (losses, config.algorithm.loss),
-    ]
-    for registry, name in chosen:
-        for option, readers in registry.unread_by(name).items():
-            remedy = f"set {registry.option}={' or '.join(readers)}"
-            yield Unread((option,), f"{registry.option}={name}", remedy)
+    yield from _unread_by(advantages, config.algorithm.advantage)
+    yield from _unread_by(losses, config.algorithm.loss)
     if not needs.critic:
         context = f"algorithm.advantage={config.algorithm.advantage}"
         yield Unread(("critic",), context, "set algorithm.advantage=gae")

@@ -115,21 +115,6 @@ class PreferenceConfig(Options, group="algorithm.preference"):
     nll_coef: float = bounded(0.0, least=0)
     """Weight of the chosen responses' own negative log-likelihood, mean over tokens."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, losses in (("label_smoothing", ("dpo", "simpo")), ("target_margin", ("simpo",))):
-            value = getattr(self, name)
-            if value and self.loss not in losses:
-                raise ValueError(
-                    f"algorithm.preference.{name}={value} with"
-                    f" algorithm.preference.loss={self.loss}: only {' and '.join(losses)} read it;"
-                    " set it to 0"
-                )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.loss != "simpo"
-
 
 @dataclass
 class AlgorithmConfig(Options, group="algorithm"):

@@ -13,7 +13,12 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from mcore_rl.algo.preferences import Likelihoods, pairs_by_turns, preference_weights
+from mcore_rl.algo.preferences import (
+    Likelihoods,
+    needs_reference,
+    pairs_by_turns,
+    preference_weights,
+)
 from mcore_rl.config import Config, PreferenceConfig
 from mcore_rl.data.summary import summarize_steps
 from mcore_rl.loops.rl import is_due
@@ -71,7 +76,7 @@ def with_pair_gradient(
     """
     logprobs_T = trainer.compute_logprobs(batch).logprobs_T
     ref_N = None
-    if options.needs_reference:
+    if needs_reference(options):
         reference = trainer.compute_logprobs(batch, LogprobOptions(reference=True))
         ref_N = sum_over_responses(batch, reference.logprobs_T)
     num_tokens_N = sum_over_responses(batch, torch.ones_like(logprobs_T))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
+from mcore_rl.algo.preferences import needs_reference
+from mcore_rl.algo.requirements import check_preference
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
@@ -125,6 +127,7 @@ def run_sft(config: Config) -> None:
 
 def run_dpo(config: Config) -> None:
     """`mcore-rl dpo`: optimize preferences from the weights in model.path, to <run.dir>/hf."""
+    check_preference(config)
     policy, tokenizer = open_policy(config, "dpo.data")
     config = without_replay(config, policy)
     options = config.dpo
@@ -141,7 +144,7 @@ def run_dpo(config: Config) -> None:
     with _run(config, policy, with_trainer=True) as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         trainer.wait_built()
-        if config.algorithm.preference.needs_reference:
+        if needs_reference(config.algorithm.preference):
             trainer.snapshot_reference()
         start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
         packed = pack(config, trainer, folder)

@@ -11,12 +11,14 @@ import torch
 from mcore_rl.algo import advantages as built_in_advantages
 from mcore_rl.algo import choice, user_file
 from mcore_rl.algo.choice import advantage_of, loss_of, needs_of, user_file_of
+from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Registry, advantages, losses
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.config import AlgorithmConfig, CorrectionConfig, KLConfig, PreferenceConfig
 from tests.support.outcomes import outcomes_of
 
 OWN_ADVANTAGE = """
+from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, advantages
 @advantages.register("of_the_file", Needs(critic=True))
 def own(outcomes, config): ...
@@ -61,6 +63,7 @@ def test_a_users_file_adds_choices_and_is_read_once(own_file: Path) -> None:
 
 def test_a_rank_uses_the_file_that_the_controller_read(own_file: Path) -> None:
     source = """
+from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import losses
 @losses.register("of_the_controller")
 def own(config): ...
@@ -148,8 +151,20 @@ def read_by_advantage(name: str) -> set[str]:
     return read
 
 
+def read_by_pair_loss(name: str) -> set[str]:
+    read: set[str] = set()
+    config: Any = Recording(PreferenceConfig(), "algorithm.preference", read)
+    PAIR_LOSSES[name](torch.ones(3), config)
+    return read
+
+
 @pytest.mark.parametrize(
-    ("registry", "read_by"), [(losses, read_by_loss), (advantages, read_by_advantage)]
+    ("registry", "read_by"),
+    [
+        (losses, read_by_loss),
+        (advantages, read_by_advantage),
+        (PAIR_LOSSES, read_by_pair_loss),
+    ],
 )
 def test_built_in_functions_declare_the_options_they_read(
     registry: Registry, read_by: Callable[[str], set[str]]

@@ -19,6 +19,7 @@ from mcore_rl.algo.preferences import (
     Likelihoods,
     Pairs,
     best_and_worst,
+    needs_reference,
     pairs_by_turns,
     pairs_of_groups,
     preference_weights,
@@ -143,11 +144,6 @@ def test_what_a_loss_lacks_is_refused() -> None:
     weights_N, _ = preference_weights(alone, pairs_by_turns(2), PreferenceConfig("simpo"))
     assert weights_N.tolist() == [0.05, -0.05]
     with pytest.raises(
-        ValueError,
-        match=r"label_smoothing=0.1 with algorithm.preference.loss=ipo: only dpo and simpo",
-    ):
-        PreferenceConfig("ipo", label_smoothing=0.1)
-    with pytest.raises(
         ValueError, match=r"algorithm.preference.loss='dop' \(did you mean 'dpo'\?\)"
     ):
         make_policy_loss(AlgorithmConfig(preference=PreferenceConfig("dop")))
@@ -247,3 +243,8 @@ def test_the_best_is_paired_with_the_worst_and_no_text_twice(
     rewards, texts, num_pairs, pairs
 ) -> None:
     assert best_and_worst(rewards, list(texts), num_pairs) == pairs
+
+
+def test_only_simpo_compares_pairs_without_a_reference() -> None:
+    compares = {name: needs_reference(PreferenceConfig(name)) for name in PAIR_LOSSES.names}
+    assert compares == {"dpo": True, "hinge": True, "ipo": True, "simpo": False}

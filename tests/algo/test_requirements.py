@@ -69,6 +69,15 @@ from mcore_rl.config.recipe import list_recipes, load_recipe
             r"advantage=dpo with train.mini_batches \* train.epochs = 2: .* set both to 1",
         ),
         (
+            ["algorithm.preference.loss=ipo", "algorithm.preference.label_smoothing=0.1"],
+            r"label_smoothing=0.1 with algorithm.preference.loss=ipo, which has no use for it: "
+            r"set algorithm.preference.loss=dpo or simpo",
+        ),
+        (
+            ["algorithm.preference.target_margin=0.5"],
+            r"target_margin=0.5 with algorithm.preference.loss=dpo.*loss=simpo",
+        ),
+        (
             ["algorithm.path=nowhere.py"],
             r"algorithm.path=nowhere.py: no such file in ",
         ),

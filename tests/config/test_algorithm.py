@@ -9,7 +9,6 @@ from mcore_rl.config.algorithm import (
     CorrectionConfig,
     CovarianceConfig,
     KLConfig,
-    PreferenceConfig,
 )
 
 
@@ -28,12 +27,6 @@ from mcore_rl.config.algorithm import (
             "bypass=true with weight=none and reject=sequence: .* set both to none",
         ),
         (CovarianceConfig, {"low": 5.0}, "covariance.low=5.0 is not below .*covariance.high=5.0"),
-        (
-            PreferenceConfig,
-            {"loss": "ipo", "label_smoothing": 0.1},
-            "label_smoothing=0.1 with algorithm.preference.loss=ipo: only dpo and simpo read it",
-        ),
-        (PreferenceConfig, {"target_margin": 0.5}, "preference.loss=dpo: only simpo read"),
     ],
 )
 def test_options_that_contradict_one_another_are_refused(
@@ -49,8 +42,6 @@ def test_options_that_contradict_one_another_are_refused(
         (KLConfig, {"target": 0.1, "coef": 0.1, "in_reward": True}),
         (CorrectionConfig, {"low": 1.0, "high": 1.0}),
         (CorrectionConfig, {"reject": "token", "reject_above": 0.1}),
-        (PreferenceConfig, {"loss": "simpo", "label_smoothing": 0.1, "target_margin": 0.5}),
-        (PreferenceConfig, {"loss": "ipo"}),
     ],
 )
 def test_what_the_messages_ask_for_is_allowed(
@@ -73,8 +64,3 @@ def test_a_correction_is_on_if_the_loss_uses_the_engines_probabilities(
     options: dict[str, Any], is_on: bool
 ) -> None:
     assert CorrectionConfig(**options).is_on == is_on
-
-
-def test_only_simpo_compares_pairs_without_a_reference() -> None:
-    assert PreferenceConfig().needs_reference
-    assert not PreferenceConfig(loss="simpo").needs_reference
