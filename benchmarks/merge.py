@@ -25,31 +25,26 @@ from typing import Any
 
 from checkpoint_tools.memory import proportional_bytes
 from checkpoint_tools.options import show_bytes
+from mcore_rl.data.tiny_model import qwen3_moe_config
 from mcore_rl.process.ports import find_free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 4
 SAMPLE_EVERY_S = 0.01
-MODEL = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "intermediate_size": 3072,
-    "moe_intermediate_size": 768,
-    "num_experts": 36,
-    "num_experts_per_tok": 4,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+MODEL = qwen3_moe_config(
+    32000,
+    hidden_size=1024,
+    num_hidden_layers=12,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=3072,
+    moe_intermediate_size=768,
+    num_experts=36,
+    num_experts_per_tok=4,
+    max_position_embeddings=4096,
+    torch_dtype="bfloat16",
+)
 
 
 def main() -> None:

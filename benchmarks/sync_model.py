@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.data.tiny_model import qwen3_moe_config
 from mcore_rl.slices.layouts.training import LocalPart
 
 DTYPE = torch.float32
@@ -38,31 +39,18 @@ class Case:
         sizes = SHAPES[self.kind]
         hidden, ffn, experts = sizes["hidden"], sizes["ffn"], sizes["experts"]
         layer_bytes = DTYPE.itemsize * hidden * (3 * ffn * experts + 3 * hidden)
-        return {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "vocab_size": 1024,
-            "hidden_size": hidden,
-            "num_hidden_layers": max(1, round(self.mib * 2**20 / layer_bytes)),
-            "num_attention_heads": hidden // 64,
-            "num_key_value_heads": hidden // 128,
-            "head_dim": 64,
-            "intermediate_size": hidden,
-            "moe_intermediate_size": ffn,
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": True,
-            "mlp_only_layers": [],
-            "decoder_sparse_step": 1,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 4096,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "torch_dtype": "float32",
-        }
+        return qwen3_moe_config(
+            1024,
+            hidden_size=hidden,
+            num_hidden_layers=max(1, round(self.mib * 2**20 / layer_bytes)),
+            num_attention_heads=hidden // 64,
+            num_key_value_heads=hidden // 128,
+            head_dim=64,
+            intermediate_size=hidden,
+            moe_intermediate_size=ffn,
+            num_experts=experts,
+            max_position_embeddings=4096,
+        )
 
 
 def write_config(case: Case, folder: Path) -> Path:

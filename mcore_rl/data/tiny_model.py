@@ -43,9 +43,11 @@ def make_word_tokenizer(vocabulary: Sequence[str]) -> Any:
     return fast
 
 
-def tiny_moe_config(vocab_size: int) -> dict[str, Any]:
-    """Return config.json of about one million parameters: 4 layers, 8 experts (2 active), 4 query
-    heads.
+def qwen3_moe_config(vocab_size: int, **sizes: Any) -> dict[str, Any]:
+    """Return config.json of a Qwen3-MoE.
+
+    By default it has about one million parameters: 4 layers, 8 experts (2 active), 4 query heads.
+    `sizes` replaces or adds entries by their names in config.json.
     """
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -75,12 +77,13 @@ def tiny_moe_config(vocab_size: int) -> dict[str, Any]:
         "eos_token_id": SPECIAL_TOKENS.index("<|end|>"),
         "pad_token_id": SPECIAL_TOKENS.index("<|pad|>"),
         "torch_dtype": "float32",
+        **sizes,
     }
 
 
 def write_tiny_model(folder: Path, vocabulary: Sequence[str]) -> None:
     """Write config.json and the tokenizer; weights are drawn by `model.init=random`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = tiny_moe_config(len(vocabulary))
+    config = qwen3_moe_config(len(vocabulary))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     make_word_tokenizer(vocabulary).save_pretrained(folder)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_rl.algo.sequences import SequenceSum
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.data.tiny_model import qwen3_moe_config
 from mcore_rl.device import device, has_cuda, peak_bytes, synchronize, use_torch_modules_on_cuda
 from mcore_rl.doctor.check import Check, Figures, MissedTarget, Stage, expect
 from mcore_rl.process.ports import find_free_port
@@ -38,26 +39,16 @@ LEARNING_RATE = 1e-3
 def model_config() -> dict[str, Any]:
     """Return the config.json of the model that this stage trains."""
     sizes = SIZES[has_cuda()]
-    return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": VOCAB if has_cuda() else 128,
-        "num_attention_heads": sizes["hidden_size"] // sizes["head_dim"],
-        "num_key_value_heads": sizes["hidden_size"] // sizes["head_dim"] // 4,
-        "intermediate_size": 2 * sizes["hidden_size"],
-        "moe_intermediate_size": 3 * sizes["hidden_size"] // 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 4096,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.02,
+    hidden, head = sizes["hidden_size"], sizes["head_dim"]
+    return qwen3_moe_config(
+        VOCAB if has_cuda() else 128,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=hidden // head // 4,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=3 * hidden // 8,
+        max_position_embeddings=4096,
         **sizes,
-    }
+    )
 
 
 class Rank:
