@@ -20,7 +20,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
 from mcore_rl.slices.families.table import Shape
-from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.hf.checksums import ByteSpan
 from mcore_rl.slices.megatron_files.metadata import READ_ERRORS
 from mcore_rl.slices.plan.coverage import contiguous_strides
 
@@ -50,7 +50,7 @@ class Located:
     """
 
     start: int
-    around: tuple[Span, ...] = ()
+    around: tuple[ByteSpan, ...] = ()
     data_crc32: int | None = None
 
 
@@ -127,8 +127,8 @@ def _read_around(descriptor: int, chunk: Chunk, prefix_bytes: int) -> tuple[byte
 def _located(chunk: Chunk, around: tuple[bytes, bytes], data_crc32: int) -> Located:
     prefix, suffix = around
     start = chunk.start + len(prefix)
-    before = Span(chunk.start, len(prefix), zlib_ng.crc32(prefix))
-    after = Span(start + chunk.data_bytes, len(suffix), zlib_ng.crc32(suffix))
+    before = ByteSpan(chunk.start, len(prefix), zlib_ng.crc32(prefix))
+    after = ByteSpan(start + chunk.data_bytes, len(suffix), zlib_ng.crc32(suffix))
     return Located(start, (before, after), data_crc32)
 
 

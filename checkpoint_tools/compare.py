@@ -7,7 +7,7 @@ from zlib_ng import zlib_ng
 
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.output import buffer_bytes
-from checkpoint_tools.reader import Reader, Record, bands
+from checkpoint_tools.reader import Reader, ReadRecord, bands
 from checkpoint_tools.stored import DTYPE_BYTES
 from mcore_rl.slices.plan.coverage import unravel
 
@@ -49,7 +49,7 @@ class Compared:
     crc32: int = 0
     second_crc32: int = 0
     difference: Difference | None = None
-    record: Record = field(default_factory=Record)
+    record: ReadRecord = field(default_factory=ReadRecord)
 
 
 class Comparer:

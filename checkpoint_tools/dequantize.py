@@ -12,7 +12,7 @@ from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
 from checkpoint_tools.packed import find_packed, stored_names
-from checkpoint_tools.produce import Report
+from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.hf.config import parse_hf_config
@@ -24,7 +24,7 @@ HALVES = ("bfloat16", "float16")
 
 def dequantize(
     source_hf: Path, out: Path, dtype: str, max_file_bytes: int, effort: Effort
-) -> Report:
+) -> ConversionReport:
     """Write the model of `source_hf`, in block FP8 or MXFP4, to `out` in `dtype`.
 
     The architecture may be any. Raises ValueError with the file or tensor that is wrong, or with

@@ -32,7 +32,7 @@ from checkpoint_tools.megatron_model import (
 from checkpoint_tools.optimizer import optimizer_from_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import OutputFile, Task
-from checkpoint_tools.produce import Report, produce
+from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.torch_dist import BACKEND, COMMON, METADATA, open_torch_dist
 from mcore_rl.slices.families import family_of
@@ -48,7 +48,7 @@ def from_hf(
     optimizer: Path | None,
     max_file_bytes: int,
     effort: Effort,
-) -> Report:
+) -> ConversionReport:
     """Write the model of `source_hf` to `out`, a checkpoint that any layout can load.
 
     optimizer   folder of the state that `to_hf` wrote, to continue training; None starts at step 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made, OutputFile, Task
-from checkpoint_tools.produce import Report, produce
+from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.stored import Checkpoint
 from mcore_rl.slices.families.table import Shape
@@ -26,7 +26,7 @@ def make_hf(
     describe: Describe,
     max_file_bytes: int,
     effort: Effort,
-) -> Report:
+) -> ConversionReport:
     """Write a directory of safetensors files.
 
     quantized   names of the matrices to write as 8-bit values and scales

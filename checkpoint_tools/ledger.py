@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 from zlib_ng import zlib_ng
 
-from checkpoint_tools.reader import Record
+from checkpoint_tools.reader import ReadRecord
 from checkpoint_tools.stored import Checkpoint, Chunk
-from mcore_rl.slices.hf.checksums import MANIFEST, FileSums, Span
+from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, FileSums
 
 
 class Ledger:
@@ -35,11 +35,11 @@ class Ledger:
         self._starts = {
             path: [span.start for span in sums.spans] for path, sums in self._sums.items()
         }
-        self._promised: dict[tuple[str, int], Span] = {}
-        self._read: dict[tuple[str, int], dict[int, Span]] = defaultdict(dict)
+        self._promised: dict[tuple[str, int], ByteSpan] = {}
+        self._read: dict[tuple[str, int], dict[int, ByteSpan]] = defaultdict(dict)
         self.num_checked = 0
 
-    def add(self, record: Record) -> None:
+    def add(self, record: ReadRecord) -> None:
         """Enter what was read. Raises ValueError with the file and tensor of a wrong checksum."""
         for path, spans in record.promised.items():
             if path not in self._sums:
@@ -59,7 +59,7 @@ class Ledger:
                 f"{self._where(path, start)}: only {num_read} bytes of its checksum's were read"
             )
 
-    def _add(self, path: str, span: Span) -> None:
+    def _add(self, path: str, span: ByteSpan) -> None:
         expected = self._covering(path, span)
         if expected is None:
             return
@@ -74,7 +74,7 @@ class Ledger:
             del self._read[key]
             self._compare(path, expected, sorted(reads.values(), key=lambda read: read.start))
 
-    def _covering(self, path: str, span: Span) -> Span | None:
+    def _covering(self, path: str, span: ByteSpan) -> ByteSpan | None:
         """Return the recorded checksum whose bytes include those of a read, or None."""
         if path in self._sums:
             number = bisect_right(self._starts[path], span.start) - 1
@@ -85,7 +85,7 @@ class Ledger:
             return None
         return promised
 
-    def _compare(self, path: str, expected: Span, reads: list[Span]) -> None:
+    def _compare(self, path: str, expected: ByteSpan, reads: list[ByteSpan]) -> None:
         at = expected.start
         crc32 = 0
         for read in reads:

@@ -15,7 +15,7 @@ from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.megatron_model import Wanted, hf_assemblies, megatron_assemblies
 from checkpoint_tools.options import Effort
-from checkpoint_tools.produce import Report
+from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
 from checkpoint_tools.torch_dist import COMMON, OPTIMIZER, read_common
 from mcore_rl.slices.families.table import HfConfig, Shape
@@ -27,7 +27,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 def optimizer_to_hf(
     source: Checkpoint, config: HfConfig, out: Path, max_file_bytes: int, effort: Effort
-) -> Report:
+) -> ConversionReport:
     """Write the optimizer's state to `out`; steps and learning rates stay in a copy of common.pt.
 
     Raises ValueError if the checkpoint has no Adam state, or with the tensor that is wrong.

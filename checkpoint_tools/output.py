@@ -15,10 +15,10 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.archive_writer import make_archive
 from checkpoint_tools.assembly import Assembly
 from checkpoint_tools.packed import Packed
-from checkpoint_tools.reader import Reader, Record, bands
+from checkpoint_tools.reader import Reader, ReadRecord, bands
 from checkpoint_tools.stored import DTYPE_BYTES
 from mcore_rl.process.disk import reporting_full_disk
-from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.hf.checksums import ByteSpan
 from mcore_rl.slices.hf.fp8 import BLOCK
 
 Made = Assembly | Packed
@@ -73,8 +73,8 @@ class Unit:
 class Done:
     """The spans that a unit wrote, and the record of what was read for it."""
 
-    written: tuple[Span, ...]
-    record: Record
+    written: tuple[ByteSpan, ...]
+    record: ReadRecord
 
 
 def make_units(files: Sequence[OutputFile], unit_bytes: int) -> list[Unit]:
@@ -105,13 +105,13 @@ class Writer:
 
     def __call__(self, unit: Unit) -> Done:
         path = self._folder / unit.file
-        written: list[Span] = []
+        written: list[ByteSpan] = []
         with reporting_full_disk(path), path.open("r+b", buffering=0) as file:
             for task in unit.tasks:
                 written += self._write(file.fileno(), task)
         return Done(tuple(written), self._reader.take_record())
 
-    def _write(self, descriptor: int, task: Task) -> list[Span]:
+    def _write(self, descriptor: int, task: Task) -> list[ByteSpan]:
         made = task.assembly
         if isinstance(made, Packed):
             return self._write_unpacked(descriptor, made, task.start)
@@ -124,7 +124,7 @@ class Writer:
         span = self._write_elements(descriptor, made, task.start)
         return [] if span is None else [span]
 
-    def _write_archive(self, descriptor: int, made: Assembly, task: Task) -> Span:
+    def _write_archive(self, descriptor: int, made: Assembly, task: Task) -> ByteSpan:
         """Write a tensor inside an archive; the span is that of the whole archive."""
         archive = make_archive(made.dtype, made.shape)
         _write_all(descriptor, archive.prefix, task.start)
@@ -135,9 +135,9 @@ class Writer:
             crc32 = zlib_ng.crc32_combine(crc32, data.crc32, data.num_bytes)
         suffix = archive.suffix(data.crc32 if data is not None else 0)
         _write_all(descriptor, suffix, first + archive.data_bytes)
-        return Span(task.start, archive.num_bytes, zlib_ng.crc32(suffix, crc32))
+        return ByteSpan(task.start, archive.num_bytes, zlib_ng.crc32(suffix, crc32))
 
-    def _write_elements(self, descriptor: int, assembly: Assembly, start: int) -> Span | None:
+    def _write_elements(self, descriptor: int, assembly: Assembly, start: int) -> ByteSpan | None:
         """Write a tensor's elements; returns None if it has none."""
         size = DTYPE_BYTES[assembly.dtype]
         crc32 = 0
@@ -148,9 +148,9 @@ class Writer:
                 band_crc32 = zlib_ng.crc32(view)
             crc32 = zlib_ng.crc32_combine(crc32, band_crc32, len(view))
             _write_all(descriptor, view, start + band.start * size)
-        return Span(start, assembly.num_bytes, crc32) if assembly.num_bytes else None
+        return ByteSpan(start, assembly.num_bytes, crc32) if assembly.num_bytes else None
 
-    def _write_unpacked(self, descriptor: int, packed: Packed, start: int) -> list[Span]:
+    def _write_unpacked(self, descriptor: int, packed: Packed, start: int) -> list[ByteSpan]:
         from checkpoint_tools.unpack import unpacked  # imports torch
 
         at = start
@@ -162,11 +162,11 @@ class Writer:
         assert at == start + packed.num_bytes, (
             f"{packed.name}: {at - start} bytes of {packed.num_bytes}"
         )
-        return [Span(start, packed.num_bytes, crc32)] if packed.num_bytes else []
+        return [ByteSpan(start, packed.num_bytes, crc32)] if packed.num_bytes else []
 
     def _write_quantized(
         self, descriptor: int, assembly: Assembly, start: int, scales_start: int
-    ) -> list[Span]:
+    ) -> list[ByteSpan]:
         """Write values and scales band by band, each of whole blocks; see slices/hf/fp8.py."""
         from checkpoint_tools.cast import quantize  # imports torch
 
@@ -185,8 +185,8 @@ class Writer:
             _write_all(descriptor, scales, scales_at)
             scales_at += len(scales)
         spans = [
-            Span(start, prod(assembly.shape), values_crc32),
-            Span(scales_start, scales_at - scales_start, scales_crc32),
+            ByteSpan(start, prod(assembly.shape), values_crc32),
+            ByteSpan(scales_start, scales_at - scales_start, scales_crc32),
         ]
         return [span for span in spans if span.num_bytes]
 

@@ -21,7 +21,7 @@ from checkpoint_tools.output import (
     check_held,
     make_units,
 )
-from checkpoint_tools.staging import JOURNAL, Staging
+from checkpoint_tools.staging import JOURNAL, StagedOutput
 from checkpoint_tools.stored import DTYPE_BYTES, Checkpoint
 from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.slices.families.table import Shape
@@ -33,7 +33,7 @@ _FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """The output of a command, and the time and memory it took.
 
     reused_bytes   part of the output that an earlier, killed run had finished
@@ -71,7 +71,7 @@ def produce(
     describe: Callable[[Path], None],
     reopen: Callable[[Path], Checkpoint],
     expected: Mapping[str, tuple[str, Shape]],
-) -> Report:
+) -> ConversionReport:
     """Write `files` to `out`, which gets its name only after every check.
 
     describe   writes the small files of the folder (index, configuration, metadata)
@@ -85,7 +85,7 @@ def produce(
     check_held((task.assembly for file in files for task in file.tasks), effort.worker_bytes)
     total = sum(file.num_bytes for file in files)
     units = make_units(files, min(LARGEST_UNIT, max(SMALLEST_UNIT, total // 64)))
-    staging = Staging(out, _digest(sources, files, units))
+    staging = StagedOutput(out, _digest(sources, files, units))
     with reporting_full_disk(staging.folder), staging.open(files, units):
         ledger = Ledger(sources)
         for done in staging.done.values():
@@ -109,7 +109,7 @@ def produce(
         _check(reopen(staging.folder), expected)
         staging.commit()
     seconds = time.monotonic() - begun
-    return Report(out, len(expected), total, seconds, reused, ledger.num_checked, peak)
+    return ConversionReport(out, len(expected), total, seconds, reused, ledger.num_checked, peak)
 
 
 def _check(made: Checkpoint, expected: Mapping[str, tuple[str, Shape]]) -> None:

@@ -15,15 +15,15 @@ from zlib_ng import zlib_ng
 from checkpoint_tools.archive import Located, Locator
 from checkpoint_tools.assembly import Assembly, Piece, Stretch, cut
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk
-from mcore_rl.slices.hf.checksums import Span
+from mcore_rl.slices.hf.checksums import ByteSpan
 
 
 @dataclass
-class Record:
+class ReadRecord:
     """Checksums by path: `read` of the bytes read, `promised` as archives record them."""
 
-    read: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
-    promised: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    read: dict[str, list[ByteSpan]] = field(default_factory=lambda: defaultdict(list))
+    promised: dict[str, list[ByteSpan]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,17 @@ class Reader:
         self._locator = Locator()
         self._located: dict[tuple[str, int], Located] = {}
         self._held: tuple[Piece | None, bytearray] = (None, bytearray())
-        self.record = Record()
+        self.record = ReadRecord()
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
 
-    def take_record(self) -> Record:
+    def take_record(self) -> ReadRecord:
         """Return the record of what was read since the last call."""
         record = self.record
-        self.record = Record()
+        self.record = ReadRecord()
         self._located.clear()
         return record
 
@@ -183,7 +183,7 @@ class Reader:
                 )
             done += count
         crc32 = zlib_ng.crc32(out)
-        _append(self.record.read[chunk.path], Span(start, len(out), crc32), first)
+        _append(self.record.read[chunk.path], ByteSpan(start, len(out), crc32), first)
         return crc32
 
     def _open(self, chunk: Chunk) -> int:
@@ -198,12 +198,12 @@ class Reader:
             self._located[place] = located
             self.record.read[chunk.path] += [span for span in located.around if span.num_bytes]
             if located.data_crc32 is not None and chunk.data_bytes:
-                promised = Span(located.start, chunk.data_bytes, located.data_crc32)
+                promised = ByteSpan(located.start, chunk.data_bytes, located.data_crc32)
                 self.record.promised[chunk.path].append(promised)
         return self._located[place]
 
 
-def _append(spans: list[Span], new: Span, first: int) -> None:
+def _append(spans: list[ByteSpan], new: ByteSpan, first: int) -> None:
     """Append a span, or extend one of the last three if `new` follows it.
 
     Three, since the rows of queries, keys and values are read in turn. A span that began before
@@ -212,7 +212,7 @@ def _append(spans: list[Span], new: Span, first: int) -> None:
     for i in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
         if spans[i].stop == new.start and spans[i].start >= first:
             crc32 = zlib_ng.crc32_combine(spans[i].crc32, new.crc32, new.num_bytes)
-            spans[i] = Span(spans[i].start, spans[i].num_bytes + new.num_bytes, crc32)
+            spans[i] = ByteSpan(spans[i].start, spans[i].num_bytes + new.num_bytes, crc32)
             return
     spans.append(new)
 

@@ -17,15 +17,15 @@ from pathlib import Path
 from zlib_ng import zlib_ng
 
 from checkpoint_tools.output import Done, OutputFile, Unit
-from checkpoint_tools.reader import Record
-from mcore_rl.slices.hf.checksums import FileSums, Span, sum_ranges
+from checkpoint_tools.reader import ReadRecord
+from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_ranges
 
 PARTIAL = ".partial"
 JOURNAL = ".journal"
 LOCK_WAIT_S = 10.0
 
 
-class Staging:
+class StagedOutput:
     """One run's exclusive hold on `<out>.partial`."""
 
     def __init__(self, out: Path, digest: str) -> None:
@@ -36,7 +36,7 @@ class Staging:
         self.done: dict[int, Done] = {}
 
     @contextmanager
-    def open(self, files: Sequence[OutputFile], units: Sequence[Unit]) -> Iterator["Staging"]:
+    def open(self, files: Sequence[OutputFile], units: Sequence[Unit]) -> Iterator["StagedOutput"]:
         """Hold the folder within the block, with `done` set to what an earlier run finished.
 
         Those units are compared with their checksums. Raises ValueError if `out` exists, or if
@@ -57,11 +57,11 @@ class Staging:
 
     def file_sums(self, files: Sequence[OutputFile], units: Sequence[Unit]) -> dict[str, FileSums]:
         """Return the checksums of all files, combined from those taken while writing."""
-        spans: dict[str, list[Span]] = {}
+        spans: dict[str, list[ByteSpan]] = {}
         for file in files:
             spans[file.name] = []
             if file.header:
-                header = Span(0, len(file.header), zlib_ng.crc32(file.header))
+                header = ByteSpan(0, len(file.header), zlib_ng.crc32(file.header))
                 spans[file.name].append(header)
         for unit in units:
             spans[unit.file] += self.done[unit.number].written
@@ -136,7 +136,7 @@ def _intact_units(folder: Path, lines: Sequence[bytes], units: Sequence[Unit]) -
 
 
 def _to_json(done: Done) -> list[object]:
-    def spans(members: Sequence[Span]) -> list[list[int]]:
+    def spans(members: Sequence[ByteSpan]) -> list[list[int]]:
         return [[span.start, span.num_bytes, span.crc32] for span in members]
 
     record = done.record
@@ -148,11 +148,11 @@ def _to_json(done: Done) -> list[object]:
 
 
 def _from_json(value: list) -> Done:
-    def spans(members: Sequence[Sequence[int]]) -> list[Span]:
-        return [Span(*member) for member in members]
+    def spans(members: Sequence[Sequence[int]]) -> list[ByteSpan]:
+        return [ByteSpan(*member) for member in members]
 
     written, read, promised = value
-    record = Record()
+    record = ReadRecord()
     record.read.update({path: spans(members) for path, members in read.items()})
     record.promised.update({path: spans(members) for path, members in promised.items()})
     return Done(tuple(spans(written)), record)

@@ -10,7 +10,7 @@ from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.megatron_model import config_of, hf_assemblies
 from checkpoint_tools.optimizer import optimizer_to_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.produce import Report
+from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
@@ -27,7 +27,7 @@ def to_hf(
     optimizer: Path | None,
     max_file_bytes: int,
     effort: Effort,
-) -> list[Report]:
+) -> list[ConversionReport]:
     """Merge the model of `checkpoint` into `out`, and its optimizer's state into `optimizer`, if
     given.
 

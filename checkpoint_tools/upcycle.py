@@ -18,7 +18,7 @@ from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_model import read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
-from checkpoint_tools.produce import Report
+from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.safetensors_file import read_header
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
@@ -47,7 +47,7 @@ def upcycle(
     seed: int,
     max_file_bytes: int,
     effort: Effort,
-) -> Report:
+) -> ConversionReport:
     """Write the model of `source_hf` to `out` with `experts` experts per layer, `top_k` per token.
 
     The output layer gets weights of its own. Raises ValueError for numbers or a model that don't

@@ -57,7 +57,7 @@ F = TypeVar("F", bound=Callable)
 
 
 @dataclass(frozen=True)
-class Entry(Generic[F]):
+class Registration(Generic[F]):
     """A registered function, the things it needs, and the options it reads (None: unknown)."""
 
     function: F
@@ -70,7 +70,7 @@ class Registry(Generic[F]):
 
     def __init__(self, option: str) -> None:
         self.option = option
-        self._entries: dict[str, Entry[F]] = {}
+        self._entries: dict[str, Registration[F]] = {}
 
     def register(
         self, name: str, needs: Needs | None = None, reads: tuple[str, ...] | None = None
@@ -87,7 +87,7 @@ class Registry(Generic[F]):
                 raise ValueError(
                     f"{self.option}={name!r} is registered already, by {owner}: choose another name"
                 )
-            self._entries[name] = Entry(function, needs or Needs(), reads)
+            self._entries[name] = Registration(function, needs or Needs(), reads)
             return function
 
         return add
@@ -124,7 +124,7 @@ class Registry(Generic[F]):
         """
         self._entries = {name: entry for name, entry in self._entries.items() if name in names}
 
-    def _entry(self, name: str) -> Entry[F]:
+    def _entry(self, name: str) -> Registration[F]:
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""

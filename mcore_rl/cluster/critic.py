@@ -1,4 +1,4 @@
-"""The critic's ranks, with a train.critic.Critic in each.
+"""The critic's ranks, with a train.critic.CriticModel in each.
 
 Micro-batches in, values and step stats out.
 """
@@ -16,9 +16,9 @@ class CriticWorker(ModelWorker):
     """One rank of the critic; `spec.loss` is a ValueLoss. Ranks that own no output return None."""
 
     def _model_cls(self) -> Any:
-        from mcore_rl.train.critic import Critic
+        from mcore_rl.train.critic import CriticModel
 
-        return Critic
+        return CriticModel
 
     def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
         return self._model.compute_values(microbatches)

@@ -65,7 +65,7 @@ TEMPLATES = {
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """A number to start with, then `steps` of (operator, operand) applied in turn."""
 
     question: str
@@ -96,7 +96,9 @@ def prepare_arithmetic(out_dir: Path, seed: int = 0) -> None:
     )
 
 
-def demonstrate(problem: Problem, rng: random.Random, slip_share: float = SLIP_SHARE) -> str:
+def demonstrate(
+    problem: ArithmeticProblem, rng: random.Random, slip_share: float = SLIP_SHARE
+) -> str:
     """Return the worked answer, "12 + 5 = 17 ; 17 - 3 = 14"; `slip_share` of subtractions add
     instead.
     """
@@ -110,12 +112,12 @@ def demonstrate(problem: Problem, rng: random.Random, slip_share: float = SLIP_S
     return " ; ".join(lines)
 
 
-def _conversation(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
+def _conversation(problem: ArithmeticProblem, rng: random.Random) -> list[dict[str, str]]:
     answer = demonstrate(problem, rng)
     return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
 
 
-def _distinct_problems(rng: random.Random, num_problems: int) -> Iterator[Problem]:
+def _distinct_problems(rng: random.Random, num_problems: int) -> Iterator[ArithmeticProblem]:
     seen: set[str] = set()
     while len(seen) < num_problems:
         problem = _make_problem(rng)
@@ -124,7 +126,7 @@ def _distinct_problems(rng: random.Random, num_problems: int) -> Iterator[Proble
             yield problem
 
 
-def _make_problem(rng: random.Random) -> Problem:
+def _make_problem(rng: random.Random) -> ArithmeticProblem:
     kind = rng.choice(tuple(TEMPLATES))
     name, other = rng.sample(NAMES, 2)
     a = rng.randint(*START)
@@ -133,7 +135,7 @@ def _make_problem(rng: random.Random) -> Problem:
     question = rng.choice(TEMPLATES[kind]).format(
         name=name, other=other, things=rng.choice(THINGS), a=a, b=b, c=c
     )
-    return Problem(question, a, tuple(zip(kind, (b, c), strict=False)))
+    return ArithmeticProblem(question, a, tuple(zip(kind, (b, c), strict=False)))
 
 
 def vocabulary() -> list[str]:

@@ -28,7 +28,7 @@ MAX_NUMBER = NUM_GIVEN * GIVEN[1]
 
 
 @dataclass(frozen=True)
-class Problem:
+class CountdownProblem:
     """Numbers to use, and the number to reach from them."""
 
     numbers: tuple[int, ...]
@@ -75,7 +75,7 @@ def prepare_countdown(out_dir: Path, seed: int = 0) -> None:
     )
 
 
-def demonstrate(problem: Problem, rng: random.Random) -> str:
+def demonstrate(problem: CountdownProblem, rng: random.Random) -> str:
     """Return steps chosen at random, each compared with the number to reach."""
     return " ; ".join(
         f"{step.text} {compare(step.result, problem.target)}"
@@ -111,13 +111,13 @@ def vocabulary() -> list[str]:
     return make_vocabulary(MAX_NUMBER, words)
 
 
-def _make_problem(rng: random.Random) -> Problem:
+def _make_problem(rng: random.Random) -> CountdownProblem:
     numbers = tuple(rng.randint(*GIVEN) for _ in range(NUM_GIVEN))
-    return Problem(numbers, random_steps(numbers, rng)[-1].result)
+    return CountdownProblem(numbers, random_steps(numbers, rng)[-1].result)
 
 
-def _distinct_problems(rng: random.Random, num_problems: int) -> list[Problem]:
-    problems: dict[tuple[int, ...], Problem] = {}
+def _distinct_problems(rng: random.Random, num_problems: int) -> list[CountdownProblem]:
+    problems: dict[tuple[int, ...], CountdownProblem] = {}
     while len(problems) < num_problems:
         problem = _make_problem(rng)
         problems.setdefault(problem.identity, problem)
@@ -126,8 +126,8 @@ def _distinct_problems(rng: random.Random, num_problems: int) -> list[Problem]:
 
 def _problems_outside(
     reserved: set[tuple[int, ...]], rng: random.Random, num_problems: int
-) -> list[Problem]:
-    problems: list[Problem] = []
+) -> list[CountdownProblem]:
+    problems: list[CountdownProblem] = []
     while len(problems) < num_problems:
         problem = _make_problem(rng)
         if problem.identity not in reserved:
@@ -135,7 +135,7 @@ def _problems_outside(
     return problems
 
 
-def _conversation(problem: Problem, rng: random.Random) -> list[dict[str, str]]:
+def _conversation(problem: CountdownProblem, rng: random.Random) -> list[dict[str, str]]:
     answer = demonstrate(problem, rng)
     return [{"role": "user", "content": problem.question}, {"role": "assistant", "content": answer}]
 

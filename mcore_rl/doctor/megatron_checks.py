@@ -51,7 +51,7 @@ def model_config() -> dict[str, Any]:
     )
 
 
-class Rank:
+class LoneRank:
     """The only rank of a trainer, its recipe, and one batch to train on."""
 
     def __init__(self, folder: Path, dtype: str | None = None) -> None:
@@ -111,7 +111,7 @@ def _likelihood(
 def steps() -> Figures:
     """Ten steps on one batch: its negative log-likelihood falls, gradients are finite."""
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(Path(folder))
+        rank = LoneRank(Path(folder))
         first = rank.step()
         synchronize()
         began_s = time.monotonic()
@@ -132,7 +132,7 @@ def steps() -> Figures:
 def same_logprobs_as_transformers() -> Figures:
     """In float32, log-probs of an exported model are those of transformers."""
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(Path(folder, "model"), dtype="float32")
+        rank = LoneRank(Path(folder, "model"), dtype="float32")
         exported = Path(folder, "hf")
         rank.actor.export_hf(exported)
         [scores] = rank.actor.compute_logprobs([rank.batch]) or [None]
@@ -165,7 +165,7 @@ def _transformers_scores(folder: Path, batch: TrainBatch) -> list[float]:
 def checkpoint() -> Figures:
     """A step after a save and a load is the step that was taken before, bit for bit."""
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(Path(folder, "model"))
+        rank = LoneRank(Path(folder, "model"))
         rank.step()
         began_s = time.monotonic()
         rank.actor.save(Path(folder, "saved"), {})
@@ -191,7 +191,7 @@ def checkpoint() -> Figures:
 def offload() -> Figures:
     """Everything moves to host memory and back; the next step is that of a rank that stayed."""
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(Path(folder))
+        rank = LoneRank(Path(folder))
         rank.step()
         before = rank.weights()
         rank.actor.hold(())
@@ -227,7 +227,7 @@ def planned_memory() -> Figures:
     from mcore_rl.planning.models import read_models
 
     with tempfile.TemporaryDirectory() as folder:
-        rank = Rank(Path(folder))
+        rank = LoneRank(Path(folder))
         for _ in range(3):
             rank.step()
         [planned] = predict_memory(rank.recipe, read_models(rank.recipe), "trainer")

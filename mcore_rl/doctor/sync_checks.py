@@ -15,7 +15,7 @@ from mcore_rl.config import SyncConfig
 from mcore_rl.device import device, has_cuda, synchronize
 from mcore_rl.doctor.check import Check, Figures, MissedTarget, Stage, expect
 from mcore_rl.doctor.sync_processes import run_scene
-from mcore_rl.doctor.sync_scene import Fault, Outcome, Scene
+from mcore_rl.doctor.sync_scene import Fault, Scene, SceneOutcome
 from mcore_rl.doctor.toy_engine import ToySizes, column_cut, expert_cut, row_cut
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.hf.fp8 import BLOCK
@@ -36,7 +36,7 @@ LARGE = ToySizes(hidden=2048, heads=16, head=128, experts=896, inner=768, vocab=
 SMALL = ToySizes(hidden=256, heads=4, head=64, experts=256, inner=128, vocab=1024)
 
 
-def _scene(scene: Scene) -> Outcome:
+def _scene(scene: Scene) -> SceneOutcome:
     """Run a scene on this machine's device."""
     on_gpu = has_cuda()
     return run_scene(replace(scene, on_gpu=(on_gpu, on_gpu)))
@@ -66,7 +66,7 @@ def staged() -> Figures:
     return _same_bits(Scene(expert_cut, 3, 2, "bfloat16", timeout_s=120, staged=True, num_syncs=3))
 
 
-def _faulty(kind: str, timeout_s: float) -> tuple[Outcome, Report]:
+def _faulty(kind: str, timeout_s: float) -> tuple[SceneOutcome, Report]:
     fault = Fault(rank=0, message=2, kind=kind)
     outcome = _scene(Scene(row_cut, 1, 1, timeout_s=timeout_s, num_syncs=1, fault=fault))
     return outcome, outcome.receivers[0].reports[-1]

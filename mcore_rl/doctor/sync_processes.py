@@ -7,7 +7,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from mcore_rl.doctor.sync_ranks import run_rank
-from mcore_rl.doctor.sync_scene import Outcome, Scene
+from mcore_rl.doctor.sync_scene import Scene, SceneOutcome
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Action, Link
 
@@ -27,7 +27,7 @@ def make_link(scene: Scene, store_port: int) -> Link:
     )
 
 
-def run_scene(scene: Scene) -> Outcome:
+def run_scene(scene: Scene) -> SceneOutcome:
     """Connect once and sync `num_syncs` versions. Raises RuntimeError if ranks do not answer."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "mcore_rl.doctor.sync_ranks"])
@@ -67,4 +67,4 @@ def run_scene(scene: Scene) -> Outcome:
     for rank in range(scene.num_receivers):
         for action in ACTIONS:
             store.take_report(action, scene.num_senders + rank)
-    return Outcome(results[: scene.num_senders], results[scene.num_senders :], store.num_keys)
+    return SceneOutcome(results[: scene.num_senders], results[scene.num_senders :], store.num_keys)

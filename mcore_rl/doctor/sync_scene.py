@@ -73,7 +73,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SceneOutcome:
     """senders: each one's reports, None if it died; num_keys: keys left in the link's store."""
 
     senders: list[list[Report] | None]

@@ -25,7 +25,7 @@ _ROW_BYTES = ROW_WORDS * WORD_BYTES
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketPiece:
     """One slice in a bucket: `num_rows` rows of ROW_WORDS words, the last padded with zeros."""
 
     box: Box
@@ -51,7 +51,7 @@ class Bucket:
     index: int
     source_rank: int
     target_rank: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketPiece, ...]
 
     @property
     def num_words(self) -> int:
@@ -142,12 +142,12 @@ def _num_rows(part: Slice) -> int:
     return -(-num_bytes // _ROW_BYTES)
 
 
-def _lay_out(slices: Sequence[Slice]) -> tuple[Piece, ...]:
+def _lay_out(slices: Sequence[Slice]) -> tuple[BucketPiece, ...]:
     """Place the slices behind the header, shortest first."""
     num_header_rows = -(-(HEADER_WORDS + len(slices)) // ROW_WORDS)
     first_word = num_header_rows * ROW_WORDS
     pieces = []
     for part in sorted(slices, key=_num_rows):
-        pieces.append(Piece(part.box, part.dtype, first_word, _num_rows(part)))
+        pieces.append(BucketPiece(part.box, part.dtype, first_word, _num_rows(part)))
         first_word += _num_rows(part) * ROW_WORDS
     return tuple(pieces)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_rl.slices.hf.checksums import MANIFEST, Span, read_manifest
+from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, read_manifest
 from mcore_rl.slices.megatron_files.integrity import (
     check_sizes,
     find_damage,
@@ -103,7 +103,7 @@ def _check_sums(folder: Path) -> None:
             )
 
 
-def _describe(folder: Path, name: str, span: Span) -> str:
+def _describe(folder: Path, name: str, span: ByteSpan) -> str:
     """Name the tensor or object at a span of a file, or else its bytes."""
     try:
         for place in _read_places(folder).values():

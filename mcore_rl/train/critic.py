@@ -18,7 +18,7 @@ ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """(values_T, batch of the same tokens) -> (loss_T, metrics_T)."""
 
 
-class Critic(TrainedModel):
+class CriticModel(TrainedModel):
     """One rank's share of the critic and its optimizer.
 
     The value at a token is the value of the state before it: of the tokens that precede it.

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint_tools.cli import main
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.critic import Critic
+from mcore_rl.train.critic import CriticModel
 from mcore_rl.types import StepStats
 from tests.support.distributed import run_ranks
 from tests.support.tiny_models import write_model
@@ -79,7 +79,7 @@ def save_all(rank: int, world_size: int, port: int, root: Path) -> list[Any]:
             resumed = go_on_twice(rank, actor, root)
     train, optimizer = TrainConfig(), OptimizerConfig(lr=1e-3)
     parallel = ParallelConfig(**LAYOUTS["deepseek_v2"])
-    critic = Critic(
+    critic = CriticModel(
         ModelConfig(path=str(root / "qwen3_moe/hf")), parallel, train, optimizer, 6, seed=0
     )
     critic.save(root / "critic" / "step", {})

@@ -8,13 +8,15 @@ import torch
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.hf_output import make_hf
-from checkpoint_tools.produce import Report
+from checkpoint_tools.produce import ConversionReport
 from mcore_rl.slices.hf.checksums import MANIFEST
 from mcore_rl.slices.hf.folder import INDEX, write_index
 from tests.support.small_hf import LARGE, ONE_WORKER, read_all, write_hf
 
 
-def copy(source: Path, out: Path, quantized: frozenset[str], max_file_bytes: int) -> Report:
+def copy(
+    source: Path, out: Path, quantized: frozenset[str], max_file_bytes: int
+) -> ConversionReport:
     checkpoint = open_hf(source)
     assemblies = {name: whole(t.chunks[0]) for name, t in checkpoint.tensors.items()}
     return make_hf(

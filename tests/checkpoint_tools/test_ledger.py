@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint_tools.ledger import Ledger
-from checkpoint_tools.reader import Record
+from checkpoint_tools.reader import ReadRecord
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
-from mcore_rl.slices.hf.checksums import FileSums, Span
+from mcore_rl.slices.hf.checksums import ByteSpan, FileSums
 
 CONTENT = bytes(range(100))
 
@@ -18,16 +18,16 @@ CONTENT = bytes(range(100))
 def checkpoint(with_sums: bool) -> Checkpoint:
     chunk = Chunk("t", "uint8", (0,), (100,), "/f/file", 0, 100, False)
     tensor = StoredTensor("t", "uint8", (100,), (chunk,))
-    sums = {"file": FileSums(100, (Span(0, 100, zlib.crc32(CONTENT)),))} if with_sums else None
+    sums = {"file": FileSums(100, (ByteSpan(0, 100, zlib.crc32(CONTENT)),))} if with_sums else None
     return Checkpoint("hf", Path("/f"), {"t": tensor}, (), sums)
 
 
-def read(start: int, stop: int, content: bytes = CONTENT) -> Span:
-    return Span(start, stop - start, zlib.crc32(content[start:stop]))
+def read(start: int, stop: int, content: bytes = CONTENT) -> ByteSpan:
+    return ByteSpan(start, stop - start, zlib.crc32(content[start:stop]))
 
 
-def record_of(*spans: Span) -> Record:
-    record = Record()
+def record_of(*spans: ByteSpan) -> ReadRecord:
+    record = ReadRecord()
     record.read["/f/file"] += spans
     return record
 
@@ -56,12 +56,12 @@ def test_another_byte_is_refused_with_the_tensor() -> None:
 
 def test_without_checksums_the_archive_is_believed() -> None:
     record = record_of(read(10, 90))
-    record.promised["/f/file"].append(Span(10, 80, zlib.crc32(CONTENT[10:90])))
+    record.promised["/f/file"].append(ByteSpan(10, 80, zlib.crc32(CONTENT[10:90])))
     ledger = Ledger([checkpoint(with_sums=False)])
     ledger.add(record)
     assert ledger.num_checked == 1
     wrong = record_of(read(10, 90))
-    wrong.promised["/f/file"].append(Span(10, 80, 7))
+    wrong.promised["/f/file"].append(ByteSpan(10, 80, 7))
     with pytest.raises(ValueError, match="by the archive's own it should be 00000007"):
         Ledger([checkpoint(with_sums=False)]).add(wrong)
 

@@ -9,7 +9,7 @@ import torch
 from checkpoint_tools.assembly import whole
 from checkpoint_tools.hf import open_hf
 from checkpoint_tools.output import OutputFile, Task
-from checkpoint_tools.produce import Report, produce
+from checkpoint_tools.produce import ConversionReport, produce
 from checkpoint_tools.safetensors_file import make_header
 from checkpoint_tools.staging import PARTIAL
 from mcore_rl.slices.hf.checksums import MANIFEST, read_manifest
@@ -28,7 +28,7 @@ def copy(
     out: Path,
     describe: Callable[[Path], None] = nothing,
     expected: dict[str, tuple[str, tuple[int, ...]]] = EXPECTED,
-) -> Report:
+) -> ConversionReport:
     checkpoint = open_hf(source)
     header, starts, num_bytes = make_header(EXPECTED)
     tasks = [Task("m.safetensors", starts[n], whole(checkpoint.tensors[n].chunks[0])) for n in "ab"]

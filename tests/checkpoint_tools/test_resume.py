@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from checkpoint_tools.cli import main
-from checkpoint_tools.staging import JOURNAL, PARTIAL, Staging
+from checkpoint_tools.staging import JOURNAL, PARTIAL, StagedOutput
 from mcore_rl.slices.hf.checksums import MANIFEST
 from tests.support.tiny_models import write_model
 
@@ -29,14 +29,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def convert_and_die(arguments: list[str]) -> None:
     """Run a command that kills its own process (SIGKILL) after some units, but not its workers."""
-    finish = Staging.finish
+    finish = StagedOutput.finish
 
-    def finish_some(self: Staging, unit: Any, done: Any) -> None:
+    def finish_some(self: StagedOutput, unit: Any, done: Any) -> None:
         finish(self, unit, done)
         if len(self.done) == UNITS_BEFORE_THE_KILL:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Staging.finish = finish_some
+    StagedOutput.finish = finish_some
     main(arguments)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from mcore_rl.data.arithmetic import (
     SLIP_SHARE,
-    Problem,
+    ArithmeticProblem,
     demonstrate,
     make_tokenizer,
     prepare_arithmetic,
@@ -55,19 +55,19 @@ def test_every_text_is_covered_by_the_vocabulary(folder: Path) -> None:
 
 
 def test_the_share_of_slips_is_what_it_says() -> None:
-    rng, problem = random.Random(0), Problem("", 20, (("-", 5),))
+    rng, problem = random.Random(0), ArithmeticProblem("", 20, (("-", 5),))
     slips = sum(demonstrate(problem, rng) == "20 + 5 = 25" for _ in range(4000)) / 4000
     assert slips == pytest.approx(SLIP_SHARE, abs=0.03)
     assert demonstrate(problem, rng, slip_share=0.0) == "20 - 5 = 15"
     assert (
-        demonstrate(Problem("", 20, (("+", 5), ("-", 3))), rng, slip_share=0.0)
+        demonstrate(ArithmeticProblem("", 20, (("+", 5), ("-", 3))), rng, slip_share=0.0)
         == "20 + 5 = 25 ; 25 - 3 = 22"
     )
 
 
 def test_a_right_demonstration_earns_the_reward_and_a_slip_does_not() -> None:
     reward = load_function("recipes/rewards/arithmetic.py", "reward")
-    rng, problem = random.Random(0), Problem("", 20, (("+", 5), ("-", 3)))
+    rng, problem = random.Random(0), ArithmeticProblem("", 20, (("+", 5), ("-", 3)))
 
     def score(text: str) -> float:
         return reward.call(("", text, str(problem.answer), {}))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mcore_rl.data.countdown import (
     GIVEN,
     NUM_GIVEN,
-    Problem,
+    CountdownProblem,
     compare,
     demonstrate,
     prepare_countdown,
@@ -25,7 +25,7 @@ from mcore_rl.data.tiny_model import make_word_tokenizer
 from mcore_rl.rewards.user_function import load_function
 
 NUMBERS = st.lists(st.integers(*GIVEN), min_size=NUM_GIVEN, max_size=NUM_GIVEN)
-PROBLEM = Problem((3, 8, 5), 10)
+PROBLEM = CountdownProblem((3, 8, 5), 10)
 SOLUTION = "8 + 5 = 13 high ; 13 - 3 = 10 reached"
 
 
@@ -37,10 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def score() -> Callable[[Problem, str], float]:
+def score() -> Callable[[CountdownProblem, str], float]:
     function = load_function("recipes/rewards/countdown.py", "reward")
 
-    def call(problem: Problem, response: str) -> float:
+    def call(problem: CountdownProblem, response: str) -> float:
         value = function.call(("", response, problem.ground_truth, {}))
         assert isinstance(value, float)
         return value
@@ -71,13 +71,13 @@ def test_every_text_is_covered_by_the_vocabulary(folder: Path) -> None:
 
 @given(NUMBERS, st.randoms(use_true_random=False))
 def test_random_steps_use_each_number_once_and_are_rewarded_where_they_end(
-    score: Callable[[Problem, str], float], numbers: list[int], rng: random.Random
+    score: Callable[[CountdownProblem, str], float], numbers: list[int], rng: random.Random
 ) -> None:
     state = rng.getstate()
     steps = random_steps(numbers, rng)
     assert len(steps) == NUM_GIVEN - 1 and all(step.result >= 0 for step in steps)
-    reached = Problem(tuple(numbers), steps[-1].result)
-    missed = Problem(tuple(numbers), steps[-1].result + 1)
+    reached = CountdownProblem(tuple(numbers), steps[-1].result)
+    missed = CountdownProblem(tuple(numbers), steps[-1].result + 1)
     for problem, reward in ((reached, 1.0), (missed, 0.0)):
         rng.setstate(state)
         assert score(problem, demonstrate(problem, rng)) == reward
@@ -111,7 +111,7 @@ def test_demonstrations_ignore_the_number_to_reach(folder: Path) -> None:
     ],
 )
 def test_anything_but_right_steps_to_the_target_earns_nothing(
-    score: Callable[[Problem, str], float], response: str
+    score: Callable[[CountdownProblem, str], float], response: str
 ) -> None:
     assert score(PROBLEM, SOLUTION) == 1.0
     assert score(PROBLEM, response) == 0.0

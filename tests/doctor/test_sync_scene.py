@@ -1,6 +1,6 @@
 """Scenes: the route that bytes take, and the reports of those who lived."""
 
-from mcore_rl.doctor.sync_scene import Outcome, Received, Scene
+from mcore_rl.doctor.sync_scene import Received, Scene, SceneOutcome
 from mcore_rl.doctor.toy_engine import row_cut
 from mcore_rl.stream.routes.choice import (
     make_gloo_transport,
@@ -23,5 +23,5 @@ def test_bytes_between_machines_take_nccl_only_from_gpu_to_gpu() -> None:
 
 def test_reports_are_those_of_the_living_by_rank() -> None:
     first, second, third = (Report(name) for name in "abc")
-    outcome = Outcome([None, [first]], [Received([second, third], [], [])], 0)
+    outcome = SceneOutcome([None, [first]], [Received([second, third], [], [])], 0)
     assert outcome.reports == [first, second, third]

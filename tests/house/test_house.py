@@ -3,6 +3,7 @@
 import ast
 import re
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,19 @@ def test_every_module_says_what_it_is_for() -> None:
         if parse(path).body and not ast.get_docstring(parse(path))
     ]
     assert not silent, f"no module docstring: {silent}"
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    """Stand-ins keep the names of what they stand for."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in python_files("mcore_rl", "checkpoint_tools"):
+        if "standins" in path.parts:
+            continue
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{path}:{node.lineno}")
+    assert len(places) > 100
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_only_device_names_cuda_libraries() -> None:

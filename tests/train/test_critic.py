@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl.algo.values import value_loss
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.train.critic import Critic
+from mcore_rl.train.critic import CriticModel
 from mcore_rl.train.runtime import init_distributed
 from mcore_rl.types import StepStats, TrainBatch
 from tests.support.distributed import run_ranks
@@ -30,15 +30,15 @@ def batches() -> list[TrainBatch]:
     ]
 
 
-def make_critic(rank: int, world_size: int, port: int, path: str, layout: Layout) -> Critic:
+def make_critic(rank: int, world_size: int, port: int, path: str, layout: Layout) -> CriticModel:
     parallel = ParallelConfig(**layout)
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
     train = TrainConfig(router_aux_loss_coef=0.1)
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
-    return Critic(ModelConfig(path=path), parallel, train, optimizer, 6, seed=0)
+    return CriticModel(ModelConfig(path=path), parallel, train, optimizer, 6, seed=0)
 
 
-def step(critic: Critic) -> StepStats | None:
+def step(critic: CriticModel) -> StepStats | None:
     return critic.train_step(my_batches(batches()), LOSS, num_tokens=NUM_TOKENS)
 
 

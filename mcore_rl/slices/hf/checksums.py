@@ -25,7 +25,7 @@ _READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteSpan:
     """The bytes [start, start + num_bytes) of a file and their CRC-32."""
 
     start: int
@@ -42,7 +42,7 @@ class FileSums:
     """The size of a file and the spans it consists of, in order and without gaps."""
 
     num_bytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[ByteSpan, ...]
 
     def __post_init__(self) -> None:
         at = 0
@@ -61,7 +61,7 @@ def sum_file(path: Path, edges: Iterable[int] = ()) -> FileSums:
     return FileSums(num_bytes, tuple(sum_ranges(path, pairwise(cuts))))
 
 
-def sum_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> list[Span]:
+def sum_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> list[ByteSpan]:
     """Return the checksum of each byte range [start, stop) of a file. Peak memory: 4 MiB.
 
     Raises ValueError if the file ends within a range.
@@ -69,7 +69,7 @@ def sum_ranges(path: Path, ranges: Iterable[tuple[int, int]]) -> list[Span]:
     buffer = bytearray(_READ_BYTES)
     with path.open("rb") as file:
         return [
-            Span(start, stop - start, _sum_range(file.fileno(), start, stop, buffer, path))
+            ByteSpan(start, stop - start, _sum_range(file.fileno(), start, stop, buffer, path))
             for start, stop in ranges
         ]
 
@@ -136,7 +136,7 @@ def _file_sums(entry: Mapping[str, object]) -> FileSums:
     if not isinstance(num_bytes, int) or not isinstance(spans, list):
         raise ValueError("bytes or spans of a file are missing")
     return FileSums(
-        num_bytes, tuple(Span(int(at), int(count), int(crc, 16)) for at, count, crc in spans)
+        num_bytes, tuple(ByteSpan(int(at), int(count), int(crc, 16)) for at, count, crc in spans)
     )
 
 

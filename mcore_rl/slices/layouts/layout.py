@@ -1,9 +1,9 @@
 """A layout says where each HF tensor lies on one side: a placement of pieces and their ranks.
 
-    q_proj [8, 4], cut over 2 ranks,            placement("...q_proj.weight") = Placement((
-    two replicas                                    Piece((0, 0), (4, 4), ranks 0 and 2, dtype),
-    rows 0-3   ranks 0 2                            Piece((4, 0), (8, 4), ranks 1 and 3, dtype),
-    rows 4-7   ranks 1 3                        ))
+    q_proj [8, 4], cut over 2 ranks,      placement("...q_proj.weight") = Placement((
+    two replicas                              PlacedPiece((0, 0), (4, 4), ranks 0 and 2, dtype),
+    rows 0-3   ranks 0 2                      PlacedPiece((4, 0), (8, 4), ranks 1 and 3, dtype),
+    rows 4-7   ranks 1 3                  ))
 
 Nothing in a layout grows with the number of ranks, and tensors that are cut alike share one
 placement.
@@ -20,7 +20,7 @@ from mcore_rl.slices.layouts.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlacedPiece:
     """The elements [start, stop) of a tensor, held by each of `ranks` in `dtype` (torch name)."""
 
     start: tuple[int, ...]
@@ -33,7 +33,7 @@ class Piece:
 class Placement:
     """The disjoint pieces of a tensor; compared by identity, because tensors share placements."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[PlacedPiece, ...] = ()
 
 
 NOWHERE = Placement()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 from mcore_rl.slices.box import Box, Shard, subtract
-from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement
+from mcore_rl.slices.layouts.layout import NOWHERE, PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 
 
@@ -51,7 +51,7 @@ class ListedLayout:
         pieces = _refine(self._ranks_of[name])
         return Placement(
             tuple(
-                Piece(box.start, box.stop, Ranks.of(ranks), self._dtypes[name])
+                PlacedPiece(box.start, box.stop, Ranks.of(ranks), self._dtypes[name])
                 for box, ranks in sorted(pieces, key=lambda piece: piece[0].start)
             )
         )

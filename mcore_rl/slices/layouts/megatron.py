@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
 from mcore_rl.slices.hf.config import padded_vocab_size
-from mcore_rl.slices.layouts.layout import Piece, Placement
+from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
@@ -130,7 +130,7 @@ class MegatronLayout(StagedLayout):
             for other in stages[1:]:
                 ranks = ranks.union(self._ranks(entry, other, ep, part))
             pieces += [
-                Piece(*self._experts_of(entry, ep, box), ranks, entry.dtype) for box in boxes
+                PlacedPiece(*self._experts_of(entry, ep, box), ranks, entry.dtype) for box in boxes
             ]
         return Placement(tuple(pieces))
 

@@ -22,7 +22,7 @@ from mcore_rl.slices.hf.fp8 import (
     scale_name,
     scaled_name,
 )
-from mcore_rl.slices.layouts.layout import Layout, Piece, Placement
+from mcore_rl.slices.layouts.layout import Layout, PlacedPiece, Placement
 
 
 class QuantizedLayout:
@@ -59,9 +59,9 @@ def _scales(placement: Placement) -> Placement:
     return Placement(tuple(map(_scales_of, placement.pieces)))
 
 
-def _scales_of(piece: Piece) -> Piece:
+def _scales_of(piece: PlacedPiece) -> PlacedPiece:
     box = scale_box(Box("", piece.start, piece.stop))
-    return Piece(box.start, box.stop, piece.ranks, SCALE_DTYPE)
+    return PlacedPiece(box.start, box.stop, piece.ranks, SCALE_DTYPE)
 
 
 def _with_scales(names: Iterable[str]) -> Iterator[str]:
@@ -88,7 +88,7 @@ def travels_with_matrix(name: str, target: Layout) -> bool:
 
 def join_rows(placement: Placement) -> Placement:
     """Join pieces that the same ranks hold one below the other, because a block may span them."""
-    joined: list[Piece] = []
+    joined: list[PlacedPiece] = []
     for piece in sorted(placement.pieces, key=lambda p: (p.start[1:], p.start)):
         if joined and _continues(joined[-1], piece):
             joined[-1] = replace(joined[-1], stop=piece.stop)
@@ -97,7 +97,7 @@ def join_rows(placement: Placement) -> Placement:
     return Placement(tuple(sorted(joined, key=lambda piece: piece.start)))
 
 
-def _continues(above: Piece, below: Piece) -> bool:
+def _continues(above: PlacedPiece, below: PlacedPiece) -> bool:
     """Whether `below` begins where `above` ends, with the same columns, ranks and dtype."""
     same_columns = (above.start[1:], above.stop[1:]) == (below.start[1:], below.stop[1:])
     same_holders = (above.ranks, above.dtype) == (below.ranks, below.dtype)
@@ -117,7 +117,9 @@ def check_scales(name: str, target: Layout) -> None:
         )
 
 
-def check_blocks(common: Box, shape: tuple[int, ...], held: Piece, needed: Piece) -> None:
+def check_blocks(
+    common: Box, shape: tuple[int, ...], held: PlacedPiece, needed: PlacedPiece
+) -> None:
     """Check that the box that `held` and `needed` have in common consists of whole blocks.
 
     `shape` is that of the tensor. Raises ValueError naming tensor, rank and the piece that cuts a

@@ -14,7 +14,7 @@ get_pp_indices).
 from collections.abc import Iterable
 
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
-from mcore_rl.slices.layouts.layout import Piece, Placement
+from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.sglang_models import (
     COLUMNS,
@@ -25,7 +25,7 @@ from mcore_rl.slices.layouts.sglang_models import (
     RULES,
     RULES_OF,
     WHOLE,
-    Rule,
+    EngineRule,
     SGLangSizes,
     refuse_unserved,
 )
@@ -69,7 +69,7 @@ class SGLangLayout(StagedLayout):
             ranks = self._ranks(entry, stages[0], ep, part, len(cuts))
             for other in stages[1:]:
                 ranks = _interleave(ranks, self._ranks(entry, other, ep, part, len(cuts)))
-            pieces.append(Piece(*self._experts_of(entry, ep, box), ranks, self._dtype(entry)))
+            pieces.append(PlacedPiece(*self._experts_of(entry, ep, box), ranks, self._dtype(entry)))
         return Placement(tuple(pieces))
 
     def _model_stages(self, entry: Entry) -> list[int]:
@@ -123,7 +123,7 @@ class SGLangLayout(StagedLayout):
             first + part * replicas, engines, (sizes.dp, self._attn_tp), (replicas, 1)
         )
 
-    def _rule(self, entry: Entry) -> Rule:
+    def _rule(self, entry: Entry) -> EngineRule:
         """Return how SGLang cuts a tensor. Raises ValueError if that is not recorded."""
         module, _, kind = entry.suffix.rpartition(".")
         if kind == "e_score_correction_bias":

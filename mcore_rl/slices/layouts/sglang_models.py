@@ -1,8 +1,8 @@
 """How SGLang 0.5.23's models cut their tensors, and which settings they don't support.
 
-    self_attn.q_proj   Rule("attention")            rows cut by the ranks of an attention group
-    mlp.down_proj      Rule("tensor", COLUMNS)      columns cut by all tensor-parallel ranks
-    input_layernorm    WHOLE                        not cut
+    self_attn.q_proj   EngineRule("attention")        rows cut by the ranks of an attention group
+    mlp.down_proj      EngineRule("tensor", COLUMNS)  columns cut by all tensor-parallel ranks
+    input_layernorm    WHOLE                          not cut
 
 Source: srt/models and srt/layers. tests/rollout compares all of it with SGLang itself.
 """
@@ -21,53 +21,53 @@ ROWS, COLUMNS = 0, 1
 
 
 @dataclass(frozen=True)
-class Rule:
+class EngineRule:
     """The group of ranks that cuts a tensor, and along which axis; "all" does not cut it."""
 
     group: Literal["all", "attention", "kv_heads", "tensor"]
     axis: int = ROWS
 
 
-WHOLE = Rule("all")
-RULES: Mapping[str, Rule] = {
-    "model.embed_tokens": Rule("attention"),
-    "lm_head": Rule("tensor"),
+WHOLE = EngineRule("all")
+RULES: Mapping[str, EngineRule] = {
+    "model.embed_tokens": EngineRule("attention"),
+    "lm_head": EngineRule("tensor"),
     "model.norm": WHOLE,
     "input_layernorm": WHOLE,
     "post_attention_layernorm": WHOLE,
-    "self_attn.q_proj": Rule("attention"),
-    "self_attn.k_proj": Rule("kv_heads"),
-    "self_attn.v_proj": Rule("kv_heads"),
-    "self_attn.o_proj": Rule("attention", COLUMNS),
+    "self_attn.q_proj": EngineRule("attention"),
+    "self_attn.k_proj": EngineRule("kv_heads"),
+    "self_attn.v_proj": EngineRule("kv_heads"),
+    "self_attn.o_proj": EngineRule("attention", COLUMNS),
     "self_attn.q_norm": WHOLE,
     "self_attn.k_norm": WHOLE,
-    "self_attn.sinks": Rule("attention"),
+    "self_attn.sinks": EngineRule("attention"),
     "self_attn.q_a_proj": WHOLE,
     "self_attn.q_a_layernorm": WHOLE,
-    "self_attn.q_b_proj": Rule("attention"),
+    "self_attn.q_b_proj": EngineRule("attention"),
     "self_attn.kv_a_proj_with_mqa": WHOLE,
     "self_attn.kv_a_layernorm": WHOLE,
-    "self_attn.kv_b_proj": Rule("attention"),
+    "self_attn.kv_b_proj": EngineRule("attention"),
     "mlp.gate": WHOLE,
-    "mlp.gate_proj": Rule("tensor"),
-    "mlp.up_proj": Rule("tensor"),
-    "mlp.down_proj": Rule("tensor", COLUMNS),
-    "mlp.shared_experts.gate_proj": Rule("tensor"),
-    "mlp.shared_experts.up_proj": Rule("tensor"),
-    "mlp.shared_experts.down_proj": Rule("tensor", COLUMNS),
-    "mlp.shared_expert.gate_proj": Rule("tensor"),
-    "mlp.shared_expert.up_proj": Rule("tensor"),
-    "mlp.shared_expert.down_proj": Rule("tensor", COLUMNS),
+    "mlp.gate_proj": EngineRule("tensor"),
+    "mlp.up_proj": EngineRule("tensor"),
+    "mlp.down_proj": EngineRule("tensor", COLUMNS),
+    "mlp.shared_experts.gate_proj": EngineRule("tensor"),
+    "mlp.shared_experts.up_proj": EngineRule("tensor"),
+    "mlp.shared_experts.down_proj": EngineRule("tensor", COLUMNS),
+    "mlp.shared_expert.gate_proj": EngineRule("tensor"),
+    "mlp.shared_expert.up_proj": EngineRule("tensor"),
+    "mlp.shared_expert.down_proj": EngineRule("tensor", COLUMNS),
     "mlp.shared_expert_gate": WHOLE,
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,
 }
 """HF module within the layer -> how it is cut. Routed experts are cut by EXPERT_AXIS."""
 
-RULES_OF: Mapping[str, Mapping[str, Rule]] = {
+RULES_OF: Mapping[str, Mapping[str, EngineRule]] = {
     "MiniMaxM2ForCausalLM": {
-        "self_attn.q_norm": Rule("attention"),
-        "self_attn.k_norm": Rule("kv_heads"),
+        "self_attn.q_norm": EngineRule("attention"),
+        "self_attn.k_norm": EngineRule("kv_heads"),
     },
 }
 """Architecture -> rules that replace those in RULES."""

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mcore_rl.slices.hf.checksums import MANIFEST, FileSums, Span, sum_ranges
+from mcore_rl.slices.hf.checksums import MANIFEST, ByteSpan, FileSums, sum_ranges
 
 REMEDY = "if it was changed on purpose, write the checksums anew: mcore-rl-ckpt checksums <folder>"
 
@@ -26,14 +26,16 @@ def check_sizes(folder: Path, sums: Mapping[str, FileSums]) -> None:
             )
 
 
-def spans_of_rank(sums: Mapping[str, FileSums], rank: int, num_ranks: int) -> dict[str, list[Span]]:
+def spans_of_rank(
+    sums: Mapping[str, FileSums], rank: int, num_ranks: int
+) -> dict[str, list[ByteSpan]]:
     """Return the spans, by file, that one of `num_ranks` ranks is to check.
 
     Each span goes to exactly one rank: the one in whose equal share of all bytes its middle lies.
     A rank's spans are consecutive, so that it reads sequentially.
     """
     total = sum(entry.num_bytes for entry in sums.values())
-    shares: dict[str, list[Span]] = defaultdict(list)
+    shares: dict[str, list[ByteSpan]] = defaultdict(list)
     bytes_before = 0
     for name, entry in sorted(sums.items()):
         for span in entry.spans:
@@ -44,7 +46,7 @@ def spans_of_rank(sums: Mapping[str, FileSums], rank: int, num_ranks: int) -> di
     return dict(shares)
 
 
-def find_damage(folder: Path, name: str, spans: Sequence[Span]) -> Span | None:
+def find_damage(folder: Path, name: str, spans: Sequence[ByteSpan]) -> ByteSpan | None:
     """Return the first of `spans` of a file whose bytes have another checksum; None if all agree.
 
     Raises ValueError with the path if the file ends too early.

@@ -13,7 +13,7 @@ from mcore_rl.device import has_cuda
 from mcore_rl.doctor import sync_checks
 from mcore_rl.doctor.check import Figures
 from mcore_rl.doctor.sync_processes import run_scene
-from mcore_rl.doctor.sync_scene import Fault, Outcome, Scene
+from mcore_rl.doctor.sync_scene import Fault, Scene, SceneOutcome
 from mcore_rl.doctor.toy_engine import column_cut, row_cut
 
 TWO_GPUS = pytest.mark.skipif(
@@ -85,6 +85,6 @@ def test_a_sender_on_another_machine_that_dies_or_hangs_is_named_by_the_deadline
     assert report.seconds < 40
 
 
-def run_faulty(kind: str, timeout_s: float) -> Outcome:
+def run_faulty(kind: str, timeout_s: float) -> SceneOutcome:
     fault = Fault(rank=0, message=2, kind=kind)
     return run_scene(replace(NCCL, num_syncs=1, timeout_s=timeout_s, fault=fault))

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from mcore_rl.slices.hf.checksums import (
     MANIFEST,
+    ByteSpan,
     FileSums,
-    Span,
     read_manifest,
     sum_file,
     sum_ranges,
@@ -23,9 +23,9 @@ from mcore_rl.slices.hf.checksums import (
 
 def test_spans_that_do_not_tile_the_file_are_refused() -> None:
     with pytest.raises(ValueError, match="a span begins at byte 5, the one before ends at 4"):
-        FileSums(9, (Span(0, 4, 0), Span(5, 4, 0)))
+        FileSums(9, (ByteSpan(0, 4, 0), ByteSpan(5, 4, 0)))
     with pytest.raises(ValueError, match="spans end at byte 4 of 9"):
-        FileSums(9, (Span(0, 4, 0),))
+        FileSums(9, (ByteSpan(0, 4, 0),))
 
 
 def test_a_manifest_is_written_whole(tmp_path: Path) -> None:
@@ -33,7 +33,9 @@ def test_a_manifest_is_written_whole(tmp_path: Path) -> None:
     write_manifest(tmp_path, {"file": sum_file(tmp_path / "file", [2])})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["checksums.json", "file"]
     content = (tmp_path / "file").read_bytes()
-    sums = FileSums(5, (Span(0, 2, zlib.crc32(content[:2])), Span(2, 3, zlib.crc32(content[2:]))))
+    sums = FileSums(
+        5, (ByteSpan(0, 2, zlib.crc32(content[:2])), ByteSpan(2, 3, zlib.crc32(content[2:])))
+    )
     assert read_manifest(tmp_path) == {"file": sums}
     assert sum_small_files(tmp_path, ["other"]).keys() == {"file"}
     assert read_manifest(tmp_path / "file") is None

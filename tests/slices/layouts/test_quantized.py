@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_rl.slices.box import Box, Shard
 from mcore_rl.slices.hf.fp8 import FP8
-from mcore_rl.slices.layouts.layout import Piece, Placement
+from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.listed import ListedLayout
 from mcore_rl.slices.layouts.quantized import QuantizedLayout, join_rows
 from mcore_rl.slices.layouts.ranks import Ranks
@@ -222,8 +222,8 @@ def test_a_quantized_layout_has_values_and_scales_of_projections_and_keeps_the_r
 
 
 def test_rows_of_the_same_ranks_are_joined_where_they_touch() -> None:
-    def piece(first: int, last: int, rank: int) -> Piece:
-        return Piece((first, 0), (last, 4), Ranks.of([rank]), "bfloat16")
+    def piece(first: int, last: int, rank: int) -> PlacedPiece:
+        return PlacedPiece((first, 0), (last, 4), Ranks.of([rank]), "bfloat16")
 
     placement = Placement((piece(2, 4, 0), piece(0, 2, 0), piece(4, 6, 1), piece(8, 9, 1)))
     rows = [(p.start[0], p.stop[0], *p.ranks) for p in join_rows(placement).pieces]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.layouts.layout import NOWHERE, Piece, Placement, boxes_of
+from mcore_rl.slices.layouts.layout import NOWHERE, PlacedPiece, Placement, boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.sglang import SGLangLayout
@@ -91,7 +91,7 @@ class TwoStages(StagedLayout):
 
     def _make_placement(self, entry: Entry, stage: int | None, ep: int | None) -> Placement:
         ranks = Ranks.of(range(2) if stage is None else [stage])
-        return Placement((Piece((0,) * len(entry.shape), entry.shape, ranks, entry.dtype),))
+        return Placement((PlacedPiece((0,) * len(entry.shape), entry.shape, ranks, entry.dtype),))
 
 
 def test_a_layout_of_two_stages_names_and_counts_what_each_rank_holds() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.slices.hf.checksums import FileSums, Span, sum_file
+from mcore_rl.slices.hf.checksums import ByteSpan, FileSums, sum_file
 from mcore_rl.slices.megatron_files.integrity import check_sizes, find_damage, spans_of_rank
 
 SIZES = st.lists(st.integers(1, 1000), max_size=8)
@@ -15,9 +15,9 @@ SIZES = st.lists(st.integers(1, 1000), max_size=8)
 def make_sums(sizes_by_file: list[list[int]]) -> dict[str, FileSums]:
     sums: dict[str, FileSums] = {}
     for number, sizes in enumerate(sizes_by_file):
-        spans: list[Span] = []
+        spans: list[ByteSpan] = []
         for size in sizes:
-            spans.append(Span(spans[-1].stop if spans else 0, size, 0))
+            spans.append(ByteSpan(spans[-1].stop if spans else 0, size, 0))
         sums[f"file{number}"] = FileSums(sum(sizes), tuple(spans))
     return sums
 
