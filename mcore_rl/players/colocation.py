@@ -6,11 +6,12 @@ scoring      weights                    -                             all, while
 training     -                          the working one: weights,     -
                                         or weights and optimizer
 weight sync  weights                    the trainer's weights         -
-saving       weights                    all of the one that saves     -
+saving       as before                  -                             -
 
 An engine of the policy that releases its weights loses them; only a weight sync brings them back.
 All others offload to host memory: trainer and critic with cluster.offload, judges, reward models
 and teachers always. Where the engines have GPUs of their own, rollout offloads no model.
+Checkpoints and exports are written from host memory.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ class EngineMemory:
         """Release weights and KV cache. Raises EngineUpdateError naming an engine that does not."""
         await self._release({WEIGHTS, KV_CACHE} - self._released)
 
-    async def for_saving(self) -> None:
+    async def for_scoring(self) -> None:
         """Release the KV cache and keep the weights."""
         await self._release({KV_CACHE} - self._released)
 
@@ -142,16 +143,13 @@ class SharedGpus:
         if self._are_shared:
             self._watched(self._load(role, parts))
 
-    @contextmanager
-    def beside_engines(self, role: str) -> Iterator[None]:
-        """Have all of one model loaded inside the block, while the engines keep their weights.
+    def offload_models(self) -> None:
+        """Offload trainer and critic, for a checkpoint or an export, which need no GPU memory.
 
-        A checkpoint is written this way, because engines that lost their weights would need a sync.
+        The engines keep what they have: those that lost their weights would need a sync.
         """
-        if self._are_shared:
-            self._watched(self._load_beside_engines(role))
-        yield
-        self.prepare_rollout()
+        if self._models:
+            self._watched(self._load_only("", ()))
 
     def prepare_rollout(self) -> None:
         """`for_rollout` for a caller without an event loop."""
@@ -174,7 +172,7 @@ class SharedGpus:
         await self._engines.for_rollout()
 
     async def _load_colocated(self, colocated: Sequence[EngineMemory]) -> None:
-        await self._engines.for_saving()
+        await self._engines.for_scoring()
         await self._load_only("", ())
         for engine_memory in colocated:
             await engine_memory.restore()
@@ -186,10 +184,6 @@ class SharedGpus:
     async def _load(self, role: str, parts: Collection[str]) -> None:
         await self._engines.for_training()
         await self._load_only(role, parts)
-
-    async def _load_beside_engines(self, role: str) -> None:
-        await self._engines.for_saving()
-        await self._load_only(role, ALL)
 
     async def _load_only(self, role: str, parts: Collection[str]) -> None:
         """Load `parts` of the model `role` and offload the other models; "" offloads all."""
@@ -234,8 +228,8 @@ class SharingTrainer:
         return self._trainer.train_step(batch)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        with self._gpus.beside_engines(TRAINER):
-            self._trainer.save(step, state)
+        self._gpus.offload_models()
+        self._trainer.save(step, state)
 
 
 class SharingCritic:
@@ -254,5 +248,5 @@ class SharingCritic:
         return self._critic.train_step(batch)
 
     def save(self, step: int) -> None:
-        with self._gpus.beside_engines(CRITIC):
-            self._critic.save(step)
+        self._gpus.offload_models()
+        self._critic.save(step)

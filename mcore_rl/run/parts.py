@@ -239,14 +239,10 @@ def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder:
 
 
 def finish(config: Config, started: Started, folder: RunFolder) -> None:
-    """Save and export the critic, then the trainer.
-
-    Each has its whole model in GPU memory meanwhile, beside colocated engines' weights.
-    """
+    """Complete the saves in progress; export critic and trainer if the recipe says so."""
+    started.gpus.offload_models()
     if started.critic is not None:
-        with started.gpus.beside_engines(CRITIC):
-            started.critic.finish_save()
-            if config.checkpoint.export_hf:
-                started.critic.export_hf(str(folder.critic_export))
-    with started.gpus.beside_engines(TRAINER):
-        finish_training(config.checkpoint, started.trainer, folder)
+        started.critic.finish_save()
+        if config.checkpoint.export_hf:
+            started.critic.export_hf(str(folder.critic_export))
+    finish_training(config.checkpoint, started.trainer, folder)

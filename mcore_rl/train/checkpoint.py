@@ -21,6 +21,7 @@ from mcore_rl.config import ParallelConfig
 from mcore_rl.device import device
 from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
 from mcore_rl.train.checkpoint_save import Save, start_save
+from mcore_rl.train.optimizer_state import READABLE, Readable
 from mcore_rl.train.rng import rng_state, set_rng_state
 
 
@@ -36,24 +37,29 @@ class TrainState:
 class Checkpointer:
     """Saves and loads checkpoints; every method is a collective over all ranks."""
 
-    def __init__(self, state: TrainState) -> None:
+    def __init__(self, state: TrainState, readable: Readable) -> None:
+        """`readable` returns, for a tensor whose memory is moved out, its copy in host memory."""
         self._state = state
+        self._readable = readable
         self._pending: Save | None = None
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
-        """Copy the state and start writing it. The folder counts after `finish` or the next save.
+        """Start to write the state. The folder counts after `finish` or the next save.
+
+        State in device memory is copied to the host first. State that is moved out is written from
+        host memory, which may change only after `wait_written`.
 
         extra   JSON-like values, the same on every rank
         """
         self.finish()
-        sharded = _sharded_state(self._state, is_loading=False)
+        sharded = _sharded_state(self._state, is_loading=False, readable=self._readable)
         sharded |= {
             "rng": _rng_object(),
             "step": step,
             "extra": extra,
             "layout": _layout(self._state.parallel),
         }
-        self._pending = start_save(sharded, folder)
+        self._pending = start_save(sharded, folder, self._readable)
 
     def finish(self, timeout_s: float = 600.0) -> None:
         """Wait for the save under way, if any, and make its folder count.
@@ -64,6 +70,14 @@ class Checkpointer:
             pending = self._pending
             self._pending = None
             pending.finish(timeout_s)
+
+    def wait_written(self, timeout_s: float = 600.0) -> None:
+        """Wait until this rank has written its part of the save under way; not a collective.
+
+        Raises TimeoutError after `timeout_s`.
+        """
+        if self._pending is not None:
+            self._pending.wait_written(timeout_s)
 
     def maybe_finish(self) -> None:
         """Finish the save under way if all ranks have written their part."""
@@ -116,8 +130,10 @@ def _named_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _sharded_state(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
+def _sharded_state(
+    state: TrainState, *, is_loading: bool, readable: Readable | None = None
+) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -127,6 +143,8 @@ def _sharded_state(state: TrainState, *, is_loading: bool) -> dict[str, Any]:
         name: unwrap_model(chunk).sharded_state_dict(metadata=metadata)
         for name, chunk in _named_chunks(state.chunks)
     }
+    if readable is not None:
+        metadata[READABLE] = readable
     sharded["optimizer"] = state.optimizer.sharded_state_dict(
         sharded, is_loading=is_loading, metadata=metadata
     )

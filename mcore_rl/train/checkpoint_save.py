@@ -1,8 +1,9 @@
 """A sharded state in, a checkpoint folder out, written by threads while training goes on.
 
 A save goes to `<folder>.incomplete`, which is renamed when every rank has written its part, so a
-folder under its own name is complete. Tensors are first copied to host memory. Peak: one host copy
-of the rank's model and optimizer state.
+folder under its own name is complete. Tensors in device memory are first copied to the host; peak:
+one host copy of the rank's model and optimizer state. Tensors whose memory is moved out are written
+from where they lie in host memory, without a copy.
 """
 
 import queue
@@ -12,10 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -31,24 +37,27 @@ from mcore_rl.slices.hf.checksums import (
     sum_small_files,
     write_manifest,
 )
+from mcore_rl.train.optimizer_state import Readable, as_it_is
 
 INCOMPLETE = ".incomplete"
 FILE_MANIFEST = ".checksums.json"
 """Suffix of the checksums of a single file, until rank 0 merges those of all files."""
 
 
-def start_save(sharded: dict[str, Any], folder: Path) -> "Save":
+def start_save(sharded: dict[str, Any], folder: Path, readable: Readable = as_it_is) -> "Save":
     """Copy a sharded state and start writing it; collective over all ranks.
 
-    `folder` counts after `finish` of the save that is returned.
+    `folder` counts after `finish` of the save that is returned. `readable` returns, for a tensor
+    whose memory is moved out, its copy in host memory; that is not copied again.
     """
+    in_use = _read_on_host(sharded, readable)
     staging = folder.with_name(folder.name + INCOMPLETE)
     with reporting_full_disk(staging):
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         dist.barrier()
-        strategy = _ThreadedStrategy(_addresses_in_use(sharded))
+        strategy = _ThreadedStrategy(in_use)
         request = dist_checkpointing.save(sharded, str(staging), strategy, async_sharded_save=True)
     assert request is not None
     return Save(request, staging, folder)
@@ -68,17 +77,21 @@ class Save:
     def is_writing(self) -> bool:
         return self._thread.is_alive()
 
+    def wait_written(self, timeout_s: float) -> None:
+        """Wait until this rank has written its files. Raises TimeoutError after `timeout_s`."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(
+                f"rank {dist.get_rank()} waited {timeout_s:.0f} s for its writer of {self._staging}"
+            )
+
     def finish(self, timeout_s: float) -> None:
         """Wait for the files of all ranks and give the folder its name; collective over all ranks.
 
         Raises DiskFullError on every rank if any rank's disk is full, TimeoutError if this rank's
         writer needs longer than `timeout_s`. Earlier checkpoints are not touched.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(
-                f"rank {dist.get_rank()} waited {timeout_s:.0f} s for its writer of {self._staging}"
-            )
+        self.wait_written(timeout_s)
         self._refuse_full_disk()
         with reporting_full_disk(self._staging):
             for finalize in self._request.finalize_fns:
@@ -130,11 +143,46 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
         return request._replace(async_fn=_write_buckets, async_fn_args=arguments, preload_fn=None)
 
 
-def _addresses_in_use(sharded: Mapping[str, Any]) -> set[int]:
-    """Return the addresses of the storages that the state's tensors lie in."""
-    data = [entry.data for entry in nested_values(sharded) if isinstance(entry, ShardedBase)]
-    tensors = [x for x in data if isinstance(x, Tensor) and x.device.type == device().type]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+def _read_on_host(sharded: dict[str, Any], readable: Readable) -> set[int]:
+    """Put host copies in the place of the tensors whose memory is moved out.
+
+    Returns the addresses of the storages of the other tensors.
+    """
+    moved: list[int] = []
+    for entry in _entries(sharded):
+        data = readable(entry.data)
+        if data is not entry.data:
+            moved.append(data.untyped_storage().data_ptr())
+            entry.data = data
+    apply_factories(sharded)
+    in_use: set[int] = set()
+    for entry in _entries(sharded):
+        address = entry.data.untyped_storage().data_ptr()
+        if address in moved:
+            entry.data = _in_own_storage(entry.data)
+        elif entry.data.device.type == device().type:
+            in_use.add(address)
+    return in_use
+
+
+def _entries(sharded: Mapping[str, Any]) -> list[ShardedTensor | ShardedTensorFactory]:
+    return [
+        entry
+        for entry in nested_values(sharded)
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+        if isinstance(entry.data, Tensor)
+    ]
+
+
+def _in_own_storage(tensor: Tensor) -> Tensor:
+    """Return a host tensor as the only one of a storage; its memory is shared if contiguous.
+
+    megatron-core copies a tensor that is smaller than its storage.
+    """
+    if not tensor.is_contiguous() or not tensor.numel():
+        return tensor.clone()
+    bytes_u8 = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(bytes_u8, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 def _on_host(buckets: Sequence[Any], in_use: Collection[int]) -> list[Any]:

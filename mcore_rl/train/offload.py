@@ -1,12 +1,12 @@
 """Names of parts of a training model in, their device memory moved to host memory and back.
 
-    held: nothing            everything is in host memory
+    held: nothing            everything is in host memory: enough for a checkpoint or an export
           weights            parameters: enough for a forward pass or a weight sync
-          weights, training  also gradients and optimizer state: a step, a checkpoint
+          weights, training  also gradients and optimizer state: a step
 
 Storages that are moved out are empty until they are moved back, so that reading them meanwhile
-fails instead of giving old values. Views of them stay valid. Host memory is allocated (pinned)
-once and kept.
+fails instead of giving old values; `readable` gives their copies. Views of them stay valid. Host
+memory is allocated (pinned) once and kept. Gradients are not copied: each step begins with zeros.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -24,20 +24,28 @@ WEIGHTS, TRAINING = "weights", "training"
 
 
 class DeviceMemory:
-    """The device memory of a rank's model chunks and optimizer; at first everything is held."""
+    """The device memory of a rank's model chunks and optimizer; at first everything is held.
+
+    Values may change only while "training" is held.
+    """
 
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
     ) -> None:
         weights = _storages(local_tensors(chunks).values())
-        training = _storages([*_optimizer_tensors(optimizer), *_gradients(chunks)])
-        known = {memory.key for memory in weights}
-        training = [memory for memory in training if memory.key not in known]
+        gradients = _storages(_gradients(chunks), has_values=False)
+        state = _storages(_optimizer_tensors(optimizer))
+        known = {memory.key for memory in [*weights, *gradients]}
+        training = [*gradients, *(memory for memory in state if memory.key not in known)]
         self._parts = {WEIGHTS: weights, TRAINING: training}
+        self._by_key = {memory.key: memory for memory in [*weights, *training]}
         self._held = {WEIGHTS, TRAINING}
 
     def hold(self, wanted: Collection[str]) -> None:
         """Have exactly the parts `wanted` on the device; return once other memory is free."""
+        if TRAINING in self._held:
+            for memory in self._by_key.values():
+                memory.is_copied = False
         moved_out = self._storages_of(self._held - set(wanted))
         for memory in moved_out:
             memory.copy_to_host()
@@ -51,6 +59,16 @@ class DeviceMemory:
         synchronize()
         self._held = set(wanted)
 
+    def overwrites_host(self, wanted: Collection[str]) -> bool:
+        """Return whether `hold(wanted)` writes to the copies in host memory."""
+        moved_out = self._storages_of(self._held - set(wanted))
+        return any(TRAINING in self._held or not memory.is_copied for memory in moved_out)
+
+    def readable(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, or the view of its copy in host memory if its storage is moved out."""
+        memory = self._by_key.get(tensor.untyped_storage()._cdata)
+        return tensor if memory is None or memory.is_held else memory.on_host(tensor)
+
     @property
     def num_bytes(self) -> int:
         """Bytes that are on the device now."""
@@ -63,32 +81,52 @@ class DeviceMemory:
 class _Memory:
     """One device storage, of which any number of tensors are views, and its host copy."""
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, *, has_values: bool) -> None:
+        """Without `has_values`, its values are not kept while it is moved out."""
         self._storage = storage
+        self._has_values = has_values
         self._host: Tensor | None = None
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
+        self.is_copied = False
+        """Whether the host copy has the values of now."""
+
+    @property
+    def is_held(self) -> bool:
+        return self._storage.nbytes() > 0
 
     def copy_to_host(self) -> None:
+        if self.is_copied or not self._has_values:
+            return
         if self._host is None:
             self._host = host_memory(self.num_bytes)
         self._host.copy_(self._bytes(), non_blocking=True)
+        self.is_copied = True
 
     def free(self) -> None:
         self._storage.resize_(0)
 
     def copy_back(self) -> None:
-        assert self._host is not None
         self._storage.resize_(self.num_bytes)
-        self._bytes().copy_(self._host, non_blocking=True)
+        if self._has_values:
+            assert self._host is not None
+            self._bytes().copy_(self._host, non_blocking=True)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return a view of the host copy with the place and shape of `tensor` in the storage."""
+        assert self._host is not None and self.is_copied, "its values are not in host memory"
+        typed = self._host.view(tensor.dtype)
+        return typed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _bytes(self) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
 
 
-def _storages(tensors: Iterable[Tensor]) -> list[_Memory]:
+def _storages(tensors: Iterable[Tensor], *, has_values: bool = True) -> list[_Memory]:
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return [_Memory(storage) for storage in storages.values() if storage.nbytes()]
+    return [
+        _Memory(storage, has_values=has_values) for storage in storages.values() if storage.nbytes()
+    ]
 
 
 def _gradients(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:

@@ -8,7 +8,7 @@ have such buckets. Names and shapes are megatron-core's, and so is the code that
 in place.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,13 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from mcore_rl.device import device
+
 KINDS = ("param", "exp_avg", "exp_avg_sq")
+READABLE = "readable"
+Readable = Callable[[Tensor], Tensor]
+_PIECE_NUMEL = 1 << 24
+"""Elements sent at once: what a gather takes of the device memory, 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -82,17 +88,19 @@ def _sharded_state(
     """Return {number of the parameter in the optimizer: {kind: tensor of the parameter's shape}}.
 
     To save, with the parameters that this rank owns; to load, with those that it updates.
-    Collective over the optimizer's ranks.
+    Collective over the optimizer's ranks. `metadata[READABLE]` is a function that returns, for a
+    tensor whose memory is moved out, its copy in host memory.
     """
     tensors, _ = extract_sharded_tensors_and_factories(model_state)
     model_entries = {sharded.data: sharded for sharded in nested_values(tensors)}
+    readable = (metadata or {}).get(READABLE, as_it_is)
     state = {}
     for number, updated in enumerate(_parameters(optimizer)):
         mine = updated.mine
         if mine is None:
             continue
         sharded = model_entries[updated.parameter]
-        values = _empty(updated) if is_loading else _gather(optimizer, updated, mine)
+        values = _empty(updated) if is_loading else _gather(optimizer, updated, mine, readable)
         if values:
             replica = 0 if mine == updated.owner else 1 + mine.rank
             state[number] = {
@@ -116,7 +124,14 @@ def _empty(updated: _Updated) -> dict[str, Tensor]:
     return {kind: torch.empty(updated.parameter.shape, dtype=torch.float32) for kind in KINDS}
 
 
-def _gather(optimizer: DistributedOptimizer, updated: _Updated, mine: Part) -> dict[str, Tensor]:
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Return `tensor`: a `readable` for memory that never moves."""
+    return tensor
+
+
+def _gather(
+    optimizer: DistributedOptimizer, updated: _Updated, mine: Part, readable: Readable
+) -> dict[str, Tensor]:
     """Return the whole state of a parameter on its owner, {} elsewhere.
 
     The state is not copied if one rank updates the whole parameter.
@@ -124,7 +139,7 @@ def _gather(optimizer: DistributedOptimizer, updated: _Updated, mine: Part) -> d
     states = optimizer._get_main_param_and_optimizer_states(updated.parameter)
     owned = {kind: states[kind].detach() for kind in KINDS}
     if len(updated.parts) > 1:
-        owned = {kind: _gather_one(part, updated, mine) for kind, part in owned.items()}
+        owned = {kind: _gather_one(readable(part), updated, mine) for kind, part in owned.items()}
     if mine != updated.owner:
         return {}
     return {kind: whole.view(updated.parameter.shape) for kind, whole in owned.items()}
@@ -138,16 +153,20 @@ def _gather_one(part: Tensor, updated: _Updated, mine: Part) -> Tensor:
     group = updated.group
     owner = updated.owner
     if mine != owner:
-        dist.send(part, group=group, group_dst=owner.rank)
+        for piece in part.split(_PIECE_NUMEL):
+            dist.send(piece.to(device()), group=group, group_dst=owner.rank)
         return part
-    whole = part.new_empty(updated.parameter.numel())
+    whole = torch.empty(updated.parameter.numel(), dtype=part.dtype)
     for other in updated.parts:
         place = whole[other.start : other.end]
         if other == mine:
             place.copy_(part)
-        else:
-            dist.recv(place, group=group, group_src=other.rank)
-    return whole.cpu()
+            continue
+        for piece in place.split(_PIECE_NUMEL):
+            received = torch.empty_like(piece, device=device())
+            dist.recv(received, group=group, group_src=other.rank)
+            piece.copy_(received)
+    return whole
 
 
 def _like(

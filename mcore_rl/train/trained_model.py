@@ -30,7 +30,7 @@ from mcore_rl.train.router import balance_losses
 from mcore_rl.train.routing import Routing, RoutingRecord
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
-from mcore_rl.train.shards import weight_layout
+from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.stats import reduce_sums, token_sums
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.train.weights import fill_weights
@@ -78,8 +78,11 @@ class TrainedModel:
             self._routing.freeze()
         self.chunks = wrap_chunks(self._config, chunks)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
+        self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self._optimizer)
-        self._checkpointer = Checkpointer(TrainState(self.chunks, self._optimizer, parallel))
+        self._checkpointer = Checkpointer(
+            TrainState(self.chunks, self._optimizer, parallel), self._memory.readable
+        )
 
     def _built_config(self, stored: ModelFacts) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
@@ -87,10 +90,15 @@ class TrainedModel:
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""
-        return weight_layout(self.chunks, self.hf_config)
+        return self._shards, local_tensors(self.chunks)
 
     def hold(self, parts: Collection[str]) -> None:
-        """Keep exactly these parts in device memory; see train/offload.py."""
+        """Keep exactly these parts in device memory; see train/offload.py.
+
+        Waits for a save in progress if that reads host memory that will be written to.
+        """
+        if self._memory.overwrites_host(parts):
+            self._checkpointer.wait_written()
         self._memory.hold(parts)
 
     @property
@@ -101,8 +109,8 @@ class TrainedModel:
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Start a checkpoint: weights, optimizer, step, generators and `extra`, alike on all ranks.
 
-        Returns once the state is copied. The folder gets its name in `finish_save`, in the next
-        save or in some later train_step.
+        Any parts may be in device memory. Returns once these are copied; the folder gets its name
+        in `finish_save`, in the next save or in some later train_step.
         """
         self._checkpointer.save(Path(folder), self.step, extra)
 
@@ -116,9 +124,13 @@ class TrainedModel:
         return extra
 
     def export_hf(self, out_dir: Path) -> None:
-        """Write a HuggingFace directory: the weights, with the original tokenizer and config."""
+        """Write a HuggingFace directory: the weights, with the original tokenizer and config.
+
+        Any parts may be in device memory.
+        """
         shards, tensors = self.weight_layout()
-        export_hf(shards, tensors, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
+        readable = {name: self._memory.readable(tensor) for name, tensor in tensors.items()}
+        export_hf(shards, readable, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
 
     def _optimizer_step(
         self,

@@ -74,7 +74,7 @@ def test_engines_release_once_they_are_idle_and_occupy_what_they_released(stage:
     stage.loop.run(memory.for_sync())
     stage.loop.run(memory.for_rollout())
     assert stage.engine_calls() == [(RESUME, [WEIGHTS]), (RESUME, [KV_CACHE])]
-    stage.loop.run(memory.for_saving())
+    stage.loop.run(memory.for_scoring())
     assert stage.engine_calls() == [(RELEASE, [KV_CACHE])]
     stage.loop.run(memory.restore())
     assert stage.engine_calls() == [(RESUME, [KV_CACHE])]
@@ -113,10 +113,12 @@ def test_a_step_on_shared_gpus(stage: Stage) -> None:
     gpus.prepare_rollout()
     assert stage.engine_calls() == [(RESUME, [KV_CACHE])]
     assert stage.model_calls() == [(TRAINER, ())]
-    with gpus.beside_engines(TRAINER):
-        assert stage.engine_calls() == [(RELEASE, [KV_CACHE])], "a save costs no weights"
-        assert stage.model_calls() == [(TRAINER, ALL)]
-    assert stage.engine_calls() == [(RESUME, [KV_CACHE])]
+    gpus.load(TRAINER, ALL)
+    stage.engine_calls()
+    stage.model_calls()
+    gpus.offload_models()
+    assert stage.model_calls() == [(TRAINER, ())]
+    assert stage.engine_calls() == [], "a save takes no GPU memory"
 
 
 def test_a_colocated_judge_is_loaded_while_it_scores_also_if_that_fails(stage: Stage) -> None:
@@ -144,6 +146,7 @@ def test_without_shared_gpus_nothing_is_asked(stage: Stage) -> None:
     gpus.load(TRAINER, ALL)
     gpus.prepare_rollout()
     stage.loop.run(gpus.for_sync())
-    with gpus.beside_engines(CRITIC), gpus.loaded(("judge",)):
+    gpus.offload_models()
+    with gpus.loaded(("judge",)):
         pass
     assert stage.engine.calls == []

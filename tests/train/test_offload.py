@@ -1,5 +1,7 @@
-"""Giving up device memory and taking it back does not change training."""
+"""Giving up device memory and taking it back does not change training, nor what is saved then."""
 
+import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from mcore_rl.config import Config, ModelConfig, ParallelConfig
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.models import read_models
+from mcore_rl.train import checkpoint_save
+from mcore_rl.train.actor import Actor
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import (
@@ -63,3 +67,80 @@ def test_nothing_changes_by_it(tmp_path: Path, dtype: str) -> None:
     assert all_of_it == pytest.approx(state, rel=0.02)
     # float32: gradients and two moments; bfloat16: those, and main weights, in float32
     assert all_of_it / weights == pytest.approx({"float32": 4, "bfloat16": 9}[dtype], rel=0.05)
+
+
+def save_held_and_moved_out(
+    rank: int, world_size: int, port: int, path: str, layout: Any, root: Path
+) -> tuple[int, int, bool]:
+    """Save and export twice after a step, at first from device memory, then from host memory.
+
+    The second save is written late, while training goes on. Returns the bytes written from the
+    memory that was moved out, those written from other memory, and whether `hold` waited for the
+    writer before it overwrote that memory.
+    """
+    model = ModelConfig(path=path, dtype="bfloat16")
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    step(actor)
+    actor.save(root / "held", {})
+    actor.finish_save()
+    actor.export_hf(root / "held_hf")
+
+    actor.hold(())
+    may_write = threading.Event()
+    written: list[tuple[int, int]] = []
+    write = checkpoint_save._write_buckets
+
+    def write_late(transforms: Any, buckets: Any, results: Any) -> Any:
+        may_write.wait(60)
+        written.extend(
+            (tensor.data_ptr(), tensor.nbytes)
+            for _, _, (_, members) in buckets
+            for _, tensor in members
+        )
+        return write(transforms, buckets, results)
+
+    checkpoint_save._write_buckets = write_late
+    actor.save(root / "moved_out", {})
+    checkpoint_save._write_buckets = write
+    actor.export_hf(root / "moved_out_hf")
+    actor.hold((WEIGHTS, TRAINING))
+    step(actor)
+    held_back = threading.Timer(0.5, may_write.set)
+    held_back.start()
+    actor.hold(())
+    waited = may_write.is_set() and bool(written)
+    actor.finish_save()
+    from_host = sum(num_bytes for at, num_bytes in written if in_host_copy(actor, at))
+    return from_host, sum(num_bytes for _, num_bytes in written) - from_host, waited
+
+
+def step(actor: Actor) -> None:
+    actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
+
+
+def in_host_copy(actor: Actor, address: int) -> bool:
+    copies = [memory._host for memory in actor._memory._by_key.values() if memory._host is not None]
+    return any(0 <= address - copy.data_ptr() < copy.nbytes for copy in copies)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, {"dp": 2}, {"pp": 2}])
+def test_a_checkpoint_of_state_that_is_moved_out_is_the_same_and_copies_little(
+    tmp_path: Path, layout: dict[str, int]
+) -> None:
+    path = str(write_hf_model(tmp_path))
+    saves = run_ranks(save_held_and_moved_out, 2, path, layout, tmp_path)
+    for name in ("", "_hf"):
+        held, moved_out = (
+            json.loads((tmp_path / f"{kind}{name}" / "checksums.json").read_text())["files"]
+            for kind in ("held", "moved_out")
+        )
+        for sums in (held, moved_out):
+            sums.pop(".metadata", None)  # it holds the folder's own path
+        assert held and held == moved_out, name
+    for from_host, copied, waited in saves:
+        assert waited
+        assert from_host > 0
+        # One rank writes a whole parameter, also the parts that other ranks update.
+        most = 0.5 if "dp" in layout else 0.01
+        assert copied <= most * from_host, (copied, from_host)
