@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -40,18 +40,20 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep other processes from writing into the folder, which is created, meanwhile.
 
-        Raises ValueError that names the process that does so already.
+        Raises ValueError that names the process that does so already, or the folder if it cannot be
+        written to.
         """
-        with reporting_full_disk(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            with holding_lock(self.path / "run.lock"):
-                yield
-        except LockedError as error:
-            raise ValueError(
-                f"the run folder {self.path} is in use by {error.holder}: wait until that run ends,"
-                " stop it, or choose another run.dir"
-            ) from None
+        with ExitStack() as stack:
+            try:
+                with _refusing_run_dir(self.path):
+                    self.path.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(holding_lock(self.path / "run.lock"))
+            except LockedError as error:
+                raise ValueError(
+                    f"the run folder {self.path} is in use by {error.holder}: wait until that run"
+                    " ends, stop it, or choose another run.dir"
+                ) from None
+            yield
 
     def prepare(self, config: Config) -> Path | None:
         """Create the folder, keep the configuration in it, and log this process to its file.
@@ -59,19 +61,12 @@ class RunFolder:
         Returns the checkpoint to continue from. With run.resume=false there is none: checkpoints of
         an earlier run are moved aside, so that a later resume does not mistake them for this run's.
         """
-        with reporting_full_disk(self.path):
+        with _refusing_run_dir(self.path):
             if self.checkpoints.exists() and not config.run.resume:
                 self.checkpoints.rename(
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
                 )
-            try:
-                self.logs.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                if is_disk_full(error):
-                    raise
-                raise ValueError(
-                    f"run.dir={config.run.dir}: {error}; choose another run.dir"
-                ) from None
+            self.logs.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
             handler = _LogFile(self.logs / "controller.log")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -114,6 +109,18 @@ class RunFolder:
             for path in self.checkpoints.glob(f"{part}_*")
         )
         return {int(name[1]) for name in names if name}
+
+
+@contextmanager
+def _refusing_run_dir(path: Path) -> Iterator[None]:
+    """Raise ValueError if the body cannot write below `path`, DiskFullError if the disk is full."""
+    with reporting_full_disk(path):
+        try:
+            yield
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise ValueError(f"run.dir={path}: {error}; choose another run.dir") from None
 
 
 class _LogFile(logging.FileHandler):

@@ -49,6 +49,20 @@ def test_configuration_and_log_are_kept(tmp_path: Path) -> None:
     assert "step 1: rollout" in (folder.logs / "controller.log").read_text()
 
 
+def test_a_folder_that_the_kernel_refuses_is_named() -> None:
+    """In /proc nobody may make a folder, root included."""
+    message = r"run.dir=/proc/run: .*choose another run.dir"
+    with pytest.raises(ValueError, match=message), RunFolder("/proc/run").locked():
+        pass
+    with pytest.raises(ValueError, match=message):
+        RunFolder("/proc/run").prepare(Config())
+
+
+def test_an_error_of_the_run_itself_is_not_taken_for_one_of_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="elsewhere"), RunFolder(tmp_path).locked():
+        raise FileNotFoundError("elsewhere")
+
+
 def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     source = (
         "import sys, time\n"

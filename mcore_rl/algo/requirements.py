@@ -8,6 +8,7 @@ remedy.
 from collections.abc import Iterator
 from typing import Any
 
+from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, Registry, advantages, losses
@@ -22,8 +23,16 @@ from mcore_rl.config import (
 from mcore_rl.config.unread import Unread, refuse
 
 
+def check_names(algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError naming the first option that chooses a function that nobody registered."""
+    needs_of(algorithm)
+    _ = AGGREGATIONS[algorithm.aggregation]
+    _ = PAIR_LOSSES[algorithm.preference.loss]
+
+
 def check_algorithm(config: Config) -> None:
     """Raise ValueError if the algorithm is unknown, or the recipe lacks what it needs."""
+    check_names(config.algorithm)
     needs = needs_of(config.algorithm)
     check_options(config.algorithm, needs)
     check_preference(config)

@@ -17,6 +17,7 @@ from mcore_rl.config.bounds import Options
 from mcore_rl.config.consistency import (
     check_colocated,
     check_colocated_models,
+    check_overlong,
     check_quantization,
     check_replay,
     check_steps,
@@ -135,7 +136,10 @@ class Config(Options, group=""):
         self.critic.parallel.check("critic.parallel")
         for role, model in self.served_groups.items():
             model.check(role)
+        for group, optimizer in self.optimizers.items():
+            optimizer.check(group)
         check_quantization(self.rollout, self.model)
+        check_overlong(self.reward, self.rollout)
         check_replay(self.train, self.drift)
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
+from mcore_rl.config.run import RewardConfig
 from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
 
@@ -31,6 +32,15 @@ def check_steps(
                 f"rollout.prompts_per_step * rollout.samples_per_prompt = {num_samples} is not"
                 f" divisible by {name}.mini_batches={mini_batches}"
             )
+
+
+def check_overlong(reward: RewardConfig, rollout: RolloutConfig) -> None:
+    if reward.overlong_buffer_len > rollout.max_response_len:
+        raise ValueError(
+            f"reward.overlong_buffer_len={reward.overlong_buffer_len} exceeds"
+            f" rollout.max_response_len={rollout.max_response_len}: even an empty response would be"
+            " punished for its length; lower the former"
+        )
 
 
 def check_colocated_models(

@@ -82,6 +82,14 @@ class OptimizerConfig(Options):
     clip_grad: float = bounded(1.0, least=0)
     """Largest norm of the gradient; 0: not clipped."""
 
+    def check(self, group: str) -> None:
+        """Raise ValueError, naming the options by their `group`, if they contradict one another."""
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"{group}.min_lr={self.min_lr:g} is above {group}.lr={self.lr:g}: schedules fall"
+                f" from lr to min_lr; lower {group}.min_lr"
+            )
+
 
 @dataclass
 class TrainConfig(Options, group="train"):

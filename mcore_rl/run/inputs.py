@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
-from mcore_rl.algo.requirements import check_algorithm
+from mcore_rl.algo.requirements import check_algorithm, check_names
 from mcore_rl.config import Config, DataConfig, RolloutConfig
 from mcore_rl.config.recipe import require
 from mcore_rl.data.prompts import load_prompts
@@ -85,10 +85,11 @@ def read_train_inputs(config: Config) -> TrainInputs:
 def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
     """Return the facts about the policy's model, which are read here once, and its tokenizer.
 
-    Raises ValueError if one of the options `needed` is empty, if run.dir cannot be written, or if
-    the model cannot be what the run needs.
+    Raises ValueError if one of the options `needed` is empty, if the algorithm is unknown, if
+    run.dir cannot be written, or if the model cannot be what the run needs.
     """
     require(config, *needed, "run.dir", "model.path")
+    check_names(config.algorithm)
     check_run_dir(config.run.dir)
     return _open_model(config)
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import pytest
@@ -21,6 +21,7 @@ from mcore_rl.config.bounds import (
     options_of,
 )
 from mcore_rl.config.recipe import load_recipe, make_config
+from mcore_rl.run.inputs import open_policy
 
 UNBOUNDED = {
     "eval.correct_at",
@@ -32,6 +33,19 @@ UNBOUNDED = {
     "algorithm.entropy_coef",
 }
 """Numbers of either sign and any size."""
+REGISTERED = {
+    "algorithm.advantage": "grpo",
+    "algorithm.loss": "ppo_clip",
+    "algorithm.aggregation": "token_mean",
+    "algorithm.preference.loss": "dpo",
+}
+"""Options that name a registered function, and one such name."""
+FREE_TEXTS = {
+    *("path", "dir", "cache_dir", "template", "model_tokenizer", "revision"),  # files
+    *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
+    *("name", "correct_part", "verdict"),  # what the user's own functions and judges say
+}
+"""Last parts of the names of options that take any text."""
 
 
 def options(cls: type = Config, prefix: str = "") -> dict[str, tuple[Any, Bounds | None]]:
@@ -132,6 +146,25 @@ def test_a_number_outside_its_bounds_is_refused_by_its_full_name(name: str) -> N
 def test_a_number_within_its_bounds_is_not_refused_for_them(name: str) -> None:
     for value in inside(name):
         assert not refusal(name, value)
+
+
+def test_every_text_is_an_enumeration_a_registered_name_or_free() -> None:
+    texts = {
+        name
+        for name, (kind, _) in OPTIONS.items()
+        if str in {kind, *get_args(kind)} and not _is_container(kind)
+    }
+    assert len(texts) > 40
+    rest = texts - CHOICES.keys() - REGISTERED.keys()
+    assert {name for name in rest if name.rpartition(".")[2] not in FREE_TEXTS} == set()
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_name_that_nobody_registered_is_refused_for_every_command(name: str) -> None:
+    config = load_recipe("tiny_moe_grpo", [f"{name}=nonsense"])
+    expected = f"{name}='nonsense'.*: expected one of .*{REGISTERED[name]!r}"
+    with pytest.raises(ValueError, match=expected):
+        open_policy(replace(config, run=replace(config.run, dir="/never/made")))
 
 
 @pytest.mark.parametrize("name", CHOICES)

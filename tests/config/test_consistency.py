@@ -8,11 +8,13 @@ from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from mcore_rl.config.consistency import (
     check_colocated,
     check_colocated_models,
+    check_overlong,
     check_quantization,
     check_replay,
     check_steps,
 )
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
+from mcore_rl.config.run import RewardConfig
 from mcore_rl.config.served_models import ServedModelConfig
 from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
 
@@ -45,6 +47,12 @@ def test_mini_batches_divide_the_samples_of_a_step() -> None:
         check_steps(algorithm, rollout, TrainConfig(mini_batches=5), CriticConfig())
     with pytest.raises(ValueError, match=r"= 12 is not divisible by critic.mini_batches=7"):
         check_steps(algorithm, rollout, TrainConfig(), CriticConfig(mini_batches=7))
+
+
+def test_the_overlong_buffer_lies_within_the_response() -> None:
+    check_overlong(RewardConfig(overlong_buffer_len=16), RolloutConfig(max_response_len=16))
+    with pytest.raises(ValueError, match=r"overlong_buffer_len=17 exceeds .*max_response_len=16"):
+        check_overlong(RewardConfig(overlong_buffer_len=17), RolloutConfig(max_response_len=16))
 
 
 def test_experts_are_replayed_from_engines_that_are_asked_for_them() -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mcore_rl.config.training import CriticConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import Config
+from mcore_rl.config.training import CriticConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -59,3 +60,11 @@ def test_each_critic_has_sizes_and_an_optimizer_of_its_own() -> None:
     one.parallel.tp = 2
     one.optimizer.lr = 1.0
     assert (other.parallel.tp, other.optimizer.lr) == (1, 1e-5)
+
+
+def test_a_learning_rate_does_not_rise_to_its_least() -> None:
+    OptimizerConfig(lr=1e-5, min_lr=1e-5).check("sft.optimizer")
+    with pytest.raises(ValueError, match=r"sft.optimizer.min_lr=0.1 is above sft.optimizer.lr="):
+        OptimizerConfig(lr=1e-5, min_lr=0.1).check("sft.optimizer")
+    with pytest.raises(ValueError, match=r"train.optimizer.min_lr=1 is above"):
+        Config(train=TrainConfig(optimizer=OptimizerConfig(min_lr=1.0)))

@@ -14,7 +14,6 @@ from mcore_rl.run.inputs import (
     open_policy,
     warn_of_cut_distribution,
 )
-from mcore_rl.run_folder import RunFolder
 from tests.data.test_tokenizer import write_tokenizer_that_is_code
 
 
@@ -53,13 +52,6 @@ def test_a_run_folder_must_be_writable(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(ValueError, match=r"run.dir=.*: no permission to write to .*/closed"):
         check_run_dir(str(tmp_path / "closed" / "run"))
-
-
-def test_a_run_folder_that_the_kernel_refuses_is_named() -> None:
-    """In /proc nobody may make a folder, root included."""
-    config = config_of(ModelConfig(), Path("/proc/run"))
-    with pytest.raises(ValueError, match=r"run.dir=/proc/run: .*choose another run.dir"):
-        RunFolder(config.run.dir).prepare(config)
 
 
 def test_a_cut_distribution_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
