@@ -132,7 +132,8 @@ def _pairs(sides: list[dict[str, Assembly]]) -> tuple[list[Pair], dict[str, str]
     if len(sides) == 1:
         return [Pair(name, made) for name, made in sides[0].items()], {}
     first, second = sides
-    pairs, differences = [], {}
+    pairs: list[Pair] = []
+    differences: dict[str, str] = {}
     for name in sorted(first.keys() | second.keys()):
         a, b = first.get(name), second.get(name)
         if a is None or b is None:

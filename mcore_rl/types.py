@@ -74,7 +74,8 @@ class Sample:
             raise ValueError(
                 f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
             )
-        rows, expected = self.routed_experts, len(self.prompt.token_ids) + num_tokens - 1
+        rows = self.routed_experts
+        expected = len(self.prompt.token_ids) + num_tokens - 1
         if rows is not None and len(rows) != expected:
             raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
 

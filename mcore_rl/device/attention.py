@@ -47,7 +47,8 @@ def packed_attention(
     """
     if len(lens_N) == 1:
         return _causal(q_Thd[None], k_Thd[None], v_Thd[None], form)[0]
-    outs, rows = [], []
+    outs: list[Tensor] = []
+    rows: list[Tensor] = []
     for index_NL, tokens in _buckets(lens_N, q_Thd.device):
         out_NLd = _causal(q_Thd[index_NL], k_Thd[index_NL], v_Thd[index_NL], form)
         outs.append(out_NLd.flatten(0, 1).index_select(0, tokens))
@@ -146,7 +147,8 @@ def zigzag_positions(lens_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tup
 
         cp_size = 2:   | rank 0 | rank 1 | rank 1 | rank 0 |
     """
-    sequence, position = [], []
+    sequence: list[Tensor] = []
+    position: list[Tensor] = []
     for i, num_tokens in enumerate(lens_N):
         chunk_len = num_tokens // (2 * cp_size)
         chunks = torch.arange(num_tokens).view(2 * cp_size, chunk_len)

@@ -68,7 +68,8 @@ def rank_cpus(num_ranks: int, cpus: Sequence[int]) -> str:
     """
     share = max(1, len(cpus) // num_ranks)
     starts = [rank * share % len(cpus) for rank in range(num_ranks)]
-    return "|".join(",".join(str(cpu) for cpu in cpus[start : start + share]) for start in starts)
+    shares = [cpus[start : start + share] for start in starts]
+    return "|".join(",".join(map(str, cpus_of_rank)) for cpus_of_rank in shares)
 
 
 def _option(arguments: Sequence[str], name: str, default: str) -> str:

@@ -110,10 +110,9 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def _memory(plan: PlanConfig, ranks: Sequence[RankMemory]) -> str:
-    fullest = {
-        rank.side: max((r for r in ranks if r.side == rank.side), key=lambda r: r.num_bytes)
-        for rank in ranks
-    }
+    fullest: dict[str, RankMemory] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.num_bytes):
+        fullest[rank.side] = rank
     parts = []
     for rank in fullest.values():
         most = f"{rank.largest} {rank.uses[rank.largest] / GIB:.1f}"

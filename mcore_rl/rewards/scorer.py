@@ -31,19 +31,19 @@ class Scorer:
         self,
         config: RewardConfig,
         max_response_len: int,
-        questions: Mapping[str, ModelScorer] | None = None,
+        model_scorers: Mapping[str, ModelScorer] | None = None,
     ) -> None:
-        """`questions` maps the role of a served model to its scorer; `connect` gives the servers.
+        """`model_scorers`: the scorer of each served model, by role; `connect` gives the servers.
 
         Raises ValueError if there is no such function, if it cannot be called as the recipe wants,
         or if the recipe does not say which number is the reward.
         """
         self._config = config
         self._max_response_len = max_response_len
-        self._questions = dict(questions or {})
+        self._model_scorers = dict(model_scorers or {})
         self._posts: Mapping[str, Post] = {}
         self._watched: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
-        self._weights = config.part_weights or _sole_part(config, list(self._questions))
+        self._weights = config.part_weights or _sole_part(config, list(self._model_scorers))
         self._calls: FunctionCalls | None = None
         if config.path:
             self._calls = FunctionCalls(config, load_function(config.path, config.name))
@@ -123,13 +123,13 @@ class Scorer:
         async def ask_all() -> list[list[float | Exception]]:
             answers = (
                 ask(question, self._posts[role], samples)
-                for role, question in self._questions.items()
+                for role, question in self._model_scorers.items()
             )
             return await asyncio.gather(*answers)
 
-        if not self._questions:
+        if not self._model_scorers:
             return {}
-        return dict(zip(self._questions, self._watched(ask_all()), strict=True))
+        return dict(zip(self._model_scorers, self._watched(ask_all()), strict=True))
 
     def _score(self, numbers: Mapping[str, float], error: str) -> tuple[float, str]:
         """Return (the reward before penalties, why it is reward.error_value or "")."""

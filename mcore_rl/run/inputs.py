@@ -171,14 +171,14 @@ def make_scorer(config: Config) -> Scorer:
     """The reward of a run. Raises ValueError if its function, template or tokenizer cannot be
     used.
     """
-    questions: dict[str, ModelScorer] = {}
+    model_scorers: dict[str, ModelScorer] = {}
     if config.judge.is_used:
-        questions["judge"] = JudgeScorer(config.reward.judge)
+        model_scorers["judge"] = JudgeScorer(config.reward.judge)
     if config.reward_model.is_used:
         folder = config.reward.model_tokenizer or config.reward_model.path
         trust_remote_code = config.model.trust_remote_code
-        questions["reward_model"] = RewardModelScorer(folder, trust_remote_code)
-    return Scorer(config.reward, config.rollout.max_response_len, questions)
+        model_scorers["reward_model"] = RewardModelScorer(folder, trust_remote_code)
+    return Scorer(config.reward, config.rollout.max_response_len, model_scorers)
 
 
 def check_critic(config: Config, policy: ModelFacts) -> None:

@@ -33,8 +33,11 @@ from mcore_rl.slices.hf.facts import ModelFacts
 SMALLEST = 2
 """Size of every kind of parallelism that a recipe uses."""
 MOST_RANKS = 4
-PROMPTS, SAMPLES = 8, 4
-MAX_PROMPT_LEN, MAX_RESPONSE_LEN, MAX_TOKENS = 64, 16, 1024
+PROMPTS = 8
+SAMPLES = 4
+MAX_PROMPT_LEN = 64
+MAX_RESPONSE_LEN = 16
+MAX_TOKENS = 1024
 KV_CACHE_LEN = 8192
 REWARD_NOISE = 1.0
 """Added to rewards (rewards/noise.py), as a random model earns 0 for all that it says."""

@@ -49,8 +49,8 @@ def opo(rows: Rows, i: int) -> float:
 
 
 def gpg(rows: Rows, i: int) -> float:
-    num_telling = sum(len({r for r, _ in peers_of(rows, g)}) > 1 for _, g, _ in rows)
-    return dr_grpo(rows, i) * len(rows) / max(num_telling, 1)
+    num_with_signal = sum(len({r for r, _ in peers_of(rows, g)}) > 1 for _, g, _ in rows)
+    return dr_grpo(rows, i) * len(rows) / max(num_with_signal, 1)
 
 
 def grpo_pass_k(rows: Rows, i: int) -> float:

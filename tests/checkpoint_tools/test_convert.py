@@ -94,9 +94,9 @@ def test_the_documented_commands_run(saved: Path, tmp_path: Path, monkeypatch: A
     """In their order, each with what the ones before made."""
     monkeypatch.chdir(tmp_path)
     places = {
-        "runs/tiny_moe_grpo/checkpoints/step_000050": "qwen3_moe/step",
-        "runs/tiny_moe_ppo/checkpoints/critic_000050": "critic/step",
-        "runs/warm_start/hf": "qwen3_moe/hf",
+        "runs/grpo/checkpoints/step_000050": "qwen3_moe/step",
+        "runs/ppo/checkpoints/critic_000050": "critic/step",
+        "runs/sft/hf": "qwen3_moe/hf",
         "dense": "qwen3/hf",
     }
     for place, source in places.items():

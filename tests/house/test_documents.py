@@ -29,8 +29,9 @@ def commands(text: str) -> Iterator[list[str]]:
     """Yield the commands of fenced shell blocks, without comments and prompts, one at a time."""
     for block in FENCE.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
-            for words in re.split(r"&&|\||;", line.removeprefix("$ ")):
-                parts = shlex.split(words, comments=True)
+            without_comment = re.sub(r"(^|\s)#.*", "", line.removeprefix("$ "))
+            for words in re.split(r"&&|\||;", without_comment):
+                parts = shlex.split(words)
                 while parts and re.fullmatch(r"\w+=\S*", parts[0]):
                     parts.pop(0)
                 if parts:

@@ -12,7 +12,7 @@ from tests.support.policy import ROOT, parse, python_files, read, tracked
 
 FILE_LINES = 300
 FUNCTION_LINES = 50
-DEVICE = ("mcore_rl/device.py", "mcore_rl/device/")
+DEVICE = "mcore_rl/device/"
 PURE = ("data", "rewards", "algo", "slices")
 DEVICE_WORDS = re.compile(r"\btorch\.cuda\b|\bnccl\b|\btransformer_engine\b|\bapex\b")
 LEANING = re.compile(r'("""|# )(Of|What|Likewise)\b')

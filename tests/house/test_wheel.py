@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl import __version__
 from tests.support.policy import ROOT, tracked
 
 
@@ -43,6 +44,10 @@ def test_the_recipes_and_the_stand_ins_are_in_the_wheel(installed: Path) -> None
     assert shipped
     assert not missing
     assert (installed / "mcore_rl/device/standins/triton/__init__.py").is_file()
+
+
+def test_the_wheel_says_its_version(installed: Path, tmp_path: Path) -> None:
+    assert run_installed(installed, tmp_path, "--version") == f"mcore-rl {__version__}\n"
 
 
 def test_an_installed_package_lists_and_plans_its_recipes(installed: Path, tmp_path: Path) -> None:

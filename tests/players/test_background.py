@@ -142,7 +142,7 @@ def test_waiting_for_half_done_responses_aborts_none(loop: EventLoop) -> None:
     sampler.engine.num_free = 4
     with sampler.background:
         sampler.take(0)
-        threading.Timer(0.1, sampler.engine.go_on).start()
+        threading.Timer(0.1, sampler.engine.resume).start()
         sampler.background.pause_for_sync()
         sampler.engine.version = 1
         assert sampler.background.resume(WeightVersion(1)) == {"staleness/restarted": 0.0}

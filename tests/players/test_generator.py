@@ -83,7 +83,7 @@ def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> N
     generator = make_generator(loop, engine)
     time.sleep(0.1)
     assert generator.idle_share() == pytest.approx(1.0, abs=0.1)
-    threading.Timer(0.5, engine.go_on).start()
+    threading.Timer(0.5, engine.resume).start()
     generator.generate(PROMPTS, 4, greedy=False, seed=0)
     assert generator.idle_share() < 0.5
 

@@ -11,11 +11,12 @@ from tests.support.policy import read
 
 How = Literal["run", "short", "dry", "elsewhere", "not ours"]
 
+# After fewer steps no two responses of a model differ in reward, and there is no pair of them.
 STEPS = {
-    "sft": ("sft.steps=2",),
+    "sft": ("sft.steps=60",),
     "train": ("run.steps=2",),
     "dpo": ("dpo.steps=2", "dpo.batch_size=8"),
-    "pairs": ("dpo.prompts=16",),
+    "pairs": ("dpo.prompts=32", "eval.max_prompts=32"),
     "eval": (),
 }
 SHORT = (
@@ -78,7 +79,7 @@ class Documented:
                 "--once",
             ]
         if self.how == "short":
-            return [program, *arguments, *STEPS[arguments[0]], *SHORT]
+            return [program, *arguments, *SHORT, *STEPS[arguments[0]]]
         return list(self.words)
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ def loop_with_quick_retries(
 class FakeSGLang:
     """Answers with `max_new_tokens` tokens, or with the Route that `answer` returns.
 
-    num_free   so many requests for samples are answered at once; others wait for `go_on`
+    num_free   so many requests for samples are answered at once; others wait for `resume`
     calls      (path, JSON body) of all requests but those for samples
     sampled    JSON bodies of the requests for samples, in the order of arrival
     """
@@ -58,7 +58,7 @@ class FakeSGLang:
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Answer all requests, those that wait included."""
         self._loop.run(self._open())
 

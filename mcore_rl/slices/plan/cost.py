@@ -233,7 +233,10 @@ def _count_stage(
 
 
 def _numel(placement: Placement) -> int:
-    return sum(prod(b - a for a, b in zip(p.start, p.stop, strict=True)) for p in placement.pieces)
+    numel = 0
+    for piece in placement.pieces:
+        numel += prod(stop - start for start, stop in zip(piece.start, piece.stop, strict=True))
+    return numel
 
 
 def by_host(counts: Iterable[int], host_of: Callable[[int], int]) -> dict[int, int]:
