@@ -7,8 +7,14 @@ from tests.support.policy import ROOT, parse, python_files, read
 
 GLUE = {"mcore_rl/cluster/critic.py"}
 """Passes calls on through Ray to an object that has tests; tests/e2e runs it."""
+NOT_MIRRORED = {"e2e", "scenarios", "house", "recipes"}
+WHOLE_COMMANDS = {
+    f"tests/checkpoint_tools/test_{name}.py"
+    for name in ("convert", "corruption", "dequantize_refusals", "resume")
+}
+"""They run whole commands on the checkpoints that the folder's other tests read, too."""
 STANDINS = "mcore_rl/device/standins/"
-"""Loaded by SGLang alone; tests/device runs them in a process of its own."""
+"""Loaded by SGLang alone; tests/scenarios/device runs them in a process of its own."""
 
 
 def test_every_module_with_logic_has_a_test_file_that_imports_it() -> None:
@@ -24,8 +30,20 @@ def test_every_module_with_logic_has_a_test_file_that_imports_it() -> None:
     assert not problems, "\n".join(problems)
 
 
+def test_every_test_file_is_the_mirror_of_a_module_or_lies_with_the_scenarios() -> None:
+    mirrors = {str(mirror_of(path)) for path in python_files("mcore_rl", "checkpoint_tools")}
+    strays = [
+        str(path)
+        for path in python_files("tests")
+        if path.name.startswith("test_")
+        and path.parts[1] not in NOT_MIRRORED
+        and str(path) not in mirrors | WHOLE_COMMANDS
+    ]
+    assert not strays, f"move to tests/scenarios: {strays}"
+
+
 def test_the_exceptions_are_still_there() -> None:
-    assert all((ROOT / path).is_file() for path in GLUE)
+    assert all((ROOT / path).is_file() for path in GLUE | WHOLE_COMMANDS)
 
 
 def has_logic(tree: ast.Module) -> bool:

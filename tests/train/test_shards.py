@@ -1,4 +1,4 @@
-"""Names and storage of local tensors; tests/train/test_families.py checks the boxes."""
+"""Names and storage of local tensors; tests/scenarios/train/test_families.py checks the boxes."""
 
 from typing import Any, cast
 

@@ -4,7 +4,7 @@
     mlp.down_proj      EngineRule("tensor", COLUMNS)  columns cut by all tensor-parallel ranks
     input_layernorm    WHOLE                          not cut
 
-Source: srt/models and srt/layers. tests/rollout compares all of it with SGLang itself.
+Source: srt/models and srt/layers. tests/scenarios/rollout compares all of it with SGLang itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """Layouts of engines that do not divide, or that SGLang has no code for, are refused by name.
 
-tests/rollout compares the layouts with SGLang itself.
+tests/scenarios/rollout compares the layouts with SGLang itself.
 """
 
 import pytest
