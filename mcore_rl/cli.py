@@ -1,4 +1,4 @@
-"""The mcore-rl command: a recipe's name and overrides in, a run folder out."""
+"""Runs the mcore-rl command: takes a recipe's name and overrides, and fills a run folder."""
 
 import _thread
 import argparse

@@ -1,4 +1,4 @@
-"""The folder of a run in; the places of its files, its lock and its newest checkpoint out.
+"""Names the files of a run's folder, holds its lock and finds its newest checkpoint.
 
 run.lock         locked while a command writes here; names the process that did last
 logs/            controller.log, one file per rank and per engine

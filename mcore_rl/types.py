@@ -117,7 +117,7 @@ class Scores:
         )
 
     def joined(self, other: "Scores") -> "Scores":
-        """The samples of both; parts that one of them has not count as 0 there."""
+        """Return the samples of both; a part that one of them lacks counts as 0 there."""
         here, there = len(self.rewards_N), len(other.rewards_N)
         parts = {
             name: [*self.parts.get(name, [0.0] * here), *other.parts.get(name, [0.0] * there)]
@@ -148,8 +148,8 @@ class TrainBatch:
     advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
                          float32; log-probs are token-aligned: entry t is
                          log p(token t | tokens before it)
-    values_T, returns_T  float32, the critic's value before the step of the state in which the token
-                         was drawn, and the return that it learns
+    values_T, returns_T  float32, the critic's value, before the step, of the state in which the
+                         token was drawn; the return that it learns
     stale_T              bool, True on tokens sampled from other weights than those that train
     routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an
                          old pass with train.router_replay=old_pass: the trainer's); -1 if unknown,

@@ -1,1 +1,1 @@
-"""Algorithms as pure functions: rewards and log-probs in, advantages and token losses out."""
+"""Pure functions that turn rewards and log-probs into advantages and token losses."""

@@ -1,4 +1,4 @@
-"""Outcomes of samples in, the advantage of each response token out. One function per algorithm.
+"""Turns outcomes of samples into an advantage per response token. One function per algorithm.
 
 Each function returns advantages_R, float32. Axes: N samples, R response tokens of all samples end
 to end; see outcomes.py.

@@ -1,4 +1,4 @@
-"""Loss mask and lengths in; the weight of each token in the loss of one optimizer step out.
+"""Computes the weight of each token in the loss of one optimizer step, from loss mask and lengths.
 
 Weights are computed once for the whole mini-batch, so that sum(weights_T * loss_T) is the same
 however the sequences are cut into micro-batches or spread over ranks.

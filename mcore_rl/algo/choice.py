@@ -1,4 +1,4 @@
-"""Algorithm options in; the chosen advantage and loss, and what they need from a run, out."""
+"""Finds the advantage and the loss that the options choose, and what both need from a run."""
 
 from dataclasses import replace
 from functools import cache
@@ -61,5 +61,5 @@ def _register(user_file: UserFile | None) -> None:
 
 @cache
 def _read_once(path: str) -> UserFile:
-    """An edit of the file during a run must not part the controller from its ranks."""
+    """Read the file once, so that an edit during a run does not reach some processes only."""
     return read_user_file(path)

@@ -1,8 +1,8 @@
-"""Log-probs of engine and trainer in; importance weights of the sampled tokens out.
+"""Turns log-probs of engine and trainer into importance weights of the sampled tokens.
 
 There are three policies: the engine's (rollout), the trainer's with the same or newer weights
-(old), and the one being trained. The policy loss corrects for policy / old, these weights for old /
-rollout (decoupled PPO, arXiv:2110.00641, eq. 11).
+(old), and the one being trained. The policy loss corrects for policy / old, and these weights
+correct for old / rollout (decoupled PPO, arXiv:2110.00641, eq. 11).
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ def correction_weights(
 
     Truncated importance sampling (weight=token, bound=truncate): Yao et al., "Your Efficient RL
     Framework Secretly Brings You Off-Policy RL Training", 2025; IcePop (weight=token, bound=mask,
-    low=0.5, high=5): arXiv:2510.18855, section 3.1. Tokens left out get weight 0; the denominators
-    of the loss stay.
+    low=0.5, high=5): arXiv:2510.18855, section 3.1. Tokens that are left out get weight 0 and still
+    count in the denominators of the loss.
     """
     log_ratio_T = log_ratio_T.detach()
     if config.weight == "sequence":

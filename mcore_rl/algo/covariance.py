@@ -1,5 +1,4 @@
-"""Advantages and old log-probs of a mini-batch in; the tokens that Clip-Cov and KL-Cov hold back
-out.
+"""Chooses the tokens that Clip-Cov and KL-Cov hold back, by their advantages and old log-probs.
 
 The mask is computed once for the whole mini-batch, so it does not depend on how the batch is spread
 over ranks. The published code uses the current log-probs of each micro-batch; in the first

@@ -1,4 +1,4 @@
-"""Two sets of log-probs of the same tokens in; their ratio and metrics_T of the difference out."""
+"""Compares two sets of log-probs of the same tokens, as a log ratio and as metrics per token."""
 
 import logging
 from collections.abc import Mapping
@@ -17,7 +17,10 @@ MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(logprobs_T: Tensor, base_logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """logprobs - base, clamped to +-MAX_LOG_RATIO; off the mask 0 without gradient, NaN or not."""
+    """Return logprobs - base, clamped to +-MAX_LOG_RATIO.
+
+    Masked positions are 0 and have no gradient, even where inputs are NaN.
+    """
     difference_T = torch.where(mask_T, logprobs_T - base_logprobs_T, 0.0)
     return difference_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

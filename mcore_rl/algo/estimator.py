@@ -1,4 +1,4 @@
-"""Scores and a step's batch in; the batch with advantages, and with a critic's returns, out."""
+"""Adds advantages, computed from a step's scores, to its batch; with a critic, also returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""Per-token estimators of KL(policy || reference) on samples of the policy: log_ratio_T in, kl_T
-out.
+"""Estimates KL(policy || reference) per token, on samples of the policy, from log_ratio_T.
 
 log_ratio = log policy - log reference. Source: John Schulman, "Approximating KL Divergence",
 http://joschu.net/blog/kl-approx.html. A name that ends in "+" has the value of the estimator

@@ -1,5 +1,5 @@
-"""Policy losses per token: tokens with ratios and advantages in, loss_T and metrics_T out, not yet
-summed.
+"""Computes policy losses per token: turns tokens, ratios and advantages into loss_T and metrics_T.
+Nothing is summed here.
 
 `algorithm.loss` names a maker, which takes AlgorithmConfig and returns the loss with its constants
 bound. Notation: w = exp(log_ratio) = policy / old policy, A is the advantage, sg() stops the
@@ -185,13 +185,14 @@ def dppo(
 
 
 def binary_tv(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """|p - q| of the token: total variation of "this token or another"."""
+    """Return |p - q|, the total variation if only "this token" and "another" are told apart."""
     return (logprobs_T.exp() - old_logprobs_T.exp()).abs()
 
 
 def binary_kl(logprobs_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
-    """KL(old || policy) of "this token or another"; 1e-8 is added to both probabilities of another
-    token.
+    """Return KL(old || policy) if only "this token" and "another" are told apart.
+
+    1e-8 is added to both probabilities of "another".
     """
     p_T = logprobs_T.exp()
     q_T = old_logprobs_T.exp()

@@ -1,4 +1,4 @@
-"""Rewards and log-probs of finished samples, from which advantages are computed; sums over groups.
+"""Holds the rewards and log-probs from which advantages are computed, and sums over groups.
 
 Axes: N samples, R response tokens of all samples laid end to end, G groups, M tokens of the longest
 response.
@@ -15,7 +15,7 @@ from torch import Tensor
 class Outcomes:
     """N samples in any order; a sample may have no response token.
 
-    rewards_N         reward of each whole response; computed with in float64
+    rewards_N         reward of each whole response; computations use float64
     group_N           one id per sample, equal for the samples of one prompt
     lens_N            int64, response tokens
     token_rewards_R   float64, additional reward of each token, such as a KL penalty; None means

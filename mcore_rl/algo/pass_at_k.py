@@ -1,4 +1,4 @@
-"""Counts of right answers in, pass@k out."""
+"""Estimates pass@k from counts of right answers."""
 
 from math import comb
 

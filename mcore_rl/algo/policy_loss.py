@@ -1,4 +1,4 @@
-"""Recipe options in; the losses that train ranks apply to each micro-batch out."""
+"""Makes the losses that train ranks apply to each micro-batch, from the recipe's options."""
 
 from functools import partial
 from typing import Protocol

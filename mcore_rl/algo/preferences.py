@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected response in; the pairs' loss and a weight per sequence out.
+"""Computes the loss of pairs of a preferred and a rejected response, as a weight per sequence.
 
 The loss depends on the policy only through the log-probs of whole sequences. Once these are known,
 its gradient is one weight per sequence: -weight * (log-prob of the tokens) has the gradient of the

@@ -77,8 +77,9 @@ class Registry(Generic[F]):
     ) -> Callable[[F], F]:
         """Decorate a function to make it a choice. Raises ValueError if `name` is taken.
 
-        `reads` names the options it reads that other choices leave unread; recipes that set one of
-        those others are then refused. None: unknown, so no option is refused.
+        `reads` names the options that the function reads and other choices may not. A recipe with
+        this choice is refused if it sets an option that only other choices read. None: unknown, so
+        no option is refused.
         """
 
         def add(function: F) -> F:

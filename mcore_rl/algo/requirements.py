@@ -1,4 +1,4 @@
-"""A whole recipe in, an error out where the rest of it does not give its algorithm what it needs.
+"""Checks that a recipe gives its algorithm what it needs.
 
 Options of one group are checked in config/. These checks ask for the needs of the chosen advantage
 and loss, which are declared where they are registered. Errors name the options, their values and a
@@ -80,7 +80,10 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
 
 
 def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -> None:
-    """Raise ValueError if advantages that hold the pairs' loss meet another loss, or two steps."""
+    """Raise ValueError if advantages that hold the pairs' loss meet options that do not fit them.
+
+    They need loss=policy_gradient, aggregation=token_sum, no bypass and a single optimizer step.
+    """
     if not needs.pairs:
         return
     name = f"algorithm.advantage={algorithm.advantage}"
@@ -103,9 +106,7 @@ def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) ->
 def check_teacher(
     algorithm: AlgorithmConfig, teacher: ServedModelConfig, rollout: RolloutConfig, needs: Needs
 ) -> None:
-    """Raise ValueError if a teacher is needed and not given, given and not needed, or cannot be
-    compared.
-    """
+    """Raise ValueError if a teacher is missing, not needed, or at another temperature."""
     name = f"algorithm.advantage={algorithm.advantage}"
     if needs.teacher and not teacher.path:
         raise ValueError(
@@ -146,7 +147,7 @@ def check_critic_fits(critic: ParallelConfig, trainer: ParallelConfig) -> None:
 
 
 def check_offload(config: Config, shares_critic: bool) -> None:
-    """Raise ValueError if ranks are to give up memory although nobody shares their GPUs."""
+    """Raise ValueError if cluster.offload is set but nothing shares the trainer's GPUs."""
     shares_served = any(model.is_colocated for model in config.served_models.values())
     if config.cluster.offload and not (config.cluster.colocated or shares_critic or shares_served):
         raise ValueError(

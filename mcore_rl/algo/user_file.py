@@ -1,4 +1,4 @@
-"""A user's Python file in (algorithm.path), its advantages and losses registered out.
+"""Runs a user's Python file (algorithm.path), which registers advantages and losses.
 
 A file is read once, by the controller; its text travels with the loss. So every rank runs the same
 source, also on machines that cannot see the file.

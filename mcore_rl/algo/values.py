@@ -1,4 +1,4 @@
-"""Values of tokens and rewards in; advantages, returns and the critic's loss out.
+"""Computes advantages, returns and the critic's loss from rewards and values of tokens.
 
 Axes: N samples, R response tokens of all samples end to end, M tokens of the longest response.
 """

@@ -1,4 +1,4 @@
-"""Waiting for a call to several ranks: Ray object references in, results or one error out.
+"""Waits until several ranks have answered a call, and returns their results or raises one error.
 
 The first failure ends the wait. If a rank died, its death is reported and not the exceptions of the
 ranks that were communicating with it, because those follow from the death.
@@ -28,7 +28,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as error messages name it; `place` is its coordinate in words, once known."""
+    """A rank as error messages name it; `place` describes its coordinate; empty until known."""
 
     role: str
     index: int

@@ -1,6 +1,6 @@
 """The critic's ranks, with a train.critic.CriticModel in each.
 
-Micro-batches in, values and step stats out.
+They take micro-batches and return values and step stats.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One SGLang server on its machine: started, checked and, within limits, restarted.
+"""Starts one SGLang server on its machine, checks it and, within limits, restarts it.
 
 This module imports no torch: its process does nothing else, and without torch a server starts
 sooner.
@@ -57,7 +57,7 @@ class EngineWorker:
         if not self._engine.is_alive():
             self._restart(f"died (status {self._engine.exit_status})")
         elif self._num_restarts < restarts_of_engines[self._index]:
-            self._restart("is of no use without the engine's other server, which died")
+            self._restart("must restart because another server of its engine died")
         elif self._healthy_until is not None:
             self._check_restarted(self._healthy_until)
         return EngineState(self._engine.url, self._num_restarts, self._healthy_until is None)

@@ -1,4 +1,4 @@
-"""SGLang engines as Ray workers: specs in, addresses of healthy engines out.
+"""Runs SGLang engines as Ray workers: takes their specs, returns the addresses of healthy engines.
 
 The servers are watched and, within limits, restarted.
 """
@@ -148,8 +148,8 @@ def combine_states(
 ) -> list[EngineState]:
     """Return each engine's state, from the states of its servers.
 
-    An engine was restarted as often as any of its servers. It is as healthy as the server on its
-    first node, which waits for the others, once that was restarted as often as they were.
+    An engine's restart count is its servers' highest. It is healthy if its first server, which
+    waits for the others, is healthy and has that count.
     """
     remaining = iter(server_states)
     states = []

@@ -1,4 +1,4 @@
-"""The ranks of one role as one object: a method call in, all answers or one error out."""
+"""Calls all ranks of one role as one object, and returns all their answers or raises one error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,6 +1,7 @@
-"""Megatron ranks of one model as Ray workers, and one object that stands for all of them.
+"""Runs the Megatron ranks of one model as Ray workers, behind one object that stands for them all.
 
-Calls by data-parallel coordinate in, the answers of the ranks that own an output out.
+A call passes one argument per data-parallel coordinate, and returns the answers of the ranks that
+own an output.
 """
 
 import os

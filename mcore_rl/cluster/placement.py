@@ -1,4 +1,4 @@
-"""Where ranks run: resource bundles in, slots reserved in the Ray cluster out."""
+"""Reserves slots in the Ray cluster for resource bundles, and so decides where ranks run."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The Ray actor around one worker object: method calls in, results or a short traceback out.
+"""Runs one worker object in a Ray actor, whose calls return results or a short traceback.
 
 Whatever its process prints, including the stacks of a crash, goes to a log file of its own.
 """

@@ -1,4 +1,4 @@
-"""The processes of a run: a checked Config in, watched training ranks and engines out.
+"""Starts the training ranks and engines of a run from a checked Config, and watches them.
 
 All of them are gone when the block of `run_processes` ends.
 """

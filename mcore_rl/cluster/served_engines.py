@@ -1,4 +1,4 @@
-"""Engines of judge, reward model and teacher: their options in, their endpoints out."""
+"""Starts the engines of judge, reward model and teacher, and returns their endpoints."""
 
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path

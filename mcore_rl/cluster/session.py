@@ -1,4 +1,4 @@
-"""Ray for the length of a run: a ClusterConfig in, a running Ray out, no process left behind."""
+"""Starts or joins Ray for the length of a run, and leaves no process behind."""
 
 import logging
 import math
@@ -46,7 +46,7 @@ def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    ray._private.worker._worker_logs_enabled = False  # a rank's death is told once, by RankError
+    ray._private.worker._worker_logs_enabled = False  # RankError alone reports a rank's death
     if config.address is not None:
         with _shut_down():
             _join(config.address)

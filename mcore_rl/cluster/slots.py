@@ -1,4 +1,4 @@
-"""Where each process of a run goes: sizes of ranks and engines in, reserved slots by role out."""
+"""Reserves a slot for each process of a run, given the sizes of its ranks and engines."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

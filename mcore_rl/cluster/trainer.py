@@ -1,6 +1,7 @@
 """The policy's ranks, with a train.actor.Actor and a weight sender in each.
 
-Micro-batches in, log-probs and step stats out; links in, weights to the engines out.
+They take micro-batches and return log-probs and step stats. Once linked to the engines, they send
+them their weights.
 """
 
 from collections.abc import Mapping, Sequence

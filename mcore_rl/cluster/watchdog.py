@@ -1,10 +1,10 @@
 """Ends every process of a session, whoever its parent is by now.
 
-A process belongs to the session if its environment has the session's mark or if it has a file open
-in the session's folder; the latter because a process that sets its title overwrites its
-environment. Run as a script with the folder and the parent's pid, this module waits until the
-parent is gone, ends the session, removes the folder and prints what happened. It imports the
-standard library alone.
+A process belongs to the session if its environment has the session's mark, or if it has a file
+open in the session's folder: a process that sets its title overwrites its environment.
+
+Run as a script with the folder and the parent's pid, this module waits until the parent is gone,
+ends the session, removes the folder and prints what happened. It imports only the standard library.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def ray_lost(name: str) -> str:
 def wait_for_parent(parent: int) -> str:
     """Return when `parent` is gone, with a message that says who died first.
 
-    Ray silently ends a process that calls it after its raylet died, so the order of deaths is
+    A process that calls Ray after the raylet died exits silently, so the order of deaths is
     watched. A killed process with many threads takes a while to end, and its children may be gone
     before it.
     """

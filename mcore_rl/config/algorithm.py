@@ -14,8 +14,8 @@ class KLConfig(Options, group="algorithm.kl"):
     """Subtract coef * KL of the old policy from each token's reward, instead of adding it to
     the loss."""
     target: float = bounded(0.0, least=0)
-    """in_reward: KL per token, in nats, towards which the coefficient is steered from `coef`
-    on; 0: fixed."""
+    """in_reward: KL per token, in nats, toward which the coefficient is steered, starting at
+    `coef`; 0: fixed."""
     horizon: int = bounded(10000, least=1)
     """target: number of samples over which the coefficient may change by at most a fifth."""
 
@@ -48,8 +48,8 @@ class CorrectionConfig(Options, group="algorithm.correction"):
     reject_above: float = bounded(0.0, least=0)
     """The largest KL that is not rejected, in nats, by the estimator k3."""
     bypass: bool = False
-    """Take the engine's log-probs as the old policy's: no pass to compute those, one ratio for
-    both."""
+    """Use the engine's log-probs as those of the old policy. This saves the pass for them, and the
+    policy loss has a single ratio, policy / engine."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class CorrectionConfig(Options, group="algorithm.correction"):
 
     @property
     def is_on(self) -> bool:
-        """Whether the loss uses the engine's probabilities at all."""
+        """Return whether the loss uses the engine's probabilities at all."""
         return self.weight != "none" or self.bypass
 
 

@@ -1,5 +1,4 @@
-"""The values an option may take, declared at its field; a tree of options in, the first wrong one
-refused.
+"""Declares the values each option may take, and refuses the first value out of bounds.
 
 An option without bounds may still not be NaN or infinite.
 """
@@ -139,7 +138,7 @@ def options_of(cls: type) -> dict[str, tuple[Any, Bounds | None]]:
 
 
 def is_group(kind: object) -> bool:
-    """Whether a field of this type holds further options."""
+    """Return whether a field of this type holds further options."""
     return isinstance(kind, type) and is_dataclass(kind)
 
 

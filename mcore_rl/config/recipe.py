@@ -1,4 +1,4 @@
-"""Recipe name and key=value overrides in, checked Config out; Hydra composes the YAML files."""
+"""Composes a recipe's YAML files and overrides with Hydra, and returns a checked Config."""
 
 import difflib
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class RolloutConfig(Options, group="rollout"):
     stale: str = one_of("wait", ("wait", "drop", "correct"))
     """async: how samples are kept within max_staleness. wait: a step includes the samples that
     would exceed it, and waits for them; drop: they are dropped and their prompts sampled again;
-    correct: they are not kept within it, but trained on when complete and weighted by
+    correct: there is no bound; they are trained on when complete, weighted by
     algorithm.correction."""
     partial: str = one_of("continue", ("continue", "wait", "restart"))
     """async: what becomes of half-done responses when weights change. continue: they go on with
@@ -114,7 +114,9 @@ class RolloutConfig(Options, group="rollout"):
 
     @property
     def cuts_distribution(self) -> bool:
-        """Whether tokens are drawn from fewer than all, which engines' log-probs do not show."""
+        """Return whether tokens are drawn from fewer than all, which engines' log-probs do not
+        show.
+        """
         return self.top_p < 1 or self.top_k != -1
 
 
@@ -166,4 +168,4 @@ class PlanConfig(Options, group="plan"):
     """GPU memory that each process takes besides: CUDA context, NCCL, CUDA graphs,
     fragmentation."""
     expert_load: float = bounded(1.25, least=1)
-    """Tokens of the experts of the most loaded rank over the mean."""
+    """Tokens for the experts of the most loaded rank, divided by the mean over ranks."""

@@ -43,7 +43,7 @@ class ServedModelConfig(Options):
 
     @property
     def is_colocated(self) -> bool:
-        """Whether its engines share the trainer ranks' GPUs, where there is a trainer."""
+        """Return whether its engines share the trainer ranks' GPUs, where there is a trainer."""
         return bool(self.path) and self.colocated
 
     @property

@@ -1,4 +1,4 @@
-"""Options by dotted names: a configuration or its class in; names, defaults and values out."""
+"""Lists, reads and replaces options by dotted name, in a configuration or its class."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, replace

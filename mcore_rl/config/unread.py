@@ -1,5 +1,4 @@
-"""Options that nothing reads in their context: a checked tree in, a refusal of those that are set,
-out.
+"""Refuses options that are set although nothing reads them in their context.
 
 An option counts as set if it differs from its default. Only what is surely unread is listed. What
 depends on the chosen advantage or loss is refused by algo/requirements.py.

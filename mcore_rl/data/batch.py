@@ -1,4 +1,4 @@
-"""Samples in, train batches out; batches cut into smaller ones by sequence index."""
+"""Turns samples into train batches, and cuts batches into smaller ones by sequence index."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -44,7 +44,7 @@ class CountdownProblem:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Equal for problems that differ in the order of their numbers alone."""
+        """Return a key that is equal for problems whose numbers differ only in order."""
         return (*sorted(self.numbers), self.target)
 
 

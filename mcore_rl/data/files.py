@@ -1,4 +1,4 @@
-"""Rows in, parquet files in verl's columns out."""
+"""Writes rows to parquet files in verl's columns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

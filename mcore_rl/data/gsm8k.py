@@ -1,4 +1,4 @@
-"""GSM8K (arXiv:2110.14168) from a local copy or the hub in, prompt and conversation files out."""
+"""Turns GSM8K (arXiv:2110.14168), local or from the hub, into prompt and conversation files."""
 
 from collections.abc import Iterator
 from pathlib import Path

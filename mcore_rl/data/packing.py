@@ -1,4 +1,4 @@
-"""Sequence lengths and a token budget in, micro-batches for every data-parallel rank out."""
+"""Packs sequences into micro-batches within a token budget, for every data-parallel rank."""
 
 import heapq
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Preference files (parquet or jsonl) in; batches of chosen and rejected sequences in turn out."""
+"""Turns preference files into batches in which chosen and rejected sequences alternate."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Prompt files (parquet or jsonl, verl's columns) and a tokenizer in, Prompts out."""
+"""Reads prompt files (parquet or jsonl, verl's columns) and returns their prompts, tokenized."""
 
 import logging
 from collections.abc import Sequence

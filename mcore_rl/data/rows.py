@@ -1,4 +1,4 @@
-"""Data files (parquet or jsonl) in; their rows, each with its place for error messages, out."""
+"""Reads the rows of data files (parquet or jsonl), each with its place for error messages."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Conversations in, train batches with the loss on the last answer out."""
+"""Turns conversations into train batches with the loss on the last answer."""
 
 import logging
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A list in; an endless shuffled stream of its items, with a position to save, out."""
+"""Turns a list into an endless shuffled stream of its items, whose position can be saved."""
 
 import threading
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,8 @@ class ShuffledStream(Generic[T]):
         return [item for _, item in begun]
 
     def begin(self) -> tuple[int, T]:
-        """Return the next item's position and the item. A state saved before `end` hands it out
-        again.
+        """Return the next item's position and the item. A stream that continues from a state saved
+        before `end` hands it out again.
         """
         with self._lock:
             if self._again:

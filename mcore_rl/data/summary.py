@@ -1,4 +1,4 @@
-"""Samples and step statistics in, the metrics of one loop step out."""
+"""Computes the metrics of one loop step from its samples and step statistics."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev

@@ -1,4 +1,4 @@
-"""Lists of token ids kept on disk by key, one .npz file each."""
+"""Keeps lists of token ids on disk by key, one .npz file each."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Conversations and a tokenizer in, token ids out: many at once, and kept on disk between runs.
+"""Turns conversations into token ids, many at once, and keeps them on disk between runs.
 
 The chat template is rendered conversation by conversation; the texts are then encoded in batches,
 which tokenizers spreads over the machine's cores.

@@ -1,4 +1,4 @@
-"""A model directory in, its tokenizer out, unless it is missing, damaged or untrusted code."""
+"""Loads the tokenizer of a model directory, unless it is missing, damaged or untrusted code."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load_tokenizer(
     folder: str | Path, option: str, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a HuggingFace directory.
+    """Return the tokenizer in a HuggingFace directory.
 
     `option`: the recipe's option that names the directory, for messages.
     Raises ValueError if there is no tokenizer, if it cannot be opened, or if it is Python code
@@ -43,9 +43,9 @@ def load_tokenizer(
 
 
 def _is_code(path: Path) -> bool:
-    """Whether the tokenizer's class is to be imported from a file in the directory."""
+    """Return whether the tokenizer's class is to be imported from a file in the directory."""
     try:
         settings: Any = json.loads((path / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):  # a damaged file is for transformers to tell of
+    except (OSError, ValueError):  # transformers reports damaged files
         return False
     return isinstance(settings, dict) and "AutoTokenizer" in (settings.get("auto_map") or {})

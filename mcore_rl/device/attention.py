@@ -1,7 +1,7 @@
 """Causal attention over packed sequences by torch alone.
 
-Packed q, k, v of all sequences in; their attention output out, one SDPA call per bucket of similar
-lengths:
+Takes packed q, k, v of all sequences and returns their attention output, with one SDPA call per
+bucket of similar lengths:
 
     packed          a a a b b b b c            lens_N = (3, 4, 1)
     bucket 1   a a a .   bucket 2   c          "." repeats a's last token; causality hides it

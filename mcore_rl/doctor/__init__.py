@@ -1,4 +1,4 @@
-"""Checks of this machine with real processes, a line of JSON each.
+"""Checks this machine with real processes and prints a line of JSON per check.
 
     python -m mcore_rl.doctor --gpu
 

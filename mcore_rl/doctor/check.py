@@ -22,7 +22,9 @@ class MissedTarget(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """`run` returns figures, or raises: SkipCheck, MissedTarget, anything else is a failure.
+    """`run` returns figures. It raises SkipCheck to be skipped; any other exception is a failure.
+
+    A MissedTarget is a failure that keeps its figures.
 
     deadline_s   after this many seconds its process and all below it are killed
     gpu          the check says nothing without a GPU

@@ -1,4 +1,4 @@
-"""One check in a process of its own: its names in, its outcome as JSON out.
+"""Runs one check, by its names, in a process of its own, and writes its outcome as JSON.
 
     python -m mcore_rl.doctor.child <stage> <check> <file for the outcome>
 
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def run(check: Check) -> tuple[str, str, Figures]:
-    """Return outcome, reason and figures; an exception that says neither is not caught."""
+    """Return outcome, reason and figures. Any other exception passes through as a failure."""
     try:
         return "ok", "", check.run()
     except SkipCheck as reason:

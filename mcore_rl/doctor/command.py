@@ -1,4 +1,4 @@
-"""Arguments in; the chosen stages run on this machine's GPU, or on its CPU."""
+"""Runs the chosen stages on this machine's GPU, or on its CPU."""
 
 import argparse
 import os

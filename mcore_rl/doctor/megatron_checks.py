@@ -1,7 +1,7 @@
 """Stage "megatron": a rank of Megatron-core in training, without Transformer Engine.
 
-On a GPU a mixture of experts with 1.4 billion parameters in bfloat16, on a CPU a tiny one. The
-torch modules that stand in for Transformer Engine are the same on both, so speed says nothing here.
+The model is a mixture of experts: on a GPU with 1.4 billion parameters in bfloat16, on a CPU a tiny
+one. Torch modules stand in for Transformer Engine on both, so speed says nothing here.
 """
 
 import json
@@ -27,12 +27,13 @@ from mcore_rl.types import StepStats, TrainBatch
 NEEDED = ("megatron", "zlib_ng")
 VOCAB = 32768
 MEMORY_TOLERANCE = 0.10
-"""Target: how far the measured peak may be from that of `mcore-rl plan`, by the latter."""
+"""Target: how far the measured peak may be from that of `mcore-rl plan`, as a share of the latter.
+"""
 SIZES: dict[bool, dict[str, int]] = {
     True: {"hidden_size": 2048, "num_hidden_layers": 8, "num_experts": 32, "head_dim": 128},
     False: {"hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4, "head_dim": 16},
 }
-"""By whether there is a GPU."""
+"""The sizes by whether there is a GPU."""
 LEARNING_RATE = 1e-3
 
 
@@ -222,7 +223,7 @@ def _expect_same(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 
 def planned_memory() -> Figures:
-    """The largest memory of a step, beside that of `mcore-rl plan`."""
+    """Compare the largest memory of a step with that of `mcore-rl plan`."""
     from mcore_rl.planning.memory import predict_memory
     from mcore_rl.planning.models import read_models
 
@@ -231,7 +232,7 @@ def planned_memory() -> Figures:
         for _ in range(3):
             rank.step()
         [planned] = predict_memory(rank.recipe, read_models(rank.recipe), "trainer")
-    sync_buffers = planned.uses.get("sync buffers", 0)  # nothing is sent here
+    sync_buffers = planned.uses.get("sync buffers", 0)  # this check sends no weights
     expected = planned.num_bytes - sync_buffers
     figures: Figures = {
         "planned_gib": round(expected / 2**30, 3),

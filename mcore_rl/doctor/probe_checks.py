@@ -20,7 +20,7 @@ def nccl_max_ctas() -> Figures:
 
 
 def nccl_abort() -> Figures:
-    """A group can be torn down at once, as a sync does with a lost peer."""
+    """Aborting a group returns at once, as a sync needs when a peer is lost."""
     group = probes.make_lone_group()
     expect(probes.reduce_alone(group), "an all-reduce changed its values")
     seconds = probes.abort_seconds(group)
@@ -42,7 +42,7 @@ def pinned_rounding() -> Figures:
 
 
 def _pinned_bytes(setting: dict[str, str]) -> int:
-    """The allocator reads its setting once, so each one gets a process."""
+    """Start a process for the measurement: the allocator reads its setting only once."""
     text = ",".join(f"{name}:{value}" for name, value in setting.items())
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

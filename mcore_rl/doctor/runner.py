@@ -1,4 +1,4 @@
-"""Stages in; each check run in a process of its own, a JSON line per check and a summary out."""
+"""Runs each check in a process of its own; prints a JSON line per check and a summary."""
 
 import json
 import os
@@ -73,7 +73,7 @@ def run_check(stage: Stage, check: Check, log_dir: Path) -> Result:
 
 
 def _run_child(arguments: Sequence[str], deadline_s: float, log: Path) -> str:
-    """Run the child until its deadline; return how it ended. Nothing below it is left."""
+    """Run the child until its deadline; return how it ended. Whatever it started is killed."""
     command = [sys.executable, "-m", "mcore_rl.doctor.child", *arguments]
     with log.open("wb") as out:
         child = subprocess.Popen(

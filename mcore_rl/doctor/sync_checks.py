@@ -1,4 +1,5 @@
-"""Stage "sync": weights from one process into another on one machine, whole, refused and timed.
+"""Stage "sync": sends weights between processes on one machine. They must arrive whole, faults must
+be refused, and the time is measured.
 
 On a GPU the bytes travel through GPU memory that two processes share, on a CPU through shared
 memory.
@@ -26,7 +27,7 @@ from mcore_rl.stream.placed_bucket import PlacedBucket, holdings
 from mcore_rl.stream.wire import Report
 
 FRACTION_OF_COPY = 0.5
-"""Target: bytes per second of a sync, by those of a copy on the same GPU."""
+"""Target: bytes per second of a sync, relative to those of a copy on the same GPU."""
 MAX_SWAP_S = 0.020
 """Target: seconds for which an engine stands still while a staged version is swapped in."""
 MAX_KERNELS = 100

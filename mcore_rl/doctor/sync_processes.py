@@ -1,4 +1,4 @@
-"""A scene in; its ranks as processes, linked as in a run; their reports out."""
+"""Runs the ranks of a scene as processes, linked as in a run, and returns their reports."""
 
 import multiprocessing as mp
 import pickle

@@ -1,4 +1,4 @@
-"""Inside a process of a scene: a trainer rank that sends, or an engine rank that receives."""
+"""Runs in a process of a scene, as a trainer rank that sends or an engine rank that receives."""
 
 import os
 import pickle

@@ -1,4 +1,4 @@
-"""A scene: trainer and engine ranks as a sync needs them, without SGLang, and what came of it."""
+"""Describes a scene (trainer and engine ranks that sync without SGLang) and its outcome."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,8 +48,7 @@ class Scene:
     between_machines: bool = False
     """Bytes take the route they take between machines."""
     on_gpu: tuple[bool, bool] = (False, False)
-    """Whether the tensors of senders and of receivers lie on GPUs; ranks take one each, in turns.
-    """
+    """(senders, receivers): True if their tensors lie on GPUs, which the ranks take in turns."""
 
     @property
     def make_transport(self) -> MakeTransport:

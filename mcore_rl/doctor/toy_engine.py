@@ -1,6 +1,4 @@
-"""HF tensors of a small or large mixture of experts, cut over ranks as training and engines cut
-them.
-"""
+"""Makes HF tensors of a mixture of experts and cuts them over ranks as training and engines do."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

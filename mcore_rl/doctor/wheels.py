@@ -1,4 +1,4 @@
-"""A folder of wheels in, their packages importable in this process and its children out."""
+"""Makes the packages in a folder of wheels importable in this process and its children."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Held-out evaluation: prompts in, greedy accuracy and pass@k out."""
+"""Samples responses to held-out prompts, and computes greedy accuracy and pass@k."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,4 @@
-"""Prompts in, preference pairs of a model's own responses out: a better and a worse one by the
-reward.
-"""
+"""Makes preference pairs of a model's own responses: a better and a worse one by the reward."""
 
 from collections.abc import Sequence
 from itertools import groupby

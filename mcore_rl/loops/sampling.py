@@ -1,6 +1,4 @@
-"""Samples and scores of one step, drawn now or taken from sampling in the background; the weight
-sync.
-"""
+"""Gets a step's samples and scores, drawn now or in the background, and syncs the weights."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""A step's batch in; log-probs, values and the optimizer steps of policy and critic out."""
+"""Adds log-probs and values to a batch, and takes the optimizer steps of policy and critic."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

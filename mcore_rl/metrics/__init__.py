@@ -1,4 +1,4 @@
-"""Steps of metrics in; console, JSON lines, TensorBoard, W&B and MLflow out."""
+"""Sends the metrics of each step to the console, JSON lines, TensorBoard, W&B and MLflow."""
 
 from mcore_rl.metrics.logger import MetricsLogger
 from mcore_rl.metrics.timer import PhaseTimer

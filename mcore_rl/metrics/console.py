@@ -1,4 +1,4 @@
-"""Steps of metrics in; a live panel on a terminal out, or elsewhere one line per step."""
+"""Shows each step's metrics: in a live panel on a terminal, elsewhere as one line per step."""
 
 import math
 import time

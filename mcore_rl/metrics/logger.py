@@ -1,4 +1,4 @@
-"""Metrics and samples of each step in; console, files and trackers that show or keep them out."""
+"""Sends the metrics and samples of each step to the console, to files and to trackers."""
 
 import sys
 import time

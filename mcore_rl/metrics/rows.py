@@ -1,4 +1,6 @@
-"""Rows in, files of JSON lines out: every row is flushed, and a row torn by a kill is ignored."""
+"""Appends rows to files of JSON lines and reads them. Every row is flushed, and a row torn by a
+kill is ignored.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Phases of a step in; the seconds of each out. The start of each phase is logged."""
+"""Measures the seconds of each phase of a step, and logs when a phase starts."""
 
 import logging
 import time

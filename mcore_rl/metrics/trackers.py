@@ -1,4 +1,4 @@
-"""Steps of metrics in; TensorBoard, W&B and MLflow out, each imported only if a run asks for it."""
+"""Sends metrics to TensorBoard, W&B and MLflow, each imported only if a run asks for it."""
 
 import importlib
 import time

@@ -1,4 +1,4 @@
-"""A model's config.json and a micro-batch in, bytes of activations per layer and rank out.
+"""Computes the bytes of activations per layer and rank, from config.json and a micro-batch.
 
 After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
 section 4, for layers without dropout, with attention that keeps no score matrix, and with experts.

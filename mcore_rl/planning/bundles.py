@@ -1,4 +1,4 @@
-"""Numbers of ranks and engines in, Ray bundles out; each bundle hosts one process."""
+"""Turns numbers of ranks and engines into Ray bundles: one per rank, or per node of an engine."""
 
 from collections.abc import Mapping
 

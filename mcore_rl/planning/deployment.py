@@ -1,4 +1,4 @@
-"""A recipe and its model's config.json in, the layouts of both sides of its weight sync out."""
+"""Finds the layouts of both sides of a recipe's weight sync."""
 
 from dataclasses import dataclass
 
@@ -55,7 +55,10 @@ def make_deployment(config: Config, policy: ModelFacts) -> Deployment:
 
 
 def relays(config: Config) -> bool:
-    """Whether engines pass weights on. On the trainer's hosts, all weights are near anyway."""
+    """Return whether engines pass weights on to one another.
+
+    Colocated engines do not: they run on the trainer's hosts, where the weights are near anyway.
+    """
     return config.sync.relay and config.rollout.stage_weights and not config.cluster.colocated
 
 

@@ -1,4 +1,4 @@
-"""A recipe and its model's config.json in, bytes of GPU memory of every kind of rank out.
+"""Predicts the bytes of GPU memory that each kind of rank takes, from a recipe and its config.json.
 
 trainer       weights, gradients, optimizer, activations, logits
 engine        weights, KV cache
@@ -155,9 +155,10 @@ def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load:
 
 
 def _in_flight(parallel: ParallelConfig, stage: int) -> int:
-    """Forward passes of model chunks that a stage makes up to its first backward pass.
+    """Forward passes a stage makes before its first backward pass (1F1B).
 
-    As in megatron-core's 1F1B schedules, interleaved or not (get_pp_rank_microbatches).
+    They are counted by model chunk, as in megatron-core's schedules, interleaved or not
+    (get_pp_rank_microbatches).
     """
     behind = parallel.pp - stage - 1
     if parallel.vpp is None:

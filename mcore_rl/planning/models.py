@@ -1,4 +1,4 @@
-"""A recipe in, the facts about its policy and its critic out, each model directory read once."""
+"""Reads the facts about a recipe's policy and critic, each model directory once."""
 
 from dataclasses import dataclass
 

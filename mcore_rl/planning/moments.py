@@ -1,4 +1,4 @@
-"""Memory of the processes that share GPUs in, the fullest moment of each GPU out."""
+"""Finds the fullest moment of each GPU that several processes share."""
 
 from collections.abc import Iterable
 

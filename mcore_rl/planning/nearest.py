@@ -1,4 +1,4 @@
-"""A recipe that exceeds its GPUs' memory in, overrides for the nearest recipe that fits out."""
+"""Finds overrides that make a recipe fit its GPUs' memory and change it least."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -65,7 +65,7 @@ def _by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]
 
 
 def _engine_candidates(config: Config) -> Iterator[Settings]:
-    """Engines with as many ranks in all, or a multiple: wider ones, with less KV cache."""
+    """Yield wider engines and less KV cache, with as many ranks in all or a multiple of them."""
     rollout = config.rollout
     for growth in GROWTH:
         candidates = []

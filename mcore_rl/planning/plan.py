@@ -1,4 +1,4 @@
-"""`mcore-rl plan`: a recipe and its config.json in, memory of ranks and traffic of a sync out."""
+"""`mcore-rl plan`: prints the memory of a recipe's ranks and the traffic of its weight sync."""
 
 import json
 import sys

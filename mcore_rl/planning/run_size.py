@@ -1,4 +1,4 @@
-"""A recipe and a command's needs in, numbers of ranks and engines out."""
+"""Counts the ranks and engines that a command needs for a recipe."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

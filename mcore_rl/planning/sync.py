@@ -1,4 +1,4 @@
-"""Both sides of a weight sync in, its bytes and seconds out, as numbers and as tables."""
+"""Predicts the bytes and seconds of a weight sync, as numbers and as tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,9 +25,9 @@ GIB = 2**30
 class PlanSummary:
     """Bytes and seconds of one weight sync, per rank where the name says so.
 
-    Seconds are the larger of two that overlap: the busiest link at `link_gbps`, and at
-    `memory_gbps` what the busiest rank copies from or to other ranks of its host. Those of the
-    lower bound and of gather and broadcast count links alone.
+    `seconds` is the longer of two overlapping times: that of the busiest link at `link_gbps`, and
+    that of the rank which copies most from or to other ranks of its host, at `memory_gbps`. The
+    seconds of the lower bound and of gather and broadcast count links alone.
     direct_*: with sync.relay=false, where trainer ranks send every engine rank all that it wants.
     """
 
@@ -135,7 +135,7 @@ def _summarize(
 def _buffer_bytes(
     deployment: Deployment, bucket_bytes: int, num_links: int
 ) -> tuple[list[int], list[int]]:
-    """Bytes of buffers of a few ranks of the trainer and of an engine: NUM_SLOTS buckets per link.
+    """Return the buffers' bytes on a few ranks of trainer and engines: NUM_SLOTS buckets per link.
 
     A trainer rank has a link to each engine, an engine rank has `num_links`.
     """
@@ -229,7 +229,9 @@ def _empty_comparison(summary: PlanSummary, gib: Mapping[str, str]) -> Table:
 
 
 def comparison_table(summary: PlanSummary) -> Table:
-    """The sync as set and without relay, beside its lower bound and gather and broadcast."""
+    """Compare the sync, as set and without relay, with its lower bound and with gather and
+    broadcast.
+    """
     gib = _in_gib(summary)
     table = _empty_comparison(summary, gib)
     table.add_row(

@@ -1,4 +1,4 @@
-"""The memory of a recipe's ranks in, tables and sentences about it out."""
+"""Shows the memory of a recipe's ranks in tables and explains it in sentences."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ def memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
 
 
 def verdict(config: Config, models: RecipeModels, ranks: Sequence[RankMemory]) -> tuple[bool, str]:
-    """Whether all ranks fit, and a sentence that says so, or what to change if they do not."""
+    """Return whether all ranks fit, and a sentence that says so or names what to change."""
     plan = config.plan
     large = too_large(plan, ranks)
     if not large:

@@ -1,4 +1,4 @@
-"""Sampling beside training: prompts in, finished groups out, within a bound of staleness.
+"""Samples while the trainer trains: turns prompts into finished groups within a staleness bound.
 
                  room for one more?         every sample done         a step takes P groups
     prompts --begin--> group, born at version v --> scored in a thread --> buffer --------> loop
@@ -66,7 +66,7 @@ class BackgroundSampler:
     ) -> None:
         """`version` is what the engines serve; `seed` is the run's.
 
-        start         begins a coroutine that runs beside those of `watched`, engines watched
+        start         begins a coroutine that runs beside those of `watched`; engines are watched
         revive        brings the current weights to an engine if none serves; False if none will
         with_greedy   also sample each prompt greedily, for advantages that need it
         """
@@ -208,10 +208,10 @@ class BackgroundSampler:
         return replace(scores, greedy_N=self._reward(greedy).rewards_N * len(samples))
 
     def _is_replaced(self, scores: Scores) -> bool:
-        """Return whether another group takes the place of this one, because its rewards are all
-        equal.
+        """Return whether to sample another group in place of this one, whose rewards are all equal.
 
-        As many are replaced for each step as in max_rounds rounds of dynamic sampling, at most.
+        At most as many are replaced per step as dynamic sampling would resample in max_rounds
+        rounds.
         """
         rollout = self._rollout
         if groups_with_signal(scores.rewards_N, rollout.samples_per_prompt):

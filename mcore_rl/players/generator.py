@@ -1,4 +1,4 @@
-"""The engines as the training loop sees them: prompts in, samples out."""
+"""Stands for the engines in the training loop: takes prompts and returns samples."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Groups of samples: which may begin, which a step takes, which are too stale.
+"""Decides which groups of samples may begin, which a step takes and which are too stale.
 
 begun (prompt taken)  ->  finished (samples scored)  ->  taken by a step
      room() says how many      late(): dropped, begun again      choose() says which
@@ -21,7 +21,7 @@ from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 class SampleGroup:
     """The samples of one prompt, none of whose tokens is drawn from weights older than `born`.
 
-    position   of the prompt in its stream
+    position   index of the prompt in its stream
     """
 
     position: int

@@ -1,4 +1,4 @@
-"""Finished groups in, metrics of background sampling from one step to the next out."""
+"""Counts finished groups and computes the metrics of background sampling between two steps."""
 
 import time
 from collections.abc import Sequence

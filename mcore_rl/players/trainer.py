@@ -1,4 +1,4 @@
-"""The training ranks as the loop sees them: whole batches in, micro-batches per rank out.
+"""Stands for the training ranks in the loop: takes whole batches, and gives micro-batches to ranks.
 
 Batches are cut here, so that the loop sees no parallel layout and the ranks see no whole batch.
 """

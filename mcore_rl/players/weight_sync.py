@@ -1,4 +1,4 @@
-"""Trainer weights in, engines that serve them out; lost engines are linked again.
+"""Brings the trainer's weights to the engines that serve them, and links lost engines again.
 
 The order of one sync: link new engines -> send weights -> trainer and engines score the same
 sequences -> requests go to the engines that agree.
@@ -42,9 +42,9 @@ class EngineSync:
     """Keeps the engines on the trainer's weights, and requests on the engines that hold them.
 
     An engine that was started again, or whose last sync failed, is linked by the first sync that
-    finds it healthy. A sync waits for such an engine only when there is no other. No engine gets
-    requests, at the start of a run, after a sync or after its return, before the canary found that
-    it agrees with the trainer.
+    finds it healthy. A sync waits for such an engine only when there is no other. At the start
+    of a run, after a sync and after its return, an engine gets no requests until the canary finds
+    that it agrees with the trainer.
     """
 
     def __init__(
@@ -166,14 +166,14 @@ class EngineSync:
         return [url for url in self._in_link() if url in self._links.in_rotation]
 
     def _is_new(self, state: EngineState) -> bool:
-        """Whether the engine's present process was never linked."""
+        """Return whether the engine's present process was never linked."""
         return self._linked.get(state.url) != state.restarts
 
     def _has_new(self) -> bool:
         return any(self._is_new(state) for state in self._health.states)
 
     async def _is_any_coming(self) -> bool:
-        """Whether an engine is starting again; a death that has not shown yet is waited for."""
+        """Return whether an engine is starting again, after giving a death time to show."""
         deadline = time.monotonic() + DEATH_SHOWS_S
         while not self._has_new() and time.monotonic() < deadline:
             await asyncio.sleep(RESTART_POLL_S)

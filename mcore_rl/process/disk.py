@@ -1,4 +1,4 @@
-"""A full disk, met while a file is written, in; one line that says where and what to do out."""
+"""Turns a full disk into one line that names the file and the remedy."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""A file in; a lock on it that other processes respect, and that the kernel drops when we die."""
+"""Locks a file against other processes; the kernel drops the lock when the holder dies."""
 
 import contextlib
 import errno

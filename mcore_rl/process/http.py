@@ -1,4 +1,4 @@
-"""Settings of a connection in; an HTTP session for SGLang servers out."""
+"""Opens HTTP sessions for SGLang servers."""
 
 from collections.abc import Mapping
 

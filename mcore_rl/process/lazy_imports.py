@@ -1,4 +1,4 @@
-"""Faster imports of large packages, which take most of the time before a process's first step."""
+"""Speeds up imports of large packages, which take most of the time before the first step."""
 
 import gc
 from collections.abc import Iterator

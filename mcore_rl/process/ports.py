@@ -1,4 +1,4 @@
-"""A host in; a port that a server can bind a little later out."""
+"""Finds a port on a host that a server can bind a little later."""
 
 import contextlib
 import random

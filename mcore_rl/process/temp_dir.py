@@ -1,4 +1,4 @@
-"""A temporary folder per engine out; making one removes those whose owners were killed."""
+"""Makes a temporary folder per engine, and first removes those whose owners were killed."""
 
 import contextlib
 import fcntl

@@ -1,4 +1,4 @@
-"""Text from models and users in, text that any file or terminal accepts out."""
+"""Escapes text from models and users so that any file or terminal accepts it."""
 
 
 def make_encodable(text: str, encoding: str = "utf-8") -> str:

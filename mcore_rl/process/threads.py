@@ -1,4 +1,4 @@
-"""Two functions in, run at the same time; both results out."""
+"""Runs two functions at the same time and returns both results."""
 
 import threading
 from collections.abc import Callable

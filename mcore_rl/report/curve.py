@@ -1,4 +1,4 @@
-"""Rows of metrics in; reward_curve.png out."""
+"""Draws reward_curve.png from rows of metrics."""
 
 from collections.abc import Sequence
 from pathlib import Path

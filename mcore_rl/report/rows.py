@@ -1,4 +1,4 @@
-"""A run folder in; its rows of metrics and samples out."""
+"""Loads the rows of metrics and samples from a run folder."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run folder in; a printed report, reward_curve.png and summary.json out."""
+"""Prints a report of a run folder and writes its reward_curve.png and summary.json."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows of metrics in; the numbers of summary.json out."""
+"""Computes the numbers of summary.json from rows of metrics."""
 
 from collections.abc import Sequence
 from statistics import median

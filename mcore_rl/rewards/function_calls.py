@@ -1,7 +1,7 @@
-"""Arguments of many samples in, the answers of the user's reward function out.
+"""Calls the user's reward function for many samples and returns its answers.
 
-A sync function runs in this thread, an async one on an event loop with a deadline per sample, and
-with reward.workers either runs in processes, which are killed at the deadline.
+A sync function runs in this thread, an async one on an event loop with a deadline per sample. With
+reward.workers, either runs in processes, which are killed at the deadline.
 """
 
 import asyncio

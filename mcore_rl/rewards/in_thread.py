@@ -1,4 +1,4 @@
-"""Run a blocking function in a thread while the event loop goes on."""
+"""Runs a blocking function in a thread while the event loop goes on."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Samples in, requests to a served model and the numbers in its answers out.
+"""Turns samples into requests to a served model, and reads the numbers in its answers.
 
 A judge answers in words or numbers, a reward model with one number. Sending is left to the caller.
 """

@@ -1,4 +1,4 @@
-"""Samples in, pseudo-random numbers that tell them apart out; rehearsals add these to rewards.
+"""Derives a pseudo-random number from each sample, which rehearsals add to its reward.
 
 A random model earns the same reward for each of its responses. Advantages and gradients would then
 be zero, and a rehearsed step would move no weights.

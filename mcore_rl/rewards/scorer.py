@@ -1,4 +1,4 @@
-"""Samples in, their Scores out: numbers from the user's function and served models, and penalties.
+"""Scores samples: combines numbers from the user's function and served models, and penalties.
 
 A failure or a missed deadline costs its sample: it gets reward.error_value and is counted. It
 never ends the run.

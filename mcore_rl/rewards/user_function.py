@@ -1,4 +1,4 @@
-"""A user's reward function: file and name in, one call per sample (or one for all samples) out.
+"""Loads a user's reward function from a file and calls it, for each sample or for all at once.
 
 Nothing heavy is imported here: worker processes of untrusted functions load only this module.
 """

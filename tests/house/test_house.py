@@ -16,6 +16,8 @@ DEVICE = "mcore_rl/device/"
 PURE = ("data", "rewards", "algo", "slices")
 DEVICE_WORDS = re.compile(r"\btorch\.cuda\b|\bnccl\b|\btransformer_engine\b|\bapex\b")
 LEANING = re.compile(r'("""|# )(Of|What|Likewise)\b')
+IN_OUT = re.compile(r"\bin(?: \(.*?\))?[,;:.] .*\bout\b")
+"""A module docstring without a verb: "Prompts in, samples out."."""
 BRITISH = re.compile(
     r"\b\w*(quanti|normali|optimi|initiali|seriali|organi|recogni|synchroni)s(e|ed|es|ing|ation)\b"
     r"|\b\w*(havio[u]r|ono[u]r|olo[u]r)\w*",
@@ -51,6 +53,18 @@ def test_docstrings_and_comments_begin_like_sentences() -> None:
         for number, line in enumerate(read(path).splitlines(), start=1)
         if LEANING.search(line)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_module_docstrings_say_what_flows_in_and_out_with_verbs() -> None:
+    found = [
+        f"{path}: {text}"
+        for path in python_files("mcore_rl", "checkpoint_tools", "benchmarks")
+        for paragraph in (ast.get_docstring(parse(path)) or "").split("\n\n")
+        if IN_OUT.search(text := " ".join(paragraph.split()))
+    ]
+    assert IN_OUT.search("A user's file in (algorithm.path), its losses registered out.")
+    assert not IN_OUT.search("Turns prompts into samples, and leaves out those without a token.")
     assert not found, "\n".join(found)
 
 
