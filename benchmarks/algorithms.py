@@ -1,4 +1,4 @@
-"""Seeds in, the held-out accuracy that each algorithm reaches from one warm start out.
+"""Measures the held-out accuracy that each algorithm reaches from one warm start, over seeds.
 
 All learn the countdown problems, with the options that docs/algorithms.md shows for them. A run
 that exists is not repeated, so a killed benchmark continues where it was; --out names the folder.

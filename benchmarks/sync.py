@@ -1,4 +1,4 @@
-"""Model sizes in, seconds per weight sync out: this system, gather-and-broadcast, SGLang's updates.
+"""Compares the seconds of a weight sync with gather-and-broadcast and with SGLang's own updates.
 
 One model in one pair of layouts (TP = EP over the trainer ranks, one SGLang engine), all on this
 machine over loopback. The methods take turns, and the engine's weights are compared after each.

@@ -1,4 +1,4 @@
-"""Random faults during weight syncs in, their outcomes out: a process is killed or stopped.
+"""Kills or stops random processes during weight syncs and checks the outcomes.
 
 Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of the engine that
 passes slices on (relay), the rank of the other engine (receiver), all processes of the other

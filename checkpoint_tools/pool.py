@@ -1,4 +1,4 @@
-"""Tasks and a function in, results out as worker processes finish them, or the first error.
+"""Runs tasks in worker processes; yields results as they finish, or raises the first error.
 
 Workers are forks, made before this process has threads. They end with their parent, however it
 ends.

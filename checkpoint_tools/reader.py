@@ -1,4 +1,4 @@
-"""Assemblies in, their elements out band by band; each byte of a file is read and summed once.
+"""Reads the elements of assemblies band by band; each byte of a file is read and summed once.
 
 Peak memory: the band that the caller passes, as much scratch memory for pieces that are scattered
 or cast, and a transposed piece as stored.

@@ -1,4 +1,4 @@
-"""Boxes of one tensor in, an error unless they cover each element exactly once."""
+"""Checks that boxes cover each element of a tensor exactly once."""
 
 from collections.abc import Sequence
 from math import prod

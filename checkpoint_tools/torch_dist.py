@@ -1,4 +1,4 @@
-"""A Megatron checkpoint (torch_dist) in, its tensors and their places in the files out.
+"""Opens a Megatron checkpoint (torch_dist); returns its tensors and their places in the files.
 
 Reads only .metadata and the small files, without torch.distributed, Megatron or a process group.
 """

@@ -1,4 +1,4 @@
-"""One checkpoint in, whether it has its checksums out; or two in, whether they are equal out."""
+"""Compares one checkpoint with its checksums, or two checkpoints with each other."""
 
 from collections import Counter
 from collections.abc import Mapping

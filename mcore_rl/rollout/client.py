@@ -1,4 +1,4 @@
-"""Async client of the engines: prompts in, samples out (token ids, log-probs, weight versions)."""
+"""Sends prompts to the engines and returns samples (token ids, log-probs, weight versions)."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A teacher: samples in, the log-probs that another model gives their response tokens out."""
+"""Asks a teacher, another model, for its log-probs of the samples' response tokens."""
 
 import asyncio
 import logging

@@ -1,6 +1,4 @@
-"""The commands: a checked Config in, a run folder out. They make the parts of a run and hand them
-to loops.
-"""
+"""Carries out the commands: makes the parts of a run, hands them to loops, fills a run folder."""
 
 import logging
 from collections.abc import Iterator, Sequence

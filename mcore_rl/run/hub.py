@@ -1,4 +1,4 @@
-"""A recipe that names models and data files on the Hugging Face hub in, one with local paths out.
+"""Fetches what a recipe names on the Hugging Face hub and puts local paths into the recipe.
 
     models      owner/name or owner/name@revision, unless a folder of that name is here
     data files  hf://datasets/owner/name/path/to/file.parquet or hf://datasets/owner/name@revision/...

@@ -1,6 +1,4 @@
-"""A recipe in, everything out that a command reads before it starts a process; wrong input is
-refused.
-"""
+"""Reads everything a command needs before it starts a process, and refuses wrong input."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A recipe and the processes of a run in; the parts that loops work with out."""
+"""Makes the parts that loops work with, from a recipe and the processes of a run."""
 
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A recipe for many GPUs in, its rehearsal for a laptop out.
+"""Turns a recipe for many GPUs into its rehearsal for a laptop.
 
 A rehearsal has the recipe's model family, algorithm and kinds of parallelism in the smallest sizes.
 It takes one step with a tiny random model and arithmetic prompts, both made on the spot. Options

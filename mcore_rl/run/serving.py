@@ -1,4 +1,4 @@
-"""`mcore-rl serve`: a checkpoint in, SGLang's OpenAI-compatible API for it until Ctrl-C."""
+"""`mcore-rl serve` serves a checkpoint by SGLang's OpenAI-compatible API until Ctrl-C."""
 
 import json
 import time

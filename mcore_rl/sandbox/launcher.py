@@ -1,4 +1,4 @@
-"""A job from run.py in, as JSON on stdin; one command run in Linux namespaces of its own out.
+"""Reads a job of run.py as JSON from stdin and runs its command in new Linux namespaces.
 
 Three processes take part: this one, in the new user namespace; the first process of the new
 process namespace, which builds a root of read-only folders; and the command. When the caller or

@@ -1,4 +1,4 @@
-"""Names of parts of a training model in, their device memory moved to host memory and back.
+"""Moves parts of a training model between device memory and host memory, by their names.
 
     held: nothing            everything is in host memory: enough for a checkpoint or an export
           weights            parameters: enough for a forward pass or a weight sync

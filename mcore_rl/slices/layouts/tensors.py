@@ -1,4 +1,4 @@
-"""A family's table and config.json in; the tensors of one model by layer and by name out.
+"""Lists the tensors of one model, by layer and by name, from its family's table and config.json.
 
     entry   model.layers.{layer}.mlp.experts.{expert}.down_proj.weight   a name in the table
     tensor  model.layers.3.mlp.experts.17.down_proj.weight               (entry, layer 3, expert 17)
@@ -50,7 +50,7 @@ class Tensors:
         self._is_moe = [family.is_moe_layer(hf_config, layer) for layer in range(self.num_layers)]
         left_out = family.left_out(hf_config)
         self.tied = bool(left_out)
-        """Whether the output layer shares the embedding's weights."""
+        """True if the output layer shares the embedding's weights."""
         entries = []
         for rule in family.rules:
             for tensor in rule.tensors:
@@ -62,7 +62,7 @@ class Tensors:
             False: [entry for entry in entries if entry.rule.where in ("layer", "dense")],
             True: [entry for entry in entries if entry.rule.where in ("layer", "moe")],
         }
-        """Whether the layer has experts -> its entries."""
+        """The entries of a dense layer (key False) and of a layer with experts (key True)."""
         self._by_pattern: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
             self._by_pattern[entry.tensor.name.format(layer="#", expert="#")].append(entry)
