@@ -14,7 +14,7 @@ class KLConfig(Options, group="algorithm.kl"):
     """Subtract coef * KL of the old policy from each token's reward, instead of adding it to
     the loss."""
     target: float = bounded(0.0, least=0)
-    """in_reward: KL per token, in nats, towards which the coefficient is steered from `coef`
+    """in_reward: KL per token, in nats, toward which the coefficient is steered from `coef`
     on; 0: fixed."""
     horizon: int = bounded(10000, least=1)
     """target: number of samples over which the coefficient may change by at most a fifth."""

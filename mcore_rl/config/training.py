@@ -101,7 +101,7 @@ class TrainConfig(Options, group="train"):
     router_sequence_aux_loss_coef: float = bounded(0.0, least=0)
     """Weight of a loss that balances the experts' load in each sequence."""
     router_bias_rate: float = bounded(0.0, least=0)
-    """How far each optimizer step moves the experts' bias towards an even load, in models with
+    """How far each optimizer step moves the experts' bias toward an even load, in models with
     such a bias."""
     freeze_router: bool = False
     """Train all weights except the routers', which stay bit for bit as they were loaded."""

@@ -26,7 +26,7 @@ class EventLoop:
         self._thread.start()
 
     def start(self, work: Awaitable[T]) -> "Future[T]":
-        """Begin `work` and return its future; cancelling the future cancels the work."""
+        """Begin `work` and return its future; canceling the future cancels the work."""
 
         async def wait_for_work() -> T:  # run_coroutine_threadsafe takes only coroutines
             return await work
@@ -34,7 +34,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(wait_for_work(), self._loop)
 
     def run(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`, which is cancelled if the wait is interrupted."""
+        """Return the result of `work`, which is canceled if the wait is interrupted."""
         future = self.start(work)
         try:
             return future.result()
