@@ -110,7 +110,7 @@ def _worker(connection: Connection, make: Callable[[], Callable[[Any], Any]], pa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     torch = sys.modules.get("torch")
     if torch is not None:
-        # A fork lacks the threads of its parent's torch, which would be waited for without end.
+        # A fork lacks the threads of its parent's torch and would wait for them forever.
         torch.set_num_threads(1)
     function = make()
     while os.getppid() == parent:

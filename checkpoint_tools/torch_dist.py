@@ -208,7 +208,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
     Raises ValueError with the file if it is damaged.
     """
-    import torch  # here, since importing it takes longer than all that the other functions do
+    import torch  # imported here, because that takes longer than all other functions do
 
     path = folder / COMMON
     try:

@@ -15,7 +15,7 @@ from mcore_rl.types import Sample
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
-"""Between two tries of a request."""
+"""Time between two tries of a request."""
 
 
 class Teacher:

@@ -273,6 +273,6 @@ def rope_theta_refusal(config: HfConfig) -> str:
 
 
 def partial_rotary_share(config: HfConfig, default: float) -> float:
-    """Return partial_rotary_factor, which may stand beside the rotary settings or among them."""
+    """Return partial_rotary_factor, which config.json has beside the rotary settings or in them."""
     factor = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return default if factor is None else float(factor)

@@ -88,7 +88,7 @@ class Tensors:
         return None
 
     def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
-        """Yield the HF names of a layer's tensors; of routed experts, those of `experts`."""
+        """Yield the HF names of a layer's tensors; its routed experts are limited to `experts`."""
         for entry in self.layer_entries[self._is_moe[layer]]:
             if entry.rule.numbers_experts:
                 for expert in experts:
@@ -97,7 +97,7 @@ class Tensors:
                 yield entry.tensor.name.format(layer=layer)
 
     def by_kind(self, layers: Iterable[int]) -> dict[bool, list[int]]:
-        """Return those of `layers` that have experts (True) and that are dense (False), if any."""
+        """Return the `layers` that have experts (key True) and those that are dense (key False)."""
         kinds: dict[bool, list[int]] = defaultdict(list)
         for layer in layers:
             kinds[self._is_moe[layer]].append(layer)
