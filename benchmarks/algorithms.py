@@ -1,4 +1,4 @@
-"""Seeds in, the held-out accuracy that each algorithm reaches from one warm start out.
+"""Measures the held-out accuracy that each algorithm reaches from one warm start, over seeds.
 
 All learn the countdown problems, with the options that docs/algorithms.md shows for them. A run
 that exists is not repeated, so a killed benchmark continues where it was; --out names the folder.
@@ -17,7 +17,7 @@ from variants import COUNTDOWN, ROOT, Folders, read_summaries, step_rows, train_
 
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 STEPS_PER_ROLLOUT = 2
-"""Optimizer steps, so that ratios differ from 1 in the second and clipping has something to do."""
+"""Optimizer steps per rollout: in the second, ratios differ from 1, so clipping has an effect."""
 CRITIC = [
     "rollout.prompts_per_step=512",
     "rollout.samples_per_prompt=1",
@@ -36,7 +36,7 @@ MORE: dict[str, list[str]] = {
     "PPO": CRITIC,
     "Online DPO": ["train.mini_batches=1"],
 }
-"""The algorithms compared, and what each gets besides the options that the document shows."""
+"""The algorithms compared, each with its options beside those that the document shows."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Seeds in; accuracy, wall time and idle shares of rollout.mode sync, one_step_off and async out.
+"""Compares accuracy, wall time and idle shares of rollout.mode sync, one_step_off and async.
 
 All train the quickstart's model on its problems, from one warm start and over seeds, with
 importance sampling truncated per token. Wall time is that of the steps after the first, without

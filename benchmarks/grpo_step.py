@@ -1,4 +1,4 @@
-"""A number of steps in, tokens per second of a GRPO step of this system and of TRL out.
+"""Measures the tokens per second of a GRPO step of this system and of TRL.
 
 Both train the same float32 model (1 M parameters, 4 layers, 8 experts) on the same prompts, with 4
 x 8 samples of 64 new tokens per step, on the same cores, one after the other. A step is everything

@@ -1,4 +1,4 @@
-"""Folder, steps and threads in, a JSON line with the seconds of TRL's GRPOTrainer per step out."""
+"""Trains with TRL's GRPOTrainer and prints a JSON line with its seconds per step."""
 
 import argparse
 import json

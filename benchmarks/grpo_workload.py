@@ -1,4 +1,4 @@
-"""A folder in; prompts, tokenizer, an MoE of 1 M parameters and a reward, for both systems, out."""
+"""Makes prompts, a tokenizer, an MoE of 1 M parameters and a reward for both systems."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of 2 GiB at TP2 PP2 EP2 in, time and memory of its conversion out.
+"""Measures time and memory of converting a Megatron checkpoint of 2 GiB at TP2 PP2 EP2.
 
 megatron-core itself writes the checkpoint, on four gloo ranks. Then `cp -r` and `mcore-rl-ckpt
 to-hf`, as whole processes, take turns. Before each, twice the memory that it will write is touched

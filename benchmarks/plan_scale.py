@@ -1,4 +1,4 @@
-"""Shipped recipes in, seconds and peak memory that a rank takes to make its part of a plan out.
+"""Measures the seconds and the peak memory that a rank takes to make its part of a plan.
 
 The largest case has 8,192 trainer ranks and 2,048 engine ranks. A few ranks spread over each side
 are planned, each from new layouts; the best of three counts. Prints a table, and last a JSON

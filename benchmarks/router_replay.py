@@ -1,4 +1,4 @@
-"""Dtypes in, the difference of engine and trainer log-probs with and without router replay out.
+"""Compares log-probs of engine and trainer with and without router replay, by dtype.
 
 Trains the tiny model with a learning rate so small that no weight changes. So every run compares
 the log-probs of the same samples under the same weights, which differ only by arithmetic and by

@@ -1,8 +1,8 @@
-"""Model sizes in, seconds per weight sync out: this system, gather-and-broadcast, SGLang's updates.
+"""Compares the seconds of a weight sync with gather-and-broadcast and with SGLang's own updates.
 
-One model in one pair of layouts (TP = EP over the trainer ranks, one SGLang engine), all on this
-machine over loopback. The methods take turns, and the engine's weights are compared after each.
-The last line is JSON.
+Each model has one pair of layouts: TP = EP over the trainer ranks, and one SGLang engine. All
+processes run on this machine and talk over loopback. The methods take turns, and the engine's
+weights are compared after each. The last line is JSON.
 """
 
 import argparse
@@ -31,7 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 OURS = "this"
 GATHER = "gather and broadcast"
 DISTRIBUTED = "sglang distributed"
-"""Sends whole tensors that trainer rank 0 already holds, so without the time to gather them."""
+"""Sends whole tensors that trainer rank 0 already holds, so the time to gather them is left out."""
 DISK = "sglang disk"
 """Gathers, writes and loads, all through the page cache."""
 DISK_LOAD = "sglang disk, load only"

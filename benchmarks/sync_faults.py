@@ -1,10 +1,10 @@
-"""Random faults during weight syncs in, their outcomes out: a process is killed or stopped.
+"""Kills or stops random processes during weight syncs and checks the outcomes.
 
-Two SGLang engines, two trainer ranks. Victims: a trainer rank (sender), the rank of the engine that
-passes slices on (relay), the rank of the other engine (receiver), all processes of the other
-engine. Asserted after each fault: no engine in rotation has weights other than its version's, the
-sync ended by its deadline, the survivors sync on, and the victim is readmitted once restarted or
-continued. The last line is JSON.
+Two trainer ranks send to two SGLang engines. A victim is a trainer rank (sender), the rank of the
+engine that passes slices on (relay), the rank of the other engine (receiver), or all processes of
+the other engine. After each fault the benchmark asserts that no engine in rotation has weights
+other than its version's, that the sync ended by its deadline, that the survivors sync on, and that
+the victim is readmitted once it is restarted or continued. The last line is JSON.
 """
 
 import argparse

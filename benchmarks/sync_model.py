@@ -1,4 +1,4 @@
-"""A size in, a random Qwen3-MoE model cut as Megatron cuts it at TP = EP = all ranks out."""
+"""Makes a random Qwen3-MoE model, cut as Megatron cuts it at TP = EP = all ranks."""
 
 import json
 import zlib

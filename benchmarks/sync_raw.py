@@ -1,4 +1,4 @@
-"""A number of bytes in, the time of a bare copy between processes and of a checksum out."""
+"""Measures the time of a bare copy between processes, and the cost of a checksum."""
 
 import mmap
 import os

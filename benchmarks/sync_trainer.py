@@ -1,4 +1,4 @@
-"""Trainer ranks as plain processes, which send weights by this system or by the baselines."""
+"""Runs trainer ranks as plain processes, which send weights by this system or by the baselines."""
 
 import asyncio
 import json

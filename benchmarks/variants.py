@@ -1,4 +1,4 @@
-"""Variants of a laptop recipe and seeds in, the folders of their runs from one warm start out.
+"""Trains variants of a laptop recipe from one warm start, over seeds; returns the runs' folders.
 
 A run that exists is not repeated, so a killed benchmark continues where it was.
 """

@@ -1,4 +1,4 @@
-"""A zip archive of torch.save that holds one tensor in, the place of its elements in the file out.
+"""Finds where the elements lie in a torch.save archive (zip) that holds one tensor.
 
     | header data.pkl | header data/0 | elements ... | crc | byteorder, version | directory |
     '---------- prefix --------------'              '----------- suffix -----------------'

@@ -1,4 +1,4 @@
-"""Dtype and shape in, the bytes of torch.save's archive around a tensor out: see archive.py."""
+"""Makes the bytes of torch.save's archive around a tensor's elements: see archive.py."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""Boxes of tensors in, lists of copies that assemble them from stored chunks out. Pure.
+"""Lists the copies that assemble tensors from stored chunks, given the boxes of both. Pure.
 
 chunk (contiguous)  | 0 1 2 3 4 5 |  --->  tensor   . . 0 1     Piece: 3 rows of a run of 2,
                                                     . . 2 3     target 2, stride 4

@@ -1,4 +1,4 @@
-"""Bytes of elements in, bytes of the same elements in another dtype out, converted by torch.
+"""Converts bytes of elements to another dtype, by torch.
 
 Imported only where elements are converted, so that commands that copy start without torch.
 """

@@ -1,4 +1,4 @@
-"""The mcore-rl-ckpt command: a checkpoint in, another kind of checkpoint or a verdict out."""
+"""The mcore-rl-ckpt command: converts a checkpoint to another kind, or checks it."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Two tensors in, the place and size of their difference out; both are read band by band."""
+"""Compares two tensors band by band and returns where and by how much they differ."""
 
 from dataclasses import dataclass, field, replace
 

@@ -1,4 +1,4 @@
-"""A quantized HuggingFace model in, the same model with plain weights out; see packed.py."""
+"""Writes a quantized HuggingFace model anew with plain weights; see packed.py."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A checkpoint's files and its checksums.json in, an error naming the damaged file out."""
+"""Compares a checkpoint's files with its checksums.json and names the file that is damaged."""
 
 from collections import defaultdict
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""A HuggingFace directory in, a Megatron checkpoint of the model out, which any layout can load."""
+"""Turns a HuggingFace directory into a Megatron checkpoint, which any layout can load."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A HuggingFace directory in, its tensors and their places in the files out.
+"""Opens a HuggingFace directory and returns its tensors and their places in the files.
 
 Index, files and config.json must agree.
 """

@@ -1,4 +1,4 @@
-"""config.json and tensors of a HuggingFace directory in, an error unless they agree out."""
+"""Checks that the tensors of a HuggingFace directory agree with its config.json."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Assemblies of tensors in, the files of a HuggingFace directory out."""
+"""Writes assemblies of tensors to the files of a HuggingFace directory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,8 +1,7 @@
-"""Records of what was read from source files in, an error naming the tensor of a wrong checksum
-out.
+"""Checks the bytes read from source files against checksums, and names the tensor that is wrong.
 
-A checksum may cover several reads, as of a matrix that is split into three tensors. The reads'
-checksums are combined once all of them are in.
+A checksum may cover several reads: for example, a matrix may be split into three tensors. The
+checksums of these reads are combined once all of them were added.
 """
 
 from bisect import bisect_right

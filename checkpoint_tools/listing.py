@@ -1,4 +1,4 @@
-"""A checkpoint in, its contents out: as a table for people or as one JSON object."""
+"""Lists the contents of a checkpoint: as a table for people or as one JSON object."""
 
 from collections import Counter
 from typing import Any

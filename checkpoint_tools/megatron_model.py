@@ -1,5 +1,4 @@
-"""Stored tensors of one naming in, assemblies of tensors in the other out: Megatron's and
-HuggingFace's.
+"""Assembles HuggingFace's tensors from Megatron's stored ones, and the other way around.
 
 Which elements correspond is read off the family tables.
 """

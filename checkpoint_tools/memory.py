@@ -1,4 +1,4 @@
-"""Process ids in, the peak of the memory that these processes take together out, by sampling."""
+"""Samples the peak of the memory that several processes take together."""
 
 import threading
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A folder in, the checkpoint that it holds out, of either kind."""
+"""Opens the checkpoint in a folder, of either kind."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Adam's moments and master weights of one naming in, the same under the other's names out.
+"""Converts Adam's moments and master weights between Megatron's and HuggingFace's names.
 
 optimizer.state.exp_avg.decoder.layers....  <-->  exp_avg.model.layers....
 """

@@ -1,4 +1,4 @@
-"""Assemblies and their places in files in, the written bytes and their checksums out.
+"""Writes assemblies to their places in files and returns the checksums of what it wrote.
 
 Peak memory of a worker: one band and the reader's scratch memory. Quantizing takes four more
 bands, dequantizing what unpack.py says.

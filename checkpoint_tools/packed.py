@@ -1,4 +1,4 @@
-"""Headers of a quantized model's files in, the tensors that values and scales encode out.
+"""Finds the tensors that values and scales encode, from the headers of a quantized model's files.
 
 fp8, as DeepSeek-V3's     X.weight   float8_e4m3fn [N, K]        --> X.weight  [N, K]
                           X.weight_scale_inv  [N / rows, K / columns], rounded up: values * scale

@@ -1,4 +1,4 @@
-"""Tasks and a function in, results out as worker processes finish them, or the first error.
+"""Runs tasks in worker processes; yields results as they finish, or raises the first error.
 
 Workers are forks, made before this process has threads. They end with their parent, however it
 ends.
@@ -110,7 +110,7 @@ def _worker(connection: Connection, make: Callable[[], Callable[[Any], Any]], pa
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     torch = sys.modules.get("torch")
     if torch is not None:
-        # A fork lacks the threads of its parent's torch, which would be waited for without end.
+        # A fork lacks the threads of its parent's torch and would wait for them forever.
         torch.set_num_threads(1)
     function = make()
     while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Planned files in, a checked folder out: workers write, checksums agree, then it gets its name."""
+"""Writes planned files to a folder, which gets its name only once all checksums agree."""
 
 import hashlib
 import json

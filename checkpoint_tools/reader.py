@@ -1,4 +1,4 @@
-"""Assemblies in, their elements out band by band; each byte of a file is read and summed once.
+"""Reads the elements of assemblies band by band; each byte of a file is read and summed once.
 
 Peak memory: the band that the caller passes, as much scratch memory for pieces that are scattered
 or cast, and a transposed piece as stored.
@@ -206,8 +206,8 @@ class Reader:
 def _append(spans: list[ByteSpan], new: ByteSpan, first: int) -> None:
     """Append a span, or extend one of the last three if `new` follows it.
 
-    Three, since the rows of queries, keys and values are read in turn. A span that began before
-    `first` belongs to another tensor and is not extended.
+    Three, because query, key and value rows alternate. A span that began before `first` belongs to
+    another tensor and is not extended.
     """
     for i in range(len(spans) - 1, max(-1, len(spans) - 4), -1):
         if spans[i].stop == new.start and spans[i].start >= first:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file in, its tensors out; or tensors to be written in, a header out.
+"""Reads the header of a safetensors file, and makes one for tensors to be written.
 
 | 8 bytes: length of the header | JSON: name -> dtype, shape, [start, stop) | elements, end to end |
 """

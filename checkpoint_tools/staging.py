@@ -1,4 +1,4 @@
-"""Finished units of work in, an output folder out, which a killed run's successor can continue.
+"""Collects finished units of work in a folder, so that a rerun continues what a kill stopped.
 
 <out>.partial/            files of full size, filled unit by unit, in any order
 <out>.partial/.journal    first line: a digest of what is to be made; then a line per finished unit

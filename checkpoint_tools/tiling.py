@@ -1,4 +1,4 @@
-"""Boxes of one tensor in, an error unless they cover each element exactly once."""
+"""Checks that boxes cover each element of a tensor exactly once."""
 
 from collections.abc import Sequence
 from math import prod
@@ -9,11 +9,11 @@ from mcore_rl.slices.families.table import Shape
 def check_boxes(
     key: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], where: object
 ) -> None:
-    """Raise ValueError with `where`, tensor and box unless `boxes`, (offset, shape), are a
-    partition.
+    """Raise ValueError unless `boxes`, (offset, shape), cover each element of the tensor once.
 
-    Boxes of the tensor's volume that do not overlap are one. Overlaps are looked for in the grid of
-    the boxes' edges; the time grows with the number of its cells.
+    The error has `where`, the tensor and the box. Boxes inside the tensor cover it once if they do
+    not overlap and their volumes add up to the tensor's. Overlaps are searched in the grid of the
+    boxes' edges; the time grows with the number of its cells.
     """
     for offset, size in boxes:
         if not _is_inside(offset, size, shape):

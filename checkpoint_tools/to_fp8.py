@@ -1,4 +1,4 @@
-"""A HuggingFace model in, the same model in FP8 with scales of 128 x 128 blocks out."""
+"""Writes a HuggingFace model anew in FP8 with scales of 128 x 128 blocks."""
 
 from functools import partial
 from pathlib import Path

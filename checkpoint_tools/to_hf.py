@@ -1,4 +1,4 @@
-"""A Megatron distributed checkpoint in, a HuggingFace directory out, copied tensor by tensor."""
+"""Merges a Megatron distributed checkpoint into a HuggingFace directory, tensor by tensor."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Megatron checkpoint (torch_dist) in, its tensors and their places in the files out.
+"""Opens a Megatron checkpoint (torch_dist); returns its tensors and their places in the files.
 
 Reads only .metadata and the small files, without torch.distributed, Megatron or a process group.
 """
@@ -208,7 +208,7 @@ def read_common(folder: Path) -> dict[str, Any]:
 
     Raises ValueError with the file if it is damaged.
     """
-    import torch  # here, since importing it takes longer than all that the other functions do
+    import torch  # imported here, because that takes longer than all other functions do
 
     path = folder / COMMON
     try:

@@ -1,4 +1,4 @@
-"""Quantized values and scales in, the elements that they encode out, band by band in order.
+"""Computes the elements that quantized values and scales encode, band by band in order.
 
 Peak memory: `Packed.held_bytes` and three bands.
 """

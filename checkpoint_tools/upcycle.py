@@ -1,4 +1,4 @@
-"""A dense HuggingFace model in, a mixture of experts with the same outputs out.
+"""Turns a dense HuggingFace model into a mixture of experts with the same outputs.
 
 Komatsuzaki et al. 2022, "Sparse Upcycling" (arXiv:2212.05055), section 3. Each expert is a copy of
 the dense MLP. In the families made here the weights of a token's experts add up to 1, so the

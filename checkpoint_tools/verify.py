@@ -1,4 +1,4 @@
-"""One checkpoint in, whether it has its checksums out; or two in, whether they are equal out."""
+"""Compares one checkpoint with its checksums, or two checkpoints with each other."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -50,8 +50,7 @@ class Verdict:
 def verify(
     first: Path, second: Path | None, source_hf: Path | None, optimizer: bool, effort: Effort
 ) -> Verdict:
-    """Read every tensor of a checkpoint and compare it with its checksums, or with those of
-    another.
+    """Read every tensor of a checkpoint; compare it with its checksums or with another checkpoint.
 
     source_hf   directory whose config.json relates Megatron's tensors to HuggingFace's; None: that
                 of the HuggingFace checkpoint

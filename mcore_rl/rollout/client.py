@@ -1,4 +1,4 @@
-"""Async client of the engines: prompts in, samples out (token ids, log-probs, weight versions)."""
+"""Sends prompts to the engines and returns samples (token ids, log-probs, weight versions)."""
 
 import asyncio
 import contextlib
@@ -126,8 +126,9 @@ class RolloutClient:
             await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
 
     async def abort_all(self, http: aiohttp.ClientSession) -> None:
-        """Have the engines end their requests; an engine that does not answer shows in its
-        requests.
+        """Have the engines end their requests.
+
+        Raises nothing for an engine that does not answer: its requests fail by themselves.
         """
         timeout = aiohttp.ClientTimeout(_ABORT_S)
         for engine in self._engines:

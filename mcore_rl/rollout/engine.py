@@ -1,4 +1,4 @@
-"""One SGLang server as a child process: an EngineSpec in, a healthy url out."""
+"""Starts one SGLang server as a child process and waits until it is healthy."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Which engines get requests: findings of watch and weight sync in, answers to clients out."""
+"""Decides which engines get requests, from what watch and weight sync found out about them."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence

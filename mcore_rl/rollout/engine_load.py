@@ -1,4 +1,4 @@
-"""Requests of one engine in, how many are in flight and how long there were none out."""
+"""Counts the requests of one engine that are in flight, and the seconds without any."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which experts an engine's routers chose: its encoded answer in, checked expert numbers out."""
+"""Decodes and checks an engine's answer about the experts that its routers chose."""
 
 import base64
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sequences in, an engine's log-probs of their tokens out, without sampling anything."""
+"""Asks an engine for its log-probs of given sequences, without sampling anything."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Async client of a served model: JSON bodies in, for each its JSON answer or an exception out."""
+"""Posts JSON bodies to a served model and returns its JSON answer, or an exception, for each."""
 
 import asyncio
 import json

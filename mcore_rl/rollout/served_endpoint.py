@@ -1,4 +1,4 @@
-"""A served model's options in, the addresses and names that its clients need out.
+"""Finds the addresses and the model name that clients of a served model need, from its options.
 
 A served model is one that runs beside the policy: a judge, a reward model or a teacher. Its engines
 are started by the run (`path`) or run already (`url`).

@@ -1,4 +1,4 @@
-"""Entry point of an SGLang server: `sglang serve` arguments in, an HTTP server out.
+"""Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
 Run as `python -m mcore_rl.rollout.server --parent-pid N <sglang arguments>`. All processes of the
 server die with the process that started it. Without CUDA, import stand-ins replace SGLang's

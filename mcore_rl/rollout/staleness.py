@@ -1,4 +1,4 @@
-"""Samples in, metrics of their age in weight versions out."""
+"""Computes metrics of how old samples are, in weight versions."""
 
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""A teacher: samples in, the log-probs that another model gives their response tokens out."""
+"""Asks a teacher, another model, for its log-probs of the samples' response tokens."""
 
 import asyncio
 import logging
@@ -15,7 +15,7 @@ from mcore_rl.types import Sample
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.5
-"""Between two tries of a request."""
+"""Time between two tries of a request."""
 
 
 class Teacher:

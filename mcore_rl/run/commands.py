@@ -1,6 +1,4 @@
-"""The commands: a checked Config in, a run folder out. They make the parts of a run and hand them
-to loops.
-"""
+"""Carries out the commands: makes the parts of a run, hands them to loops, fills a run folder."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -155,8 +153,8 @@ def run_dpo(config: Config) -> None:
 
 
 def run_pairs(config: Config) -> None:
-    """`mcore-rl pairs`: preferences among responses to data.train and eval.data, to
-    <run.dir>/pairs.
+    """`mcore-rl pairs`: sample responses to data.train and eval.data, and write preferences among
+    them to <run.dir>/pairs.
     """
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "data.train")

@@ -1,4 +1,4 @@
-"""A recipe that names models and data files on the Hugging Face hub in, one with local paths out.
+"""Fetches what a recipe names on the Hugging Face hub and puts local paths into the recipe.
 
     models      owner/name or owner/name@revision, unless a folder of that name is here
     data files  hf://datasets/owner/name/path/to/file.parquet or hf://datasets/owner/name@revision/...
@@ -33,16 +33,16 @@ DATA_FILE = re.compile(
 SETTINGS = ("*.json", "*.jinja", "*.py", "*.model", "*.tiktoken", "*.txt")
 WEIGHTS = ("*.safetensors",)
 OTHER_FORMATS = ("*/*", "consolidated*")
-"""Left out: the same weights once more, as some repositories have them."""
+"""Files that are not downloaded: some repositories have the same weights in other formats."""
 
 
 def fetch_config_json(config: Config) -> Config:
-    """The recipe with config.json alone of the models whose sizes a plan or a rehearsal needs."""
+    """Fetch only config.json, of the models whose sizes a plan or a rehearsal needs."""
     return _fetch_models(config, ("model.path", "critic.path"), ("config.json",))
 
 
 def fetch_inputs(config: Config, command: str) -> Config:
-    """The recipe with all that `command` reads here.
+    """Fetch everything that `command` reads on this machine; return the recipe with local paths.
 
     Raises ValueError naming the option if something is neither here nor on the hub, or if the hub
     cannot be reached.
@@ -113,7 +113,7 @@ def _download(
     revision: str | None,
     patterns: Sequence[str],
 ) -> Path:
-    """The folder of the snapshot, which is only downloaded where the cache lacks it."""
+    """Return the folder of the snapshot, which is downloaded only if the cache lacks it."""
     left_out = OTHER_FORMATS if kind == "model" else None
     try:
         folder = snapshot_download(

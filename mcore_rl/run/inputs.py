@@ -1,6 +1,4 @@
-"""A recipe in, everything out that a command reads before it starts a process; wrong input is
-refused.
-"""
+"""Reads everything a command needs before it starts a process, and refuses wrong input."""
 
 import logging
 import os
@@ -51,7 +49,7 @@ class TrainInputs:
 
 
 def read_train_inputs(config: Config) -> TrainInputs:
-    """The inputs of `mcore-rl train`.
+    """Return the inputs of `mcore-rl train`.
 
     Raises ValueError naming the option if a file cannot be used, or if a size or a model does not
     fit the rest.
@@ -143,7 +141,7 @@ def _open_model(config: Config) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
 
 
 def without_replay(config: Config, policy: ModelFacts) -> Config:
-    """The configuration for sequences that no engine sampled: the experts they went to are unknown.
+    """Return the configuration without router replay, for sequences that no engine sampled.
 
     Raises ValueError as check_routing does.
     """
@@ -155,7 +153,7 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
 def load_split(
     config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> list[Prompt]:
-    """The prompts of `files`, none without files. Raises ValueError as load_prompts does."""
+    """Return the prompts of `files`, if any. Raises ValueError as load_prompts does."""
     if not files:
         return []
     data = config.data
@@ -168,8 +166,9 @@ def token_cache_dir(data: DataConfig) -> Path:
 
 
 def make_scorer(config: Config) -> Scorer:
-    """The reward of a run. Raises ValueError if its function, template or tokenizer cannot be
-    used.
+    """Return the scorer of a run.
+
+    Raises ValueError if its function, template or tokenizer cannot be used.
     """
     model_scorers: dict[str, ModelScorer] = {}
     if config.judge.is_used:

@@ -1,4 +1,4 @@
-"""A recipe and the processes of a run in; the parts that loops work with out."""
+"""Makes the parts that loops work with, from a recipe and the processes of a run."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -145,8 +145,8 @@ def sample_in_background(
     processes: RunProcesses,
     weights: EngineSync,
 ) -> AbstractContextManager[BackgroundSampler | None]:
-    """Return the sampler that works while the trainer trains; a context of None if rollout.mode is
-    sync.
+    """Return the sampler that works while the trainer trains, or a context manager that yields None
+    when rollout.mode=sync.
     """
     if config.rollout.mode == "sync":
         return nullcontext()

@@ -1,4 +1,4 @@
-"""A recipe for many GPUs in, its rehearsal for a laptop out.
+"""Turns a recipe for many GPUs into its rehearsal for a laptop.
 
 A rehearsal has the recipe's model family, algorithm and kinds of parallelism in the smallest sizes.
 It takes one step with a tiny random model and arithmetic prompts, both made on the spot. Options
@@ -31,7 +31,7 @@ from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf.facts import ModelFacts
 
 SMALLEST = 2
-"""Size of every kind of parallelism that a recipe uses."""
+"""Size that a rehearsal gives to every kind of parallelism that its recipe uses."""
 MOST_RANKS = 4
 PROMPTS = 8
 SAMPLES = 4
@@ -40,9 +40,9 @@ MAX_RESPONSE_LEN = 16
 MAX_TOKENS = 1024
 KV_CACHE_LEN = 8192
 REWARD_NOISE = 1.0
-"""Added to rewards (rewards/noise.py), as a random model earns 0 for all that it says."""
+"""Noise added to rewards (rewards/noise.py): a random model earns 0 for every response."""
 LEARNING_RATE = 1e-3
-"""One step at this rate changes log-probs far more than arithmetic does, so stale engines show."""
+"""One step at this rate changes log-probs far more than rounding does, so stale engines show."""
 
 TINY: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -139,8 +139,9 @@ def _smallest(size: int) -> int:
 
 
 def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
-    """Reduce every size above 1 to 2, the data-parallel size too unless there are MOST_RANKS ranks
-    without.
+    """Reduce every size above 1 to 2.
+
+    The data-parallel size is left at its least if that already makes MOST_RANKS ranks.
     """
     smallest = ParallelConfig(
         tp=_smallest(layout.tp),
@@ -173,7 +174,7 @@ def _smallest_train(train: TrainConfig) -> TrainConfig:
 
 
 def _smallest_rollout(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """`num_gpus`: of the trainer, if engines run on them."""
+    """`num_gpus`: number of trainer GPUs if the engines share them, else None."""
     is_group = rollout.samples_per_prompt > 1
     return replace(
         _smallest_engines(rollout, num_gpus),
@@ -206,8 +207,9 @@ def _smallest_critic(critic: CriticConfig) -> CriticConfig:
 
 
 def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """Shrink the engines; `num_gpus` is the number of trainer GPUs if the engines share them, else
-    None.
+    """Shrink the engines.
+
+    `num_gpus` is the number of trainer GPUs if the engines share them, else None.
     """
     engine_ranks = _smallest(rollout.tp) * _smallest(rollout.pp)
     room = SMALLEST if num_gpus is None else num_gpus // engine_ranks
@@ -224,7 +226,7 @@ def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutCo
 
 
 def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
-    """Shrink a served model's engines; a model at a url has none and is asked where it is."""
+    """Shrink a served model's engines; a model at a url has none and stays as it is."""
     return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN)
 
 

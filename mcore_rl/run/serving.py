@@ -1,4 +1,4 @@
-"""`mcore-rl serve`: a checkpoint in, SGLang's OpenAI-compatible API for it until Ctrl-C."""
+"""`mcore-rl serve` serves a checkpoint by SGLang's OpenAI-compatible API until Ctrl-C."""
 
 import json
 import time
@@ -19,7 +19,7 @@ _ANSWER_TIMEOUT_S = 120.0
 
 
 def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
-    """The HuggingFace directory to serve; a Megatron checkpoint is merged into one beside it first.
+    """Return the HuggingFace directory to serve; a Megatron checkpoint is first merged into one.
 
     Raises ValueError if SGLang could not serve chats from it, or if a merge lacks `source_hf`.
     """
@@ -68,7 +68,7 @@ def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: f
 
 
 def ask(engine: EngineProcess, question: str) -> str:
-    """The answer to a chat completion at temperature 0. Raises RuntimeError if there is none."""
+    """Return the answer to a chat completion at temperature 0; RuntimeError if there is none."""
     body = {
         "model": engine.spec.model_path,
         "messages": [{"role": "user", "content": question}],

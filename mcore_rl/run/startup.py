@@ -1,4 +1,4 @@
-"""The processes of a training run, started in an order in which those that share GPUs have room."""
+"""Starts the processes of a training run in an order in which those that share GPUs have room."""
 
 from dataclasses import dataclass
 

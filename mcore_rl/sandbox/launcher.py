@@ -1,4 +1,4 @@
-"""A job from run.py in, as JSON on stdin; one command run in Linux namespaces of its own out.
+"""Reads a job of run.py as JSON from stdin and runs its command in new Linux namespaces.
 
 Three processes take part: this one, in the new user namespace; the first process of the new
 process namespace, which builds a root of read-only folders; and the command. When the caller or
@@ -40,8 +40,8 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0, data: str =
 def _die_with_caller(caller_pid: int) -> None:
     """Have the kernel kill this process when the caller ends; exit if the caller has ended already.
 
-    The kernel signals a death that follows the request, not one before it: an orphan sees another
-    parent than the caller.
+    The kernel only signals a death after the request. If the caller died before it, this process
+    already has another parent.
     """
     _request_death_signal()
     if os.getppid() != caller_pid:
@@ -66,8 +66,8 @@ def _request_death_signal() -> None:
 def _enter_namespaces() -> None:
     """Enter new namespaces as a user without rights.
 
-    Run by root, the command becomes nobody: it cannot read root's files, and the limit on processes
-    holds, which root is exempt from.
+    If root runs the launcher, the command becomes the user nobody. It then cannot read root's
+    files, and the limit on processes applies, from which root is exempt.
     """
     uid = os.geteuid()
     gid = os.getegid()

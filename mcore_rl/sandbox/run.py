@@ -1,7 +1,8 @@
-"""Untrusted Python programs in, their output out: no network, no foreign files, bounded resources.
+"""Runs untrusted Python programs and returns their output.
 
-Each program runs in Linux namespaces of its own (launcher.py); when it ends, the kernel ends every
-process in them. docs/rewards.md says what that guarantees and what it does not.
+They get no network, no foreign files and bounded resources. Each program runs in Linux namespaces
+of its own (launcher.py); when it ends, the kernel ends every process in them. docs/rewards.md says
+what that guarantees and what it does not.
 """
 
 import contextlib

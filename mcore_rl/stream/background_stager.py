@@ -1,4 +1,4 @@
-"""Stage requests in, staged versions out: an engine rank receives and forwards as it decodes."""
+"""Lets an engine rank receive, stage and forward weights in a thread while the engine decodes."""
 
 import logging
 import time

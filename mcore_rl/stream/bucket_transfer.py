@@ -1,5 +1,4 @@
-"""One rank's buckets over one transport: tensors in, the same slices in the tensors of the peers
-out.
+"""Moves one rank's buckets over one transport, from its own tensors to those of its peers.
 
     trainer ranks --- transfer ---> engine A, rank r --- transfer ---> engine B, rank r --- ...
 

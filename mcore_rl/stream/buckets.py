@@ -1,4 +1,4 @@
-"""Slices in, messages of bounded size out. Pure: placed_bucket.py moves the bytes.
+"""Packs slices into messages of bounded size. Pure: placed_bucket.py moves the bytes.
 
 source rank's shards        bucket (one message)                        target rank's shards
 q_proj rows 0-3   --->  | version index sums | q_proj | k_proj | ... |  --->  qkv_proj rows 0-3

@@ -1,4 +1,4 @@
-"""A rank's end of a link in; one agreed plan, then one version after another moved over it."""
+"""Agrees with a link's other ranks on one plan, then moves one version after another by it."""
 
 import time
 from collections.abc import Mapping

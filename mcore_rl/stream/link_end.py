@@ -1,4 +1,4 @@
-"""One rank's end of a link in; everything the handshake and transports are built from out."""
+"""Describes one rank's end of a link; the handshake and the transports are built from it."""
 
 import time
 from collections.abc import Sequence

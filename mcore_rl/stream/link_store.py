@@ -1,5 +1,4 @@
-"""The key-value store of one link: layouts, failures, stage requests and reports go in and come
-out.
+"""Serves one link's key-value store, which holds layouts, failures, stage requests and reports.
 
 The controller serves it on a port of its own for as long as the link lives; its keys end with the
 link.

@@ -1,4 +1,4 @@
-"""A bucket and a rank's tensors in; packed, verified and placed bytes out.
+"""Packs a bucket from a rank's tensors, verifies it, and places it in a rank's tensors.
 
 A slice is cast to the target's dtype while it is packed, and FP8 values are computed then, with the
 scales of their blocks. Each end knows only where a slice lies in its own memory, possibly in

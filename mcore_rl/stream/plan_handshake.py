@@ -1,4 +1,4 @@
-"""A rank's own shards in; its part of a plan out, which every pair of ranks has compared.
+"""Computes a rank's part of the plan from its own shards and compares it with every peer's.
 
 trainer rank: its shards -+                    +-> what I send, to whom  --+
                           +-> as recorded?     |                           +-> equal in each pair?

@@ -1,10 +1,9 @@
-"""Inside each SGLang rank: commands come in through the custom weight loader, slices land in the
-parameters.
+"""Runs in each SGLang rank: takes commands through the custom weight loader and receives slices.
 
-SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`; the controller sends
+SGLang runs with `--custom-weight-loader mcore_rl.stream.receiver.load`. The controller sends
 commands through /update_weights_from_tensor. Over a staged link only `connect` and `swap` come that
-way: versions are received in a thread, while the engine decodes, as the controller requests through
-the link's store. Outcomes are reported through the store, never raised: an exception would end
+way. The controller requests each version through the link's store, and a thread receives it while
+the engine decodes. Outcomes are reported through the store, never raised: an exception would end
 SGLang's scheduler.
 """
 

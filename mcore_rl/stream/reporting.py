@@ -1,4 +1,4 @@
-"""An action of a rank in; a report of its outcome out, to the link's store."""
+"""Runs an action of a rank and leaves a report of its outcome in the link's store."""
 
 import logging
 import time

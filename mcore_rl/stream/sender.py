@@ -1,4 +1,4 @@
-"""Inside each trainer rank: its parameters in; slices out, to every engine that needs them."""
+"""Runs in each trainer rank: sends slices of its parameters to every engine that needs them."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

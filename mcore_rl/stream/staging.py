@@ -1,4 +1,4 @@
-"""A second set of a rank's parameters, filled while the engine decodes, then swapped in."""
+"""Holds a second set of a rank's parameters: filled while the engine decodes, then swapped in."""
 
 from collections.abc import Mapping
 

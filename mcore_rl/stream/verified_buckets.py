@@ -1,4 +1,4 @@
-"""Buckets verified by a relay: its receiving thread adds them, its forwarding thread waits."""
+"""Hands verified buckets from a relay's receiving thread to its forwarding thread."""
 
 import time
 from threading import Condition

@@ -1,5 +1,4 @@
-"""Checksums of bytes in flight: words of slices in, 64 bits per slice out, many equal slices per
-call.
+"""Computes a 64-bit checksum of each slice in flight, of many equal slices in one call.
 
 A slice is rows of ROW_WORDS 8-byte words. Its checksum is the sum over j of
 multiplier[j] * (sum over rows of word[row, j]) mod 2**64, with odd pseudo-random multipliers.

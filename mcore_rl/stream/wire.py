@@ -1,4 +1,4 @@
-"""Messages between controller, trainer ranks and engine ranks: dataclasses in, bytes out, and back.
+"""Encodes and decodes the messages between controller, trainer ranks and engine ranks.
 
 All three run the same release, so the encodings carry no version number.
 """

@@ -1,4 +1,4 @@
-"""The policy on one training rank: micro-batches in, log-probs and optimizer steps out."""
+"""Runs the policy on one training rank: computes log-probs and takes optimizer steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Model, optimizer and extra state in, one folder per save out, which any layout can load.
+"""Saves model, optimizer and extra state to one folder per save, which any layout can load.
 
 The folder is written by checkpoint_save.py and checked by checkpoint_check.py before anything of
 it is loaded.

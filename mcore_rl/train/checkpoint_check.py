@@ -1,8 +1,8 @@
-"""A checkpoint folder in, an error on every rank if it is damaged or if loading it could run code.
+"""Checks a checkpoint folder for damage and for pickles that could run code.
 
-torch and megatron-core unpickle `.metadata` and the objects in .distcp files (generators, extra
-states) without restriction. Here both are read by restricted unpicklers first, and the load runs
-with the restriction on.
+If one rank finds either, all ranks raise the same error. torch and megatron-core unpickle
+`.metadata` and the objects in .distcp files (generators, extra states) without restriction. Here
+both are read by restricted unpicklers first, and the load runs with the restriction on.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""A sharded state in, a checkpoint folder out, written by threads while training goes on.
+"""Writes a sharded state to a checkpoint folder, in threads, while training goes on.
 
 A save goes to `<folder>.incomplete`, which is renamed when every rank has written its part, so a
 folder under its own name is complete. Tensors in device memory are first copied to the host; peak:

@@ -1,4 +1,4 @@
-"""The critic on one training rank: a model with a value head, micro-batches in, values out."""
+"""Runs the critic on one training rank: a model with a value head computes values and learns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast

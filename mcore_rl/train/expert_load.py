@@ -1,4 +1,4 @@
-"""Tokens per expert in an optimizer step: counts of each rank's routers in, metrics of all out."""
+"""Adds up the tokens that each expert got in an optimizer step and makes metrics of them."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Shards of all ranks in, the model's HuggingFace directory out; each file is written by one rank.
+"""Writes the shards of all ranks to a HuggingFace directory; each file is written by one rank.
 
 Peak memory per rank: one file's tensors (`max_file_bytes`), and as much again in send and receive
 buffers.

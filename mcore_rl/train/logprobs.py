@@ -1,4 +1,4 @@
-"""Vocab-parallel logits in, token log-probs and entropies out, with two small all-reduces.
+"""Computes token log-probs and entropies from vocab-parallel logits, with two small all-reduces.
 
 The logits are not modified.
 """

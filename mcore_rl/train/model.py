@@ -1,4 +1,4 @@
-"""HF config and layout in, this rank's megatron-core GPTModel chunks out, not yet filled."""
+"""Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout."""
 
 from collections.abc import Sequence
 

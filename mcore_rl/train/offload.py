@@ -1,4 +1,4 @@
-"""Names of parts of a training model in, their device memory moved to host memory and back.
+"""Moves parts of a training model between device memory and host memory, by their names.
 
     held: nothing            everything is in host memory: enough for a checkpoint or an export
           weights            parameters: enough for a forward pass or a weight sync
@@ -89,7 +89,7 @@ class _Memory:
         self.key = storage._cdata
         self.num_bytes = storage.nbytes()
         self.is_copied = False
-        """Whether the host copy has the values of now."""
+        """True if the host copy has the current values."""
 
     @property
     def is_held(self) -> bool:

@@ -1,4 +1,4 @@
-"""Megatron's DDP and distributed optimizer around model chunks, and the learning-rate schedule."""
+"""Wraps model chunks in Megatron's DDP, and makes the optimizer and learning-rate schedule."""
 
 from collections.abc import Sequence
 from math import cos, pi

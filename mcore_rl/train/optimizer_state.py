@@ -1,4 +1,4 @@
-"""A distributed optimizer in, the sharded state of its parameters for a checkpoint out.
+"""Gives a distributed optimizer the sharded state of its parameters for a checkpoint.
 
 One of the ranks that update a parameter writes its whole state; each of them reads it. Replaces
 `DistributedOptimizer.sharded_param_state_fully_reshardable` of megatron-core, which gathers the

@@ -1,4 +1,4 @@
-"""A packed micro-batch in, the part that one context-parallel (CP) rank computes on out.
+"""Cuts out of a packed micro-batch the part that one context-parallel (CP) rank computes on.
 
 Each sequence is padded and cut into 2 * cp chunks. CP rank r holds chunks r and 2 * cp - 1 - r, so
 that every rank has the same causal attention work. One sequence of 5 tokens with cp = 2:

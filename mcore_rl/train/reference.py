@@ -1,4 +1,4 @@
-"""A frozen copy of the weights in host memory, swapped in for a forward pass and out again."""
+"""Keeps a frozen copy of the weights in host memory and swaps it in for a forward pass."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Routers in a pass over micro-batches: experts to replay in, experts taken and flips out.
+"""Tells routers which experts to replay in a pass, and records which experts they took.
 
     Actor -> begin(batches)             opens a pass
     schedule -> enter(batch)            names the micro-batch that a chunk of layers runs on next

@@ -1,4 +1,4 @@
-"""Process groups of the training ranks: rank and ParallelConfig in, this rank's coordinate out."""
+"""Makes the process groups of a parallel layout and says where this rank stands in it."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs micro-batches through megatron-core's pipeline schedule: batches in, reports out.
+"""Runs micro-batches through megatron-core's pipeline schedule and returns a report of each.
 
 A report is what the last stage's output function returns for a micro-batch beside the loss.
 """

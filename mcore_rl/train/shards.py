@@ -1,4 +1,4 @@
-"""Model chunks in, the boxes of Megatron's global tensors and of HF tensors that they hold out."""
+"""Finds which boxes of Megatron's global tensors and of HF tensors the model chunks hold."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sums of each micro-batch in, loss and metrics of the optimizer step out.
+"""Turns the sums of each micro-batch into the loss and metrics of the optimizer step.
 
 They are reduced over the data- and context-parallel ranks.
 """

@@ -1,4 +1,4 @@
-"""A model in training on one rank: micro-batches in, optimizer steps, weights, checkpoints out.
+"""Runs a model in training on one rank: takes optimizer steps, gives weights, saves checkpoints.
 
 It is the common base of actor and critic, which differ in what they compute from the last stage's
 output.

@@ -1,4 +1,4 @@
-"""HuggingFace config.json in, megatron-core's TransformerConfig and GPTModel arguments out."""
+"""Turns config.json into megatron-core's TransformerConfig and GPTModel arguments."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The output layer of a critic: hidden states in, one number per token out."""
+"""Replaces the output layer of a critic: turns hidden states into one number per token."""
 
 import torch
 import torch.nn.functional as F

@@ -180,7 +180,7 @@ def test_known_values() -> None:
     assert of("grpo_pass_k") == pytest.approx([2.0, 0.0, 0.0, 0.0], abs=1e-5)
 
 
-def test_what_tokens_bring_counts_towards_the_reward_of_the_sample() -> None:
+def test_what_tokens_bring_counts_toward_the_reward_of_the_sample() -> None:
     rows = [(1.0, 0, 2), (0.0, 0, 1)]
     got = advantages["dr_grpo"](outcomes_of(rows, [-0.25, -0.25, 0.1]), AlgorithmConfig())
     assert got.tolist() == pytest.approx([0.2, 0.2, -0.2])

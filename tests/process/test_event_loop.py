@@ -46,20 +46,20 @@ def test_all_work_runs_on_one_loop() -> None:
 
 def test_a_cancelled_future_cancels_its_work() -> None:
     loop = EventLoop()
-    begun, cancelled = threading.Event(), threading.Event()
+    begun, canceled = threading.Event(), threading.Event()
 
     async def wait() -> None:
         begun.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            cancelled.set()
+            canceled.set()
             raise
 
     future = loop.start(wait())
     assert begun.wait(10)
     future.cancel()
-    assert cancelled.wait(10)
+    assert canceled.wait(10)
     loop.close()
 
 

@@ -1,4 +1,4 @@
-"""Things that tests wait for start while the test before them runs."""
+"""Starts what a test waits for while the test before it still runs."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -1,4 +1,4 @@
-"""A piece of an assembly taken apart element by element."""
+"""Takes a piece of an assembly apart, element by element."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""How a documented command is tried: as written, shortened, or dry where it needs GPUs."""
+"""Tries a documented command: as written, shortened, or dry where it needs GPUs."""
 
 import shlex
 from collections.abc import Sequence

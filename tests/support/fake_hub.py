@@ -1,4 +1,4 @@
-"""A Hugging Face hub on this machine: repositories in, answers to huggingface_hub out."""
+"""Imitates the Hugging Face hub on this machine: serves given repositories to huggingface_hub."""
 
 import hashlib
 import json

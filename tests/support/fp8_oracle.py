@@ -16,7 +16,7 @@ def per_block_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return x_scaled.view_as(x_padded)[:m, :n].contiguous(), sf.view(x_view.size(0), x_view.size(2))
 
 
-def dequantise(values_NK: Tensor, scales_nk: Tensor) -> Tensor:
+def dequantize(values_NK: Tensor, scales_nk: Tensor) -> Tensor:
     """float32; as weight_dequant in DeepSeek-V3's inference/kernel.py."""
     rows, columns = values_NK.shape
     scales_NK = scales_nk.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]

@@ -1,4 +1,4 @@
-"""Ray on one machine that is told of GPUs that do not exist."""
+"""Tells Ray on one machine of GPUs that do not exist."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

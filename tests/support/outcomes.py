@@ -1,4 +1,4 @@
-"""Outcomes of samples made from (reward, group, number of tokens) of each."""
+"""Makes outcomes of samples from the reward, group and number of tokens of each."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Plans of all ranks executed on numbered tensors: who ends up with what, each element counted."""
+"""Executes the plans of all ranks on numbered tensors and counts where each element ends up."""
 
 from collections import defaultdict
 from collections.abc import Mapping

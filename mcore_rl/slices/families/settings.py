@@ -1,9 +1,9 @@
-"""config.json in, axis sizes and arguments of TransformerConfig out, as far as families share them.
+"""Turns config.json into axis sizes and arguments of TransformerConfig that families share.
 
     sizes      {"hidden": 2048, "q": 4096, ...}             names of axes in a family's rules
     options    {"hidden_size": 2048, "kv_channels": 128}    megatron-core's TransformerConfig
 
-A family adds up those that it needs.
+Each family combines those that it needs.
 """
 
 from collections.abc import Mapping
@@ -225,12 +225,12 @@ def group_refusal(config: HfConfig, scored_by: int) -> str:
 
 
 def after_dense_layers(config: HfConfig, layer: int) -> bool:
-    """Whether a layer has experts where the first `first_k_dense_replace` layers are dense."""
+    """Return whether a layer has experts if the first `first_k_dense_replace` layers are dense."""
     return layer >= config.get("first_k_dense_replace", 0)
 
 
 def sparse_layers(config: HfConfig, layer: int) -> bool:
-    """Whether a layer of Qwen2-MoE or Qwen3-MoE has experts, by the rule of transformers."""
+    """Return whether a layer of Qwen2-MoE or Qwen3-MoE has experts, by the rule of transformers."""
     return (
         layer not in (config.get("mlp_only_layers") or ())
         and need(config, "num_experts", "num_local_experts") > 0
@@ -239,7 +239,7 @@ def sparse_layers(config: HfConfig, layer: int) -> bool:
 
 
 def every_layer(config: HfConfig, layer: int) -> bool:
-    """Whether a layer has experts in a model without dense layers."""
+    """Return whether a layer has experts in a model without dense layers."""
     return True
 
 
@@ -273,6 +273,6 @@ def rope_theta_refusal(config: HfConfig) -> str:
 
 
 def partial_rotary_share(config: HfConfig, default: float) -> float:
-    """Return partial_rotary_factor, which may stand beside the rotary settings or among them."""
+    """Return partial_rotary_factor, which config.json has beside the rotary settings or in them."""
     factor = rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     return default if factor is None else float(factor)

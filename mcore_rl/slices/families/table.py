@@ -57,12 +57,12 @@ class Rule:
 
     @property
     def has_expert_axis(self) -> bool:
-        """Whether the Megatron tensor belongs to one routed expert."""
+        """Return whether the Megatron tensor belongs to one routed expert."""
         return self.stacked or self.numbers_experts
 
     @property
     def numbers_experts(self) -> bool:
-        """Whether each expert has an HF tensor of its own, with its number in the name."""
+        """Return whether each expert has an HF tensor of its own, with its number in the name."""
         return "{expert}" in self.tensors[0].name
 
     def matrix_axes(self, tensor: HfTensor) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class Family:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether one HF tensor holds all experts of a layer."""
+        """Return whether one HF tensor holds all experts of a layer."""
         return any(rule.stacked for rule in self.rules)
 
     def find(self, key: str) -> tuple[Rule, int | None]:
@@ -146,7 +146,7 @@ class Family:
         return frozenset(self.tied) if config.get("tie_word_embeddings", False) else frozenset()
 
     def is_carried(self, config: HfConfig, name: str) -> bool:
-        """Whether a checkpoint may hold the tensor `name` although the Megatron model does not."""
+        """Return whether a checkpoint may hold tensor `name`, which the Megatron model lacks."""
         pattern = self.carried(config)
         return bool(pattern and re.fullmatch(pattern, name))
 

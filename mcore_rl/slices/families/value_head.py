@@ -31,7 +31,7 @@ def classifier_of(family: Family) -> Family:
 
 
 def has_value_head(config: HfConfig) -> bool:
-    """Whether the model gives one value per token instead of log-probs."""
+    """Return whether the model gives one value per token instead of log-probs."""
     return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint in, checksums.json beside them out.
+"""Takes the checksums of a checkpoint's files and keeps them in checksums.json beside the files.
 
 Each file is cut into spans without gaps, one for the header and one per tensor, and each span has a
 CRC-32:

@@ -1,4 +1,4 @@
-"""A HuggingFace model directory in, its parsed config.json out; unsupported models are refused.
+"""Parses the config.json of a HuggingFace model directory and refuses unsupported models.
 
 See `ModelFacts` in facts.py for the value that commands read once and pass on.
 """

@@ -1,4 +1,4 @@
-"""A model directory in, the facts about its model out; config.json is read once."""
+"""Reads a model's config.json once and offers what it says as typed facts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class ModelFacts:
 
     @property
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has experts."""
+        """Tell for each layer whether it has experts."""
         return tuple(map(bool, moe_layers(self.config)))
 
     @property
@@ -73,10 +73,10 @@ class ModelFacts:
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether one HF tensor holds all experts of a layer."""
+        """Return whether one HF tensor holds all experts of a layer."""
         return self.family.stacks_experts
 
     @property
     def has_value_head(self) -> bool:
-        """Whether the model gives one value per token instead of log-probs."""
+        """Return whether the model gives one value per token instead of log-probs."""
         return has_value_head(self.config)

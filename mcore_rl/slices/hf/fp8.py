@@ -53,7 +53,7 @@ def scale_box(box: Box) -> Box:
 
 
 def is_converted(name: str) -> bool:
-    """Whether DeepSeek's convention quantizes the HF tensor `name`.
+    """Return whether DeepSeek's convention quantizes the HF tensor `name`.
 
     The projections of attention, MLPs and experts are quantized. Embeddings, output layer, norms,
     biases and the router are not.

@@ -1,4 +1,4 @@
-"""A matrix in, its 8-bit values and the scales of its blocks out; fp8.py describes the format.
+"""Turns a matrix into 8-bit values and the scales of its blocks, in the format of fp8.py.
 
 Shapes: N rows and K columns of the matrix, n and k rows and columns of blocks, R rows and B columns
 of one block.

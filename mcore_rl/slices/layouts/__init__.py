@@ -1,1 +1,4 @@
-"""Which rank holds which box of which HF tensor: by rule (Megatron, SGLang) or by list (traced)."""
+"""Says which rank holds which box of which HF tensor.
+
+Megatron's and SGLang's layouts follow rules; a traced layout lists its shards.
+"""

@@ -1,4 +1,4 @@
-"""An engine's own `load_weights` in, the shards of its parameters out: it runs on tracers.
+"""Runs an engine's own `load_weights` on tracers to find the shards of its parameters.
 
     tracer of q_proj [8, 4]  --narrow-->  rows 4-7  --copy_-->  parameter qkv_proj[0:4]
     recorded:  Shard(Box("q_proj", (4, 0), (8, 4)), "qkv_proj", offset=0, strides=(4, 1))

@@ -53,8 +53,9 @@ class Layout(Protocol):
     def names(self, rank: int) -> Iterator[str]:
         """Yield every HF tensor of which `rank` holds a piece, each once.
 
-        Tensors of its layers of which it holds nothing may be among them (key-value heads, where
-        tensor parallelism cuts between them). The work grows with the tensors of the rank's layers.
+        It may also yield tensors of the rank's layers of which the rank holds nothing: key-value
+        heads, where tensor parallelism cuts between them. The work grows with the tensors of the
+        rank's layers.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The shards of every rank in, their layout out: for what was traced or read from metadata.
+"""Makes a layout from lists of every rank's shards, which were traced or read from metadata.
 
     rank 0 holds rows 0-5        pieces  rows 0-3 on rank 0
     rank 1 holds rows 4-7   -->          rows 4-5 on ranks 0 and 1

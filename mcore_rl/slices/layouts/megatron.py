@@ -1,4 +1,4 @@
-"""config.json and Megatron's parallel sizes in, the trainer's layout out, in closed form.
+"""Computes the trainer's layout in closed form from config.json and Megatron's parallel sizes.
 
     rank = tp + TP * (cp + CP * (dp + DP * pp))      dense: cut over tp, replicated over cp and dp
          = etp + ETP * (ep + EP * (edp + EDP * pp))  experts: dealt out over ep, cut over etp

@@ -73,12 +73,12 @@ def _with_scales(names: Iterable[str]) -> Iterator[str]:
 
 
 def is_quantized(placement: Placement) -> bool:
-    """Whether the tensor is an FP8 matrix."""
+    """Return whether the tensor is an FP8 matrix."""
     return bool(placement.pieces) and placement.pieces[0].dtype == FP8
 
 
 def travels_with_matrix(name: str, target: Layout) -> bool:
-    """Whether HF tensor `name` holds the scales of a matrix that `target` has in FP8.
+    """Return whether HF tensor `name` holds the scales of a matrix that `target` has in FP8.
 
     Such scales travel with the values and are not planned by themselves.
     """
@@ -98,7 +98,7 @@ def join_rows(placement: Placement) -> Placement:
 
 
 def _continues(above: PlacedPiece, below: PlacedPiece) -> bool:
-    """Whether `below` begins where `above` ends, with the same columns, ranks and dtype."""
+    """Return whether `below` begins where `above` ends, with the same columns, ranks and dtype."""
     same_columns = (above.start[1:], above.stop[1:]) == (below.start[1:], below.stop[1:])
     same_holders = (above.ranks, above.dtype) == (below.ranks, below.dtype)
     return same_columns and same_holders and above.stop[0] == below.start[0]
@@ -138,7 +138,7 @@ def check_blocks(
 
 
 def is_whole(start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a box begins and ends at the edges of blocks; `shape` is that of the whole matrix."""
+    """Return whether a box of a matrix of `shape` begins and ends at the edges of blocks."""
     begins = not any(at % BLOCK for at in start)
     return begins and all(
         at % BLOCK == 0 or at == size for at, size in zip(stop, shape, strict=True)

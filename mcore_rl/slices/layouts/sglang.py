@@ -1,4 +1,4 @@
-"""config.json and the sizes of SGLang's engines in, the engines' layout out, in closed form.
+"""Computes the engines' layout in closed form from config.json and the sizes of SGLang's engines.
 
     rank = engine * (TP * PP) + pp * TP + tp
 

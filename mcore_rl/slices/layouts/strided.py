@@ -1,4 +1,4 @@
-"""A strided view of an HF tensor and the local memory it is copied to in, shards out.
+"""Returns the shards that result from copying a strided view of an HF tensor to local memory.
 
     HF tensor [4, 2]      view: every second row      local tensor [2, 2]
     row 0  a b            a b                         a b  <- Shard(box of row 0, offset=0)

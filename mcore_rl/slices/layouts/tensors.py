@@ -1,4 +1,4 @@
-"""A family's table and config.json in; the tensors of one model by layer and by name out.
+"""Lists the tensors of one model, by layer and by name, from its family's table and config.json.
 
     entry   model.layers.{layer}.mlp.experts.{expert}.down_proj.weight   a name in the table
     tensor  model.layers.3.mlp.experts.17.down_proj.weight               (entry, layer 3, expert 17)
@@ -50,7 +50,7 @@ class Tensors:
         self._is_moe = [family.is_moe_layer(hf_config, layer) for layer in range(self.num_layers)]
         left_out = family.left_out(hf_config)
         self.tied = bool(left_out)
-        """Whether the output layer shares the embedding's weights."""
+        """True if the output layer shares the embedding's weights."""
         entries = []
         for rule in family.rules:
             for tensor in rule.tensors:
@@ -62,7 +62,7 @@ class Tensors:
             False: [entry for entry in entries if entry.rule.where in ("layer", "dense")],
             True: [entry for entry in entries if entry.rule.where in ("layer", "moe")],
         }
-        """Whether the layer has experts -> its entries."""
+        """The entries of a dense layer (key False) and of a layer with experts (key True)."""
         self._by_pattern: dict[str, list[Entry]] = defaultdict(list)
         for entry in entries:
             self._by_pattern[entry.tensor.name.format(layer="#", expert="#")].append(entry)
@@ -88,7 +88,7 @@ class Tensors:
         return None
 
     def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
-        """Yield the HF names of a layer's tensors; of routed experts, those of `experts`."""
+        """Yield the HF names of a layer's tensors; its routed experts are limited to `experts`."""
         for entry in self.layer_entries[self._is_moe[layer]]:
             if entry.rule.numbers_experts:
                 for expert in experts:
@@ -97,7 +97,7 @@ class Tensors:
                 yield entry.tensor.name.format(layer=layer)
 
     def by_kind(self, layers: Iterable[int]) -> dict[bool, list[int]]:
-        """Return those of `layers` that have experts (True) and that are dense (False), if any."""
+        """Return the `layers` that have experts (key True) and those that are dense (key False)."""
         kinds: dict[bool, list[int]] = defaultdict(list)
         for layer in layers:
             kinds[self._is_moe[layer]].append(layer)

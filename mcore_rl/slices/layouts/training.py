@@ -1,4 +1,4 @@
-"""Megatron's description of a rank's tensors in, shards of HF tensors out.
+"""Translates Megatron's description of a rank's tensors into shards of HF tensors.
 
     LocalPart, from sharded_state_dict                 shards
     linear_qkv, rows 4-7 of q0 q1 k0 v0 q2 q3 k1 v1    q_proj box q2 q3   offset 0

@@ -1,4 +1,4 @@
-"""A checkpoint folder and its checksums.json in, an error naming the damaged file out.
+"""Compares a checkpoint folder with its checksums.json and names the file that is damaged.
 
 The bytes are divided among ranks, so that all ranks together read each byte once.
 Peak memory: 4 MiB.

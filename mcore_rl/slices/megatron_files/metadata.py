@@ -1,4 +1,4 @@
-"""The `.metadata` file of a torch_dist checkpoint in, inert records and stored places out.
+"""Reads the `.metadata` file of a torch_dist checkpoint and returns where everything is stored.
 
 The file is a pickle. It is read without importing what it names, so it cannot run code: each class
 on the allow-list becomes an inert record, and any other name is refused.

@@ -1,4 +1,4 @@
-"""Two layouts and the hosts in, the predicted bytes over each rank's link out.
+"""Predicts the bytes that a sync sends over each rank's link, from two layouts and the hosts.
 
     host 0                                   host 1
     trainer rank 0 --local--> engine rank 0

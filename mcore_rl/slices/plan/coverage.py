@@ -1,4 +1,4 @@
-"""Shards, padding and tensor sizes in; an error unless every element is covered exactly once.
+"""Checks that shards and padding cover every element of every local tensor exactly once.
 
     element   0         24        48        60    64
     accepted  | shard A | shard B | shard C | pad |

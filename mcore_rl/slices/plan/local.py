@@ -1,4 +1,4 @@
-"""Two layouts and a rank in, that rank's own part of the plan out.
+"""Computes one rank's own part of the plan from the two layouts.
 
     trainer layout   q_proj rows 0-3 on ranks 0 2, rows 4-7 on ranks 1 3
     engine layout    q_proj rows 0-7 on rank 0

@@ -1,4 +1,4 @@
-"""The sources and targets of a region in, who sends which stretch of it to whom out.
+"""Decides which source of a region sends which stretch of it to which target.
 
 Every target needs the whole region. Three sources feed two targets on other hosts, and each source
 sends 2/3 of a region:

@@ -1,4 +1,4 @@
-"""The shards of all ranks of both sides in, every transfer between them out.
+"""Lists every transfer between two sides, given the shards of all ranks of both.
 
     source rank 0  rows 0-3  ----->  target rank 0  rows 0-3
     source rank 1  rows 4-7  --+-->  target rank 0  rows 4-5      one Transfer per arrow

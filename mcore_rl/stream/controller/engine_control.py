@@ -26,7 +26,7 @@ class EngineCallError(RuntimeError):
 
 
 class RefusedError(EngineCallError):
-    """The engine answered that it does not do as asked."""
+    """The engine answered that it refuses the request."""
 
 
 class EngineControl:

@@ -1,4 +1,4 @@
-"""Slices received into the parameters of paused engines.
+"""Syncs weights in place: paused engines receive slices straight into their parameters.
 
 pause -> begin -> trainers send | engine ranks receive -> all agree? -> end -> commit -> resume
 """

@@ -1,4 +1,4 @@
-"""One engine as the controller sees it: commands and requests out, its ranks' reports in."""
+"""Represents one engine to the controller, which sends it commands and reads its ranks' reports."""
 
 import asyncio
 import time

@@ -1,10 +1,10 @@
-"""Slices received beside the parameters while engines decode; engines pause only to swap them in.
+"""Syncs weights while engines decode: slices are staged, and engines pause only to swap them in.
 
 trainers send | engine ranks receive -> all agree? -> pause -> begin -> swap -> end -> commit ->
 resume
 
-Engines of equal layouts form a chain, in which each forwards slices to the next, bucket by bucket,
-so that the whole chain costs the trainer ranks one copy:
+Engines of equal layouts form a chain: each forwards slices to the next, bucket by bucket. The
+trainer ranks send one copy to the whole chain:
 
 trainer ranks ---> engine 0 (relay) ---> engine 1 (relay) ---> ... ---> engine n
 

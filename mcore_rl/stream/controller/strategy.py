@@ -1,7 +1,6 @@
-"""A version and linked engines in; calls to trainer ranks and engines, and one result per engine,
-out.
+"""Defines what in-place and staged syncs share: they bring linked engines to a version.
 
-This is the part that in-place and staged syncs have in common.
+A sync calls trainer ranks and engines and returns one result per engine.
 """
 
 import asyncio

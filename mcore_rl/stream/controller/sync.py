@@ -1,7 +1,6 @@
-"""Engines and trainer ranks in; engines linked, synced to a version, and in or out of rotation,
-out.
+"""Links engines to the trainer ranks and brings them to the trainer's current weights.
 
-An engine of which any rank failed is out of rotation until it is linked and synced anew. If its
+An engine of which any rank failed is out of rotation until it is linked and synced again. If its
 parameters may mix versions, it also stays paused.
 """
 
@@ -96,8 +95,7 @@ class SyncController:
         return self._engines[url].served_version
 
     async def connect(self, urls: Sequence[str]) -> None:
-        """Link engines to the trainer ranks: all at the start, later those that failed or join
-        late.
+        """Link engines to the trainer ranks: all at the start, later those that failed or joined.
 
         Raises SyncError, which names the rank that could not join and why; other links are not
         affected.

@@ -1,4 +1,4 @@
-"""Reports of ranks in; one result per engine and the metrics of a weight sync out."""
+"""Turns the ranks' reports of a weight sync into one result per engine and into metrics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Two processes of one machine meet; words that both see come out, and counters of each one's
-progress.
+"""Lets two processes of one machine share memory and see how far the other one has come.
 
 sender                       anonymous segment                         receiver
 counts   ----------------->  | written, read | message ... |  <------- counts, reads it in place

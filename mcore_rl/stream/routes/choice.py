@@ -1,4 +1,4 @@
-"""Locations of both ends in; the route that bytes take between them, and its transport, out.
+"""Chooses the route between two ranks by where both run, and makes the transport for it.
 
                       one machine                                        two machines
 host to host          shared memory                                      gloo

@@ -1,4 +1,4 @@
-"""Pairs of tensors in; one side copied to the other in as few calls and GPU kernels as possible."""
+"""Copies one side of pairs of tensors to the other, in as few calls and GPU kernels as possible."""
 
 from collections import defaultdict
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Bytes between hosts: TCP through gloo, one process group per link."""
+"""Sends bytes between hosts: TCP through gloo, one process group per link."""
 
 import socket
 import time

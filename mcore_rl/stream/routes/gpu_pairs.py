@@ -1,11 +1,10 @@
-"""Bytes between GPUs that cannot read each other's memory: NCCL, one communicator for each pair of
-ranks.
+"""Sends bytes by NCCL between GPUs that cannot read each other's memory.
 
-A pair's messages arrive in the order in which both ends start them. NCCL keeps a stream per
-communicator: an operation begins when the work queued before it on the caller's stream is done, and
-`run` has that stream wait for what arrived. An operation whose peer does not come blocks its GPU's
-queue until its communicator is aborted. So all waits here poll, and whoever stops waiting must call
-`close`.
+There is one communicator for each pair of ranks. A pair's messages arrive in the order in which
+both ends start them. NCCL keeps a stream per communicator: an operation begins when the work queued
+before it on the caller's stream is done, and `run` has that stream wait for what arrived. An
+operation whose peer does not come blocks its GPU's queue until its communicator is aborted. So all
+waits here poll, and whoever stops waiting must call `close`.
 """
 
 import time

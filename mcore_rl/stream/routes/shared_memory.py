@@ -1,4 +1,4 @@
-"""Bytes between processes of one machine: messages stay in shared memory, notices travel."""
+"""Sends bytes between processes of one machine through shared memory; only notices travel."""
 
 import time
 from collections.abc import Callable, Mapping

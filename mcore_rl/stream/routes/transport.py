@@ -1,8 +1,8 @@
-"""Bytes between ranks behind three verbs: send, recv, run. Each link to an engine has its own
-transport.
+"""Defines a transport: bytes travel between ranks by the three verbs send, recv and run.
 
-`send` and `recv` start a message at once; `run` waits for started messages. A message's memory
-belongs to the transport until its wait is over. Received bytes are valid until the next `run`.
+Each link to an engine has its own transport. `send` and `recv` start a message at once; `run` waits
+for started messages. A message's memory belongs to the transport until its wait is over. Received
+bytes are valid until the next `run`.
 """
 
 import time

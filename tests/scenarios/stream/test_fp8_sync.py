@@ -33,7 +33,7 @@ from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.link_store import LinkStore
 from mcore_rl.stream.wire import Link
-from tests.support.fp8_oracle import dequantise, per_block_cast_to_fp8
+from tests.support.fp8_oracle import dequantize, per_block_cast_to_fp8
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import NUM_TOKENS, make_batches
@@ -173,7 +173,7 @@ def quantize_gathered(
         assert weight.dtype == torch.bfloat16
         assert not torch.equal(weight, before[name].bfloat16())
         values, scales = per_block_cast_to_fp8(weight)
-        error = (dequantise(values, scales) - weight.float()).norm() / weight.float().norm()
+        error = (dequantize(values, scales) - weight.float()).norm() / weight.float().norm()
         assert 0.01 < error < 0.04
         tensors |= {name: values, f"{name}_scale_inv": scales}
     save_file(tensors, folder / "expected.safetensors")

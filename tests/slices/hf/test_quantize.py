@@ -10,7 +10,7 @@ from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from mcore_rl.slices.hf.quantize import quantize_into
-from tests.support.fp8_oracle import dequantise, per_block_cast_to_fp8
+from tests.support.fp8_oracle import dequantize, per_block_cast_to_fp8
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SCALES = "model.layers.0.mlp.up_proj.weight_scale_inv"
@@ -44,8 +44,8 @@ def test_blocks_are_quantized_by_the_published_formula(
     wanted_values, wanted_scales = per_block_cast_to_fp8(weights)
     assert equal(values, wanted_values)
     assert equal(scales, wanted_scales)
-    error = (dequantise(values, scales) - weights.float()).abs()
-    step = 2.0**-9 * dequantise(torch.ones_like(values), scales)
+    error = (dequantize(values, scales) - weights.float()).abs()
+    step = 2.0**-9 * dequantize(torch.ones_like(values), scales)
     assert (error <= weights.float().abs() * 2.0**-4 * 1.001 + step / 2).all()
 
 
@@ -70,7 +70,7 @@ def test_blocks_of_zeros_small_and_broken_values() -> None:
     weights[0, 256], weights[1, 256] = float("nan"), 1.0
     weights[0, 384], weights[1, 384] = float("inf"), 1.0
     values, scales = quantize(weights)
-    small = dequantise(values, scales)[:, :256]
+    small = dequantize(values, scales)[:, :256]
     assert (small - weights[:, :256]).abs().max() <= 1e-9
-    assert dequantise(values, scales)[:, 256:384].isnan().all()
-    assert dequantise(values, scales)[0, 384].isnan()
+    assert dequantize(values, scales)[:, 256:384].isnan().all()
+    assert dequantize(values, scales)[0, 384].isnan()

@@ -39,6 +39,6 @@ def test_any_set_and_the_union_with_a_later_one(first: set[int], later: set[int]
     assert Ranks.of(first).union(Ranks.of(first)) == Ranks.of(first)
 
 
-def test_neighbouring_dimensions_are_one() -> None:
+def test_neighboring_dimensions_are_one() -> None:
     assert Ranks.grid(3, (2, 8), (4, 2)) == Ranks.grid(3, (8, 2))
     assert hash(Ranks.grid(0, (4, 1))) == hash(Ranks.of([3, 2, 1, 0]))
