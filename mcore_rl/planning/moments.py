@@ -1,6 +1,6 @@
 """Finds the fullest moment of each GPU that several processes share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.planning.rank_memory import RankMemory, Uses, stage_name
@@ -15,6 +15,7 @@ def shared_gpus(
     critic: list[Uses],
     engines: list[Uses],
     colocated: Uses,
+    checks: Sequence[float],
 ) -> Iterable[RankMemory]:
     """The GPUs of each trainer stage at their fullest moment.
 
@@ -24,6 +25,10 @@ def shared_gpus(
     offload     trainer and critic release their state while others use the GPU
     trainer     bytes per purpose of each pipeline stage; critic and engines likewise, if they share
     colocated   role of a served model -> bytes of its weights
+    checks      bytes of each trainer stage's forward pass that checks a weight sync
+
+    Evaluation holds what generation does. Checkpoints and exports are written from host memory, so
+    they hold no more, and neither does a pass for log-probs hold more than a train step.
     """
     colocated_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
     colocated_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
@@ -35,14 +40,16 @@ def shared_gpus(
         own_idle = {} if offload else _only(own, "trainer's", STATE)
         other_idle = {} if offload else _only(other, "critic's", STATE)
         idle = {**own_idle, **other_idle}
+        sync = {
+            **idle,
+            **_only(own, "trainer's", ("weights", "sync buffers")),
+            **_without(served, "engine's KV cache"),
+        }
         moments = {
             "train step": {**own, **other_idle},
             "critic's train step": {**other, **own_idle} if other else {},
-            "weight sync": {
-                **idle,
-                **_only(own, "trainer's", ("weights", "sync buffers")),
-                **_without(served, "engine's KV cache"),
-            },
+            "weight sync": sync,
+            "check of a sync": {**sync, "trainer's forward pass": checks[stage]},
             "generation": {**idle, **served},
             "scoring": {
                 **idle,

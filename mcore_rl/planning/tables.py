@@ -111,8 +111,9 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 def _memory(plan: PlanConfig, ranks: Sequence[RankMemory]) -> str:
     fullest: dict[str, RankMemory] = {}
-    for rank in sorted(ranks, key=lambda rank: rank.num_bytes):
-        fullest[rank.side] = rank
+    for rank in ranks:
+        if rank.side not in fullest or rank.num_bytes > fullest[rank.side].num_bytes:
+            fullest[rank.side] = rank
     parts = []
     for rank in fullest.values():
         most = f"{rank.largest} {rank.uses[rank.largest] / GIB:.1f}"

@@ -65,12 +65,14 @@ def test_recompute_keeps_less() -> None:
 def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
     colocated = ["cluster=h100_colocated", "rollout.mode=sync"]
     away = predict(QWEN, *colocated)
-    at_hand = predict(QWEN, *colocated, "cluster.offload=false")
+    at_hand = predict(QWEN, *colocated, "cluster.offload=false", "canary.sequences=0")
     assert {rank.moment for rank in at_hand} == {"generation"}
     assert any("engine's KV cache" in rank.uses for rank in at_hand)
     assert {rank.moment for rank in away} == {"train step"}
     assert not any("engine" in what for rank in away for what in rank.uses)
     assert all(rank.num_processes == 2 for rank in away + at_hand)
+    checked = predict(QWEN, *colocated, "cluster.offload=false")
+    assert {rank.moment for rank in checked} == {"check of a sync"}
 
 
 def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) -> None:
