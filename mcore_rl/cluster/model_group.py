@@ -14,7 +14,7 @@ from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.device import environment_of, leave_compiler_out
+from mcore_rl.device import environment_of, exact_pinning, leave_compiler_out
 from mcore_rl.process.lazy_imports import without_collector
 
 
@@ -44,7 +44,7 @@ class ModelWorker:
         gpu_ids: Sequence[str] = (),
     ) -> None:
         """`gpu_ids` are the GPUs to use where Ray assigned none."""
-        os.environ.update(environment_of(gpu_ids))
+        os.environ.update(environment_of(gpu_ids) | exact_pinning(os.environ))
         leave_compiler_out()
         with without_collector():
             import torch

@@ -6,12 +6,16 @@ this package needs a CPU variant; docs/cpu.md lists every patch and stand-in.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
+_EXACT_FROM_MIB = 64
+"""Smaller pinned blocks are rounded up to powers of two, which lets torch use them again."""
 _cpu_patches_installed = False
 _torch_modules_on_cuda = False
 
@@ -52,6 +56,19 @@ def set_local_device(local_rank: int) -> None:
 def environment_of(gpu_ids: Sequence[str]) -> dict[str, str]:
     """Return the environment variables that show a process these GPUs of its node and no others."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)} if gpu_ids else {}
+
+
+def exact_pinning(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variable that lets torch pin large blocks at their exact size.
+
+    By default it takes the next power of two, so offloaded state could take twice its size. Set it
+    before torch allocates. A threshold that `environ` has already stays.
+    """
+    name = next((name for name in _ALLOCATOR_SETTINGS if name in environ), _ALLOCATOR_SETTINGS[0])
+    settings = [setting for setting in environ.get(name, "").split(",") if setting]
+    if not any(setting.startswith(f"{_PINNED_THRESHOLD}:") for setting in settings):
+        settings.append(f"{_PINNED_THRESHOLD}:{_EXACT_FROM_MIB}")
+    return {name: ",".join(settings)}
 
 
 def synchronize() -> None:

@@ -4,11 +4,9 @@ import multiprocessing as mp
 import os
 from multiprocessing.connection import Connection
 
-from mcore_rl.device import probes
+from mcore_rl.device import exact_pinning, probes
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
 
-PINNED = {"pinned_max_round_threshold_mb": "64"}
-"""Blocks above this size are no longer rounded up to powers of two."""
 ODD_BYTES = int(1.1 * 2**30)
 
 
@@ -32,26 +30,25 @@ def nccl_abort() -> Figures:
 
 def pinned_rounding() -> Figures:
     """How much host memory a pinned block takes, by default and with a threshold set."""
-    taken = {name: _pinned_bytes(setting) for name, setting in (("default", {}), ("set", PINNED))}
+    taken = {"default": _pinned_bytes({}), "set": _pinned_bytes(exact_pinning({}))}
     figures = {f"{name}_gib": round(num_bytes / 2**30, 3) for name, num_bytes in taken.items()}
     expect(
         taken["set"] < 1.05 * ODD_BYTES,
-        f"{figures} for {ODD_BYTES / 2**30:.2f} GiB: the setting {PINNED} does not hold",
+        f"{figures} for {ODD_BYTES / 2**30:.2f} GiB: {exact_pinning({})} has no effect",
     )
     return {"asked_gib": round(ODD_BYTES / 2**30, 3), **figures}
 
 
-def _pinned_bytes(setting: dict[str, str]) -> int:
+def _pinned_bytes(environment: dict[str, str]) -> int:
     """Start a process for the measurement: the allocator reads its setting only once."""
-    text = ",".join(f"{name}:{value}" for name, value in setting.items())
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = text
+    os.environ.update(environment)
     process = context.Process(target=_tell_pinned_bytes, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     try:
-        expect(ours.poll(60), f"no answer with {text!r}")
+        expect(ours.poll(60), f"no answer with {environment}")
         return ours.recv()
     finally:
         process.kill()

@@ -34,32 +34,41 @@ def shared_gpus(
     colocated_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
     num_processes = 1 + bool(critic) + bool(engines) + len(colocated)
     for stage, uses in enumerate(trainer):
-        own = {f"trainer's {what}": size for what, size in uses.items()}
-        other = {f"critic's {what}": size for what, size in colocated_critic.items()}
-        served = {f"engine's {what}": size for what, size in colocated_engine.items()}
-        own_idle = {} if offload else _only(own, "trainer's", STATE)
-        other_idle = {} if offload else _only(other, "critic's", STATE)
-        idle = {**own_idle, **other_idle}
-        sync = {
-            **idle,
-            **_only(own, "trainer's", ("weights", "sync buffers")),
-            **_without(served, "engine's KV cache"),
-        }
-        moments = {
-            "train step": {**own, **other_idle},
-            "critic's train step": {**other, **own_idle} if other else {},
-            "weight sync": sync,
-            "check of a sync": {**sync, "trainer's forward pass": checks[stage]},
-            "generation": {**idle, **served},
-            "scoring": {
-                **idle,
-                **_only(served, "engine's", ("weights",)),
-                **{f"{role}'s weights": size for role, size in colocated.items()},
-            },
-        }
+        moments = _moments(
+            offload, uses, colocated_critic, colocated_engine, colocated, checks[stage]
+        )
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         who = stage_name("trainer", stage, len(trainer), parallel)
         yield RankMemory("trainer", who, moment, moments[moment], num_processes)
+
+
+def _moments(
+    offload: bool, trainer: Uses, critic: Uses, engine: Uses, colocated: Uses, check: float
+) -> dict[str, Uses]:
+    """Return by moment what the processes on one GPU hold; see `shared_gpus`."""
+    own = {f"trainer's {what}": size for what, size in trainer.items()}
+    other = {f"critic's {what}": size for what, size in critic.items()}
+    served = {f"engine's {what}": size for what, size in engine.items()}
+    own_idle = {} if offload else _only(own, "trainer's", STATE)
+    other_idle = {} if offload else _only(other, "critic's", STATE)
+    idle = {**own_idle, **other_idle}
+    sync = {
+        **idle,
+        **_only(own, "trainer's", ("weights", "sync buffers")),
+        **_without(served, "engine's KV cache"),
+    }
+    return {
+        "train step": {**own, **other_idle},
+        "critic's train step": {**other, **own_idle} if other else {},
+        "weight sync": sync,
+        "check of a sync": {**sync, "trainer's forward pass": check},
+        "generation": {**idle, **served},
+        "scoring": {
+            **idle,
+            **_only(served, "engine's", ("weights",)),
+            **{f"{role}'s weights": size for role, size in colocated.items()},
+        },
+    }
 
 
 def _only(uses: Uses, owner: str, names: Iterable[str]) -> Uses:

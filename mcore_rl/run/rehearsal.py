@@ -82,8 +82,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     )
     folder = Path(f"{config.run.dir}_rehearsal")
     parallel = _smallest_layout(config.parallel)
-    has_critic = needs_of(config.algorithm).critic
-    critic = _smallest_critic(config.critic) if has_critic else config.critic
+    critic = _smallest_critic(config.critic) if needs_of(config.algorithm).critic else config.critic
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
     inputs = _write_inputs(policy.config, layers, folder / "inputs")
@@ -105,6 +104,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
         ),
         rollout=_smallest_rollout(config.rollout, num_gpus),
+        # Responses of a random model may all be cut off; filtered, they would move no weight.
+        algorithm=replace(config.algorithm, filter_overlong=False),
         reward=_smallest_reward(config.reward),
         eval=replace(
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1

@@ -38,3 +38,23 @@ def test_compile_leaves_functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 
     assert torch.compile(double) is double
     assert torch.compile(dynamic=True)(double) is double
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:64"},
+        ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:8"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:8"},
+        ),
+    ],
+)
+def test_large_pinned_blocks_keep_their_size_and_settings_stay(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    assert device.exact_pinning(before) == after

@@ -42,6 +42,7 @@ CHANGED = {
     "reward.workers",
     "reward.overlong_buffer_len",
     "reward.noise",
+    "algorithm.filter_overlong",
     "train.optimizer.lr",
     "train.optimizer.warmup_steps",
     "critic.optimizer.lr",
