@@ -57,6 +57,11 @@ def in_place() -> Figures:
     return _same_bits(Scene(row_cut, 2, 1, timeout_s=120))
 
 
+def after_release() -> Figures:
+    """An engine that gave up its memory in between, padding included."""
+    return _same_bits(Scene(row_cut, 1, 2, timeout_s=120, releases_memory=True))
+
+
 def cast_while_packed() -> Figures:
     """Float32 masters, cut by columns, into two bfloat16 engine ranks."""
     return _same_bits(Scene(column_cut, 3, 2, dtype="bfloat16", timeout_s=120))
@@ -227,6 +232,7 @@ SYNC = Stage(
     "weights from process to process on one machine",
     (
         Check("in place", in_place, deadline_s=150),
+        Check("after a release of memory", after_release, deadline_s=150),
         Check("cast while packed", cast_while_packed, deadline_s=150),
         Check("staged", staged, deadline_s=150),
         Check("a changed byte is refused", corrupt_byte),

@@ -143,6 +143,9 @@ def _receive(scene: Scene, link: Link, receiver: int) -> Received:
     reports = [handle("connect")]
     swap_seconds = []
     for version in range(scene.num_syncs):
+        if scene.releases_memory:
+            for tensor in tensors.values():
+                tensor.data.view(torch.uint8).fill_(0x5A)
         if not scene.staged or reports[0].error is not None:
             reports.append(handle("receive", version))
             continue

@@ -45,6 +45,8 @@ class Scene:
     absent_sender: int | None = None
     """This trainer rank never connects."""
     staged: bool = False
+    releases_memory: bool = False
+    """Before each sync the engine gives up its memory, and gets it back with other values in it."""
     between_machines: bool = False
     """Bytes take the route they take between machines."""
     on_gpu: tuple[bool, bool] = (False, False)

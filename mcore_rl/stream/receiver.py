@@ -36,6 +36,9 @@ LoadWeights = Callable[[Any], object]
 """A model's load_weights: takes an iterable of (HF name, tensor)."""
 
 
+def _no_padding() -> None: ...
+
+
 class WeightReceiver:
     """One engine rank's end of the link to the trainer ranks; `connect` replaces the link."""
 
@@ -45,6 +48,7 @@ class WeightReceiver:
         self._link: Link | None = None
         self._store: LinkStore | None = None
         self._staging: Staging | None = None
+        self._fill_padding: Callable[[], None] = _no_padding
 
     def handle(
         self,
@@ -90,7 +94,9 @@ class WeightReceiver:
             typed = {
                 name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in hf_tensors.items()
             }
-            return trace_load_weights(load_weights, typed, tensors)
+            traced = trace_load_weights(load_weights, typed, tensors)
+            self._fill_padding = traced.fill_padding
+            return traced.shards
 
         self._connection = Connection(end, trace, self._make_transport)
         self._link = link
@@ -115,7 +121,10 @@ class WeightReceiver:
         assert not link.staged, (
             f"version {version}: a staged link receives by stage requests, not by commands"
         )
-        return self._connection.receive(version, tensors, link.timeout_s)
+        report = self._connection.receive(version, tensors, link.timeout_s)
+        # A colocated engine that gave up its memory since the last sync has lost its padding, too.
+        self._fill_padding()
+        return report
 
 
 _RECEIVER = WeightReceiver()

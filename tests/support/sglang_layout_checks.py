@@ -71,7 +71,7 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
         }
         return trace_load_weights(
             on_calling_thread(model.load_weights), shapes, loaded_parameters(model)
-        )
+        ).shards
 
 
 @contextmanager

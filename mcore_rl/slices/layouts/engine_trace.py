@@ -9,6 +9,7 @@ parameters keep their values, except that padding is filled.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,12 +38,24 @@ LOADER_ERRORS = (RuntimeError, TypeError, AttributeError, KeyError, IndexError, 
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
+@dataclass(frozen=True)
+class TracedLoad:
+    """The effect of a model's `load_weights` on this rank's parameters.
+
+    shards         the elements that it takes from HF tensors, in the order that it does
+    fill_padding   sets the others, the padding, to the constants that it gives them
+    """
+
+    shards: list[Shard]
+    fill_padding: Callable[[], None]
+
+
 def trace_load_weights(
     load_weights: LoadWeights,
     hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     local_tensors: Mapping[str, Tensor],
-) -> list[Shard]:
-    """Return the shards that `load_weights` fills in `local_tensors`, in the order that it does.
+) -> TracedLoad:
+    """Return the effect of `load_weights` on `local_tensors`, whose padding is filled.
 
     hf_tensors      HF name -> (shape, dtype) of every tensor of the checkpoint. The block scales of
                     a matrix that goes into a float8_e4m3fn parameter (slices/hf/fp8.py) are added
@@ -63,10 +76,9 @@ def trace_load_weights(
                 f"load_weights failed while tracing {trace.current!r}: {error}"
             ) from error
     trace.local.check_unchanged()
-    numels = {name: tensor.numel() for name, tensor in local_tensors.items()}
-    check_coverage(trace.shards, trace.padding, numels)
+    check_coverage(trace.shards, trace.padding, {n: t.numel() for n, t in local_tensors.items()})
     trace.fill_padding()
-    return trace.shards
+    return TracedLoad(trace.shards, trace.fill_padding)
 
 
 class _Tracer(Tensor):
@@ -195,6 +207,7 @@ class _Recorder(TorchDispatchMode):
         starts, run_len = runs(target.shape, target.stride(), offset)
         self.padding += [Span(name, int(start), int(start) + run_len) for start in starts]
 
+    @torch.no_grad()
     def fill_padding(self) -> None:
         """Repeat the writes of constants, which were only recorded so far."""
         for fill in self._fills:

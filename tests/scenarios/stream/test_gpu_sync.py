@@ -48,6 +48,7 @@ SCENES = [
     "check",
     [
         sync_checks.in_place,
+        sync_checks.after_release,
         sync_checks.cast_while_packed,
         sync_checks.staged,
         sync_checks.corrupt_byte,

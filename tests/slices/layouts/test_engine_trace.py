@@ -18,7 +18,7 @@ def traced(config: dict, engine: EngineRank) -> list:
         engine.load_weights,
         {name: (shape, torch.int64) for name, shape in shapes.items()},
         engine.params,
-    )
+    ).shards
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2)])
@@ -60,7 +60,7 @@ def test_any_view_is_traced_to_boxes(index):
         for _, loaded in weights:
             param.copy_(view(loaded))
 
-    shards = trace_load_weights(load_weights, {"w": ((4, 6), torch.int64)}, {"p": param})
+    shards = trace_load_weights(load_weights, {"w": ((4, 6), torch.int64)}, {"p": param}).shards
     for shard in shards:
         box = tuple(map(slice, shard.box.start, shard.box.stop))
         shard.view({"p": param}).copy_(weight[box])
@@ -133,7 +133,7 @@ def test_tensors_that_the_loader_joins_are_traced_each():
         params["columns"].copy_(torch.cat([part.t() for part in parts], dim=-1))
 
     described = {name: (tuple(weight.shape), torch.int64) for name, weight in weights.items()}
-    for shard in trace_load_weights(load_weights, described, params):
+    for shard in trace_load_weights(load_weights, described, params).shards:
         shard.view(params).copy_(
             weights[shard.box.name][tuple(map(slice, shard.box.start, shard.box.stop))]
         )
@@ -149,9 +149,14 @@ def test_padding_that_the_loader_zeroes_is_zeroed_and_needs_no_weights():
             param[:3].copy_(loaded)
             param[3:].fill_(0)
 
-    (shard,) = trace_load_weights(load_weights, {"w": ((3, 4), torch.float32)}, {"p": param})
+    traced = trace_load_weights(load_weights, {"w": ((3, 4), torch.float32)}, {"p": param})
+    (shard,) = traced.shards
     assert shard.box.shape == (3, 4)
     assert param[:3].eq(1).all()
+    assert param[3:].eq(0).all()
+    param.fill_(2)
+    traced.fill_padding()
+    assert param[:3].eq(2).all()
     assert param[3:].eq(0).all()
 
 
@@ -163,7 +168,7 @@ def test_a_tensor_that_the_loader_sets_to_zero_before_it_copies_it_is_zero_and_n
             param[0 if name == "a" else 1].copy_(loaded.zero_()[0] if name == "a" else loaded)
 
     described = {"a": ((3, 4), torch.float32), "b": ((4,), torch.float32)}
-    (shard,) = trace_load_weights(load_weights, described, {"p": param})
+    (shard,) = trace_load_weights(load_weights, described, {"p": param}).shards
     assert shard.box.name == "b"
     assert param.tolist() == [[0.0] * 4, [1.0] * 4]
 
@@ -186,7 +191,7 @@ def test_matrices_of_fp8_parameters_are_traced_with_the_scales_of_their_blocks()
 
     matrix, vector = ((256, 200), torch.bfloat16), ((200,), torch.bfloat16)
     named = {"gate.weight": matrix, "up.weight": matrix, "norm.weight": vector}
-    shards = trace_load_weights(load_weights, named, params)
+    shards = trace_load_weights(load_weights, named, params).shards
     assert [(s.box.name, s.box.shape, s.tensor, s.offset) for s in shards[2:]] == [
         ("norm.weight", (200,), "norm", 0),
         ("gate.weight_scale_inv", (2, 2), "fused.weight_scale_inv", 0),
