@@ -43,7 +43,8 @@ COPY pyproject.toml setup.py README.md LICENSE ./
 COPY mcore_rl mcore_rl
 COPY checkpoint_tools checkpoint_tools
 COPY recipes recipes
-RUN pip install --no-build-isolation --editable ".[gpu,tracking]"
+COPY requirements/gpu.txt requirements/gpu.txt
+RUN pip install --no-build-isolation --constraint requirements/gpu.txt --editable ".[gpu,tracking]"
 
 # Megatron overlaps tensor-parallel communication with compute only when kernels start in the order they were queued.
 ENV CUDA_DEVICE_MAX_CONNECTIONS=1

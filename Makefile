@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart gpu-check gpu-wheels docs bench clean
+.PHONY: help venv lint test test-slow quickstart gpu-check gpu-wheels gpu-lock docs bench clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -61,6 +61,11 @@ gpu-check: ## what a run needs from this machine's GPU, checked without a networ
 
 gpu-wheels: venv ## what gpu-check needs besides torch, into wheels/, for a machine with Python 3.12 and no network
 	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --python-version 3.12 -d wheels $(shell grep -E '^(megatron-core|zlib-ng)==' requirements/cpu.txt) torch_memory_saver==0.0.10
+
+gpu-lock: venv ## requirements/gpu.txt: every version that a GPU node installs, from the pins in pyproject.toml
+	@sed -n '/^#/p' requirements/gpu.txt > requirements/gpu.txt.new
+	$(BIN)/uv pip compile -q pyproject.toml --extra gpu --extra tracking --python-version 3.12 --python-platform x86_64-manylinux_2_34 --no-header --no-annotate >> requirements/gpu.txt.new
+	@mv requirements/gpu.txt.new requirements/gpu.txt
 
 docs: $(DOCS_VENV)/.installed ## the documentation site with an API reference, into site/; fails on a dead link
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q

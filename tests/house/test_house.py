@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.support.policy import ROOT, parse, python_files, read, tracked
 
@@ -178,12 +179,18 @@ def test_no_text_leans_on_where_it_was_written() -> None:
 def test_pins_in_pyproject_agree_with_the_requirements_files() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    locked = {**_pins(_lines("requirements/cpu.txt")), **_pins(_lines("requirements/dev.txt"))}
-    wanted = _pins([*project["dependencies"], *extras["cpu"], *extras["dev"]])
-    differ = {
-        name: (pin, locked.get(name)) for name, pin in wanted.items() if locked.get(name) != pin
-    }
-    assert not differ, f"(pyproject, requirements): {differ}"
+    files = {"cpu": ("cpu", "dev"), "gpu": ("gpu", "tracking")}
+    for first, names in files.items():
+        locked: dict[str, str] = {}
+        for file in (f"{first}.txt", "dev.txt"):
+            locked |= _pins(_lines(f"requirements/{file}"))
+        wanted = [*project["dependencies"], *(line for name in names for line in extras[name])]
+        differ = [
+            f"{requirement}, not {locked.get(_normalized(requirement.name))}"
+            for requirement in map(Requirement, wanted)
+            if not requirement.specifier.contains(locked.get(_normalized(requirement.name), "0"))
+        ]
+        assert not differ, f"pyproject.toml and requirements/{first}.txt: {differ}"
 
 
 @pytest.mark.parametrize(
@@ -216,5 +223,9 @@ def _pins(requirements: list[str]) -> dict[str, str]:
     pins = {}
     for name, _, version in (requirement.partition("==") for requirement in requirements):
         if version:
-            pins[re.sub(r"[-_.]+", "-", name.partition("[")[0]).lower()] = version.partition("+")[0]
+            pins[_normalized(name.partition("[")[0])] = version.partition("+")[0]
     return pins
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

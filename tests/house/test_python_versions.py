@@ -1,8 +1,9 @@
-"""Every pinned package exists for each Python version that the project accepts."""
+"""Pinned packages exist for each Python version that the project accepts, and fit together."""
 
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,15 @@ def resolve(python: str, folder: Path, *requirements: str) -> str:
     command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-deps"]
     command += ["--python-version", python, "--python-platform", PLATFORM]
     command += ["--target", str(folder / "target"), *requirements]
+    return run_uv(command).stderr
+
+
+def run_uv(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     if done.returncode and any(words in done.stderr for words in UNREACHABLE):
         pytest.skip("no package index can be reached")
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stderr
+    return done
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -34,6 +39,18 @@ def test_the_pinned_versions_exist(python: str, tmp_path: Path) -> None:
     others.write_text("\n".join(line for line in lines if line != torch))
     files = ("-r", str(others), "-r", "requirements/dev.txt")
     assert "+ transformers==" in resolve(python, tmp_path, *files, torch.partition("+")[0])
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize("extras", [("cpu", "tracking", "dev"), ("gpu", "tracking")])
+def test_the_extras_resolve_together_with_all_they_require(
+    extras: tuple[str, ...], python: str, tmp_path: Path
+) -> None:
+    chosen = [word for extra in extras for word in ("--extra", extra)]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", *chosen]
+    command += ["--python-version", python, "--python-platform", PLATFORM]
+    answer = run_uv([*command, "-o", str(tmp_path / "lock.txt")])
+    assert not answer.returncode and "torch==" in (tmp_path / "lock.txt").read_text()
 
 
 def test_a_version_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
