@@ -1,7 +1,6 @@
 """A user's file registers advantages and losses, here and in processes that unpickle the loss."""
 
 import pickle
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +18,9 @@ from mcore_rl.algo.requirements import check_algorithm
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.batch import make_train_batch
 from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+from tests.support.documented import own_algorithm
 
-DOCUMENTED = re.search(
-    r'^```python\n("""my_algo.py.*?)^```', Path("docs/algorithms.md").read_text(), re.M | re.S
-)
-EXAMPLE = DOCUMENTED.group(1) if DOCUMENTED else ""
+EXAMPLE = own_algorithm()
 IMPORT = "from mcore_rl.algo.registry import Needs, advantages, losses\n"
 
 

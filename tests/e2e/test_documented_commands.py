@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.process.ports import find_free_port
-from tests.support.documented import Documented, documented, in_workspace
+from tests.support.documented import Documented, documented, in_workspace, own_algorithm
 from tests.support.policy import ROOT
 
 WALKED = ("README.md", "docs/recipes.md", "docs/algorithms.md", "docs/async.md", "docs/rewards.md")
@@ -63,6 +63,7 @@ def test_a_quick_command_runs(command: Documented, tmp_path: Path) -> None:
 def test_the_documents_commands_run_in_their_order(tmp_path: Path) -> None:
     """README's commands make what the other documents' commands start from."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (tmp_path / "my_algo.py").write_text(own_algorithm())
     tried = 0
     for command in documented(*WALKED, "docs/checkpoints.md"):
         of_tools = command.document == "docs/checkpoints.md" and command.words[0] != "mcore-rl"

@@ -1,22 +1,19 @@
 """A user's advantage and loss train the tiny recipe, on ranks that get them from the controller."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.documented import own_algorithm
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_documented_advantage_and_loss_train(start: Callable[..., Run], tmp_path: Path) -> None:
-    text = Path("docs/algorithms.md").read_text()
-    example = re.search(r'^```python\n("""my_algo.py.*?)^```', text, re.M | re.S)
-    assert example
     path = tmp_path / "my_algo.py"
-    path.write_text(example.group(1))
+    path.write_text(own_algorithm())
     run = start(
         "train",
         f"algorithm.path={path}",

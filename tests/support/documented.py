@@ -1,5 +1,6 @@
 """Tries a documented command: as written, shortened, or dry where it needs GPUs."""
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +94,14 @@ def documented(*documents: str) -> list[Documented]:
         for document in documents
         for words in commands(read(Path(document)))
     ]
+
+
+def own_algorithm() -> str:
+    """Return the source of my_algo.py, the example of an algorithm of one's own."""
+    text = read(Path("docs/algorithms.md"))
+    found = re.search(r'^```python\n("""my_algo.py.*?)^```', text, re.MULTILINE | re.DOTALL)
+    assert found, "docs/algorithms.md has no my_algo.py"
+    return found[1]
 
 
 def in_workspace(words: Sequence[str], workspace: Path) -> list[str]:
