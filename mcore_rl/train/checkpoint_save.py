@@ -148,11 +148,11 @@ def _read_on_host(sharded: dict[str, Any], readable: Readable) -> set[int]:
 
     Returns the addresses of the storages of the other tensors.
     """
-    moved: list[int] = []
+    moved: set[int] = set()
     for entry in _entries(sharded):
         data = readable(entry.data)
         if data is not entry.data:
-            moved.append(data.untyped_storage().data_ptr())
+            moved.add(data.untyped_storage().data_ptr())
             entry.data = data
     apply_factories(sharded)
     in_use: set[int] = set()
