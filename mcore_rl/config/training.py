@@ -95,6 +95,9 @@ class OptimizerConfig(Options):
 class TrainConfig(Options, group="train"):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_microbatch: int = bounded(4096, least=1)
+    logprob_chunk: int = bounded(1024, least=1)
+    """Tokens whose logits are in memory as float32 at once, to compute log-probs and gradients;
+    more take more memory, fewer more kernel launches."""
     mini_batches: int = bounded(1, least=1)
     """Optimizer steps per pass over a rollout."""
     epochs: int = bounded(1, least=1)

@@ -87,6 +87,25 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=has_cuda())
 
 
+def on_device(value: torch.Tensor) -> torch.Tensor:
+    """Return a host tensor's copy on the device, made without waiting; the tensor itself on a CPU.
+
+    It may be freed at once: torch keeps its pinned memory until the copy has run.
+    """
+    return value.pin_memory().to(device(), non_blocking=True) if has_cuda() else value
+
+
+def to_host(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy in host memory without waiting for it; read it after `synchronize`.
+
+    On a CPU it is the tensor itself.
+    """
+    if not has_cuda():
+        return value
+    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return copy.copy_(value, non_blocking=True)
+
+
 def empty_cache() -> None:
     """Return cached, unused memory to the device, where another process may take it."""
     if has_cuda():

@@ -13,15 +13,17 @@ from mcore_rl.slices.families.settings import need
 from mcore_rl.slices.families.table import HfConfig
 
 FLOAT32 = 4
+LOGITS_COPIES = 3
 
 
 @dataclass(frozen=True)
 class Pass:
     """A micro-batch on one rank.
 
-    tokens        of the whole micro-batch, before context parallelism cuts it
-    itemsize      bytes of an activation
-    expert_load   tokens of the most loaded rank's experts over the mean
+    tokens          of the whole micro-batch, before context parallelism cuts it
+    itemsize        bytes of an activation
+    logprob_chunk   tokens whose logits are in memory as float32 at once
+    expert_load     tokens of the most loaded rank's experts over the mean
     """
 
     tokens: int
@@ -30,6 +32,7 @@ class Pass:
     etp: int
     itemsize: int
     recompute: str
+    logprob_chunk: int
     expert_load: float
 
 
@@ -64,10 +67,13 @@ class Activations:
         return buffers * self._step.itemsize + again
 
     def logits(self, padded_vocab: int) -> float:
-        """Bytes of logits, their float32 shifted copy, its exponentials and one gradient
-        (last stage).
+        """Bytes of logits and their gradient (last stage), and of a chunk's float32 copies.
+
+        They are the shifted logits, their exponentials, and an entropy bonus' factor.
         """
-        return self._tokens * padded_vocab / self._step.tp * (2 * self._step.itemsize + 2 * FLOAT32)
+        width = padded_vocab / self._step.tp
+        chunk = min(self._step.logprob_chunk, self._tokens)
+        return width * (2 * self._step.itemsize * self._tokens + LOGITS_COPIES * FLOAT32 * chunk)
 
     def _is_moe(self, layer: int) -> bool:
         return self._family.is_moe_layer(self._config, layer)

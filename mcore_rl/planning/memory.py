@@ -178,6 +178,7 @@ def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load:
         etp=parallel.etp,
         itemsize=itemsize(dtype),
         recompute=train.recompute,
+        logprob_chunk=train.logprob_chunk,
         expert_load=expert_load,
     )
 

@@ -11,13 +11,18 @@ from torch import Tensor
 
 from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
-from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_squares
-from mcore_rl.train.packing import RankBatch
+from mcore_rl.train.chunk_run import RoutingRecord
+from mcore_rl.train.logprobs import (
+    VocabParallelSoftmax,
+    vocab_parallel_logprobs,
+    vocab_parallel_scores,
+)
+from mcore_rl.train.packing import RankBatch, fields_on_device
 from mcore_rl.train.reference import ReferenceWeights
-from mcore_rl.train.routing import RoutingRecord
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
 from mcore_rl.train.shards import local_tensors
+from mcore_rl.train.stats import masked_sums, token_sums
 from mcore_rl.train.trained_model import TrainedModel, gather_tokens
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
@@ -45,27 +50,23 @@ class Actor(TrainedModel):
         """
         temperature = options.temperature
         assert temperature is not None, "a rank does not know the rollout's temperature"
+        softmax = self._softmax(temperature)
 
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
-            logprobs_T, _ = self._logprobs(batch, logits_TV, temperature)
-            report = {"logprobs": logprobs_T}
-            if options.sum_squares:
-                report["sum_squares"] = vocab_parallel_sum_squares(
-                    logits_TV,
-                    ps.get_tensor_model_parallel_group(),
-                    self.hf_config["vocab_size"],
-                    temperature,
-                )
-            return logits_TV.new_zeros(()), report
+            logprobs_T, squares_T = vocab_parallel_scores(
+                logits_TV, batch.labels_T, softmax, sum_squares=options.sum_squares
+            )
+            return logits_TV.new_zeros(()), {"logprobs": logprobs_T, "sum_squares": squares_T}
 
         batches = self._rank_batches(microbatches)
+        replay = self._train.router_replay
         with self._reference_weights() if options.reference else nullcontext():
             reports, records = self._run(
                 batches,
                 output,
                 forward_only=True,
-                replay=self._replay == "engine" and not options.reference,
-                record=self._replay == "old_pass" and not options.reference,
+                replay=replay == "engine" and not options.reference,
+                record=replay == "old_pass" and not options.reference,
             )
         if not on_last_stage():
             return None
@@ -93,23 +94,21 @@ class Actor(TrainedModel):
         num_tokens   tokens of the whole step, over all data-parallel ranks
         """
 
+        softmax = self._softmax(temperature)
+
         def output(batch: RankBatch, logits_TV: Tensor) -> tuple[Tensor, Report]:
-            logprobs_T, entropy_T = self._logprobs(batch, logits_TV, temperature)
+            logprobs_T, entropy_T = vocab_parallel_logprobs(logits_TV, batch.labels_T, softmax)
             loss_T, metrics_T = loss_fn(logprobs_T, entropy_T, batch.batch, _sequence_sum(batch))
             assert batch.batch.loss_weights_T is not None
             loss = (loss_T * batch.batch.loss_weights_T).sum()
-            report = {
-                "loss": loss.detach().clone(),
-                "metrics": metrics_T,
-                "logprobs": logprobs_T.detach(),
-            }
-            return loss * num_tokens, report
+            sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
+            return loss * num_tokens, {"sums": sums, "logprobs": logprobs_T.detach()}
 
-        replay = self._replay != "none"
+        replay = self._train.router_replay != "none"
         if replay and any(batch.routed_experts_TLK is None for batch in microbatches):
             raise ValueError(
-                f"train.router_replay={self._replay}, but a micro-batch has no routed experts:"
-                " set train.router_replay=none"
+                f"train.router_replay={self._train.router_replay}, but a micro-batch has no routed"
+                " experts: set train.router_replay=none"
             )
         return self._optimizer_step(microbatches, output, num_tokens, replay=replay)
 
@@ -122,13 +121,15 @@ class Actor(TrainedModel):
             raise ValueError("no reference policy was kept: call snapshot_reference() first")
         return self._reference.swapped_in(local_tensors(self.chunks))
 
-    def _sums(self, report: Report, batch: RankBatch, record: RoutingRecord) -> dict[str, Tensor]:
-        """Add what makes log-probs differ from the engine's, and the effect of a replay."""
-        fields = batch.batch
+    def _routed_sums(
+        self, report: Report, batch: RankBatch, record: RoutingRecord
+    ) -> dict[str, Tensor]:
+        """Return what makes log-probs differ from the engine's, and the effect of a replay."""
+        fields = fields_on_device(batch.batch)
         flips_T = record.flips_T
-        if self._replay != "none" and record.replaced_T is not None:
-            replaced = {"router/replaced_share": record.replaced_T > 0}
-            report = {**report, "metrics": {**report["metrics"], **replaced}}
+        metrics_T: dict[str, Tensor] = {}
+        if self._train.router_replay != "none" and record.replaced_T is not None:
+            metrics_T["router/replaced_share"] = record.replaced_T > 0
         if fields.rollout_logprobs_T is not None and fields.stale_T is not None:
             trainer_T = report["logprobs"]
             if fields.old_logprobs_T is not None:
@@ -136,16 +137,15 @@ class Actor(TrainedModel):
                 trainer_T = fields.old_logprobs_T
                 flips_T = fields.router_flips_T
             difference_T = trainer_T - fields.rollout_logprobs_T
-            attributed = attribute_diff(difference_T, fields.stale_T, flips_T)
-            report = {**report, "metrics": {**report["metrics"], **attributed}}
-        return super()._sums(report, batch, record)
+            metrics_T |= attribute_diff(difference_T, fields.stale_T, flips_T)
+        return masked_sums(metrics_T, fields.loss_mask_T)
 
-    def _logprobs(
-        self, batch: RankBatch, logits_TV: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        group = ps.get_tensor_model_parallel_group()
-        return vocab_parallel_logprobs(
-            logits_TV, batch.labels_T, group, self.hf_config["vocab_size"], temperature
+    def _softmax(self, temperature: float) -> VocabParallelSoftmax:
+        return VocabParallelSoftmax(
+            ps.get_tensor_model_parallel_group(),
+            self.hf_config["vocab_size"],
+            temperature,
+            self._train.logprob_chunk,
         )
 
 
@@ -163,7 +163,7 @@ def _token_scores(
         # Recorded as expert + 1, so that dense layers become -1.
         experts_TLK = gather_tokens(experts_TLK.int(), batch.sources_T, num_tokens) - 1
         experts_TLK = experts_TLK.to(torch.int16)
-    squares_T = report.get("sum_squares")
+    squares_T = report["sum_squares"]
     if squares_T is not None:
         squares_T = gather_tokens(squares_T, targets_T, num_tokens)
     return TokenScores(logprobs_T, flips_T, squares_T, experts_TLK)

@@ -11,6 +11,7 @@ from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
+from mcore_rl.train.stats import token_sums
 from mcore_rl.train.trained_model import TrainedModel, gather_tokens
 from mcore_rl.types import StepStats, TrainBatch
 
@@ -60,6 +61,9 @@ class CriticModel(TrainedModel):
         def output(batch: RankBatch, values_T1: Tensor) -> tuple[Tensor, Report]:
             loss_T, metrics_T = loss_fn(values_T1[:, 0].float(), batch.batch)
             loss = (loss_T * cast(Tensor, batch.batch.loss_weights_T)).sum()
-            return loss * num_tokens, {"loss": loss.detach().clone(), "metrics": metrics_T}
+            mask_T = batch.batch.loss_mask_T
+            return loss * num_tokens, {
+                "sums": token_sums(loss, metrics_T, mask_T, batch.num_tokens)
+            }
 
         return self._optimizer_step(microbatches, output, num_tokens)

@@ -1,8 +1,14 @@
 """Computes token log-probs and entropies from vocab-parallel logits, with two small all-reduces.
 
-The logits are not modified.
+The logits are not modified. They stay in the model's precision; float32 copies are made of a few
+tokens at a time:
+
+    logits_TV   bfloat16, kept for the backward pass
+    x_CV        float32, of `chunk` tokens: (logits - their maximum) / temperature
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,93 +19,135 @@ FAR_BELOW = -1e30
 """The logit of vocabulary padding; finite, so that 0 * FAR_BELOW is 0."""
 
 
+@dataclass(frozen=True)
+class VocabParallelSoftmax:
+    """A softmax over the vocabulary that tensor-parallel ranks share.
+
+    group         the ranks that share the padded vocabulary
+    size          entries from here on are padding and get probability 0
+    temperature   divides the logits
+    chunk         tokens whose float32 logits are in memory at once
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    temperature: float
+    chunk: int
+
+    def num_real(self, width: int) -> int:
+        """Return how many of this rank's `width` columns are not padding."""
+        return min(max(self.size - self.group.rank() * width, 0), width)
+
+    def reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Reduce `value` in place over the ranks of the vocabulary."""
+        if self.group.size() > 1:
+            dist.all_reduce(value, op=op, group=self.group)
+        return value
+
+    def peaks(self, logits_TV: Tensor) -> Tensor:
+        """Return the largest real logit of each token, float32 [T]; collective."""
+        num_real = self.num_real(logits_TV.shape[-1])
+        if num_real:
+            peak_T = logits_TV[:, :num_real].amax(-1).float()
+        else:
+            peak_T = logits_TV.new_full(logits_TV.shape[:1], FAR_BELOW, dtype=torch.float32)
+        return self.reduce(peak_T, dist.ReduceOp.MAX)
+
+    def chunks(self, logits_TV: Tensor, peak_T: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, float32 (logits - peak) / temperature of these rows) of all tokens."""
+        num_tokens, width = logits_TV.shape
+        num_real = self.num_real(width)
+        for first in range(0, num_tokens, self.chunk):
+            rows = slice(first, min(first + self.chunk, num_tokens))
+            x_CV = logits_TV[rows].float() - peak_T[rows, None]
+            if self.temperature != 1.0:
+                x_CV /= self.temperature
+            x_CV[:, num_real:] = FAR_BELOW
+            yield rows, x_CV
+
+
 def vocab_parallel_logprobs(
-    logits_TV: Tensor,
-    targets_T: Tensor,
-    group: dist.ProcessGroup,
-    vocab_size: int,
-    temperature: float,
+    logits_TV: Tensor, targets_T: Tensor, softmax: VocabParallelSoftmax
 ) -> tuple[Tensor, Tensor]:
     """Return float32 (log-prob of each target [T], entropy [T]) of softmax(logits / temperature).
 
-    logits_TV is this rank's slice of the padded vocabulary, which the ranks of `group` share.
-    Entries from `vocab_size` on are padding and get probability 0.
+    logits_TV is this rank's slice of the padded softmax.
     """
-    return _LogprobEntropy.apply(logits_TV, targets_T, group, vocab_size, temperature)  # type: ignore
+    return _LogprobEntropy.apply(logits_TV, targets_T, softmax)  # type: ignore
 
 
 @torch.no_grad()
-def vocab_parallel_sum_squares(
-    logits_TV: Tensor, group: dist.ProcessGroup, vocab_size: int, temperature: float
-) -> Tensor:
-    """Return the sum of the squared probabilities, float32 [T]; 1 where one token is certain."""
-    first = group.rank() * logits_TV.shape[-1]
-    num_real = min(max(vocab_size - first, 0), logits_TV.shape[-1])
-    x = logits_TV.float() / temperature
-    x[:, num_real:] = FAR_BELOW
-    x -= _reduce(x.amax(-1), dist.ReduceOp.MAX, group)[:, None]
-    exp = x.exp_()
-    total, squares = _reduce(
-        torch.stack([exp.sum(-1), exp.square().sum(-1)]), dist.ReduceOp.SUM, group
-    )
-    return squares / total.square()
+def vocab_parallel_scores(
+    logits_TV: Tensor, targets_T: Tensor, softmax: VocabParallelSoftmax, *, sum_squares: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return float32 (log-prob of each target [T], sum of the squared probabilities [T] or None).
+
+    The sum is 1 where one token is certain. Has no gradient, and computes no entropy.
+    """
+    peak_T = softmax.peaks(logits_TV)
+    index_T1, is_local_T = _local_index(targets_T, logits_TV.shape[-1], softmax)
+    sums_ST = logits_TV.new_zeros(3 if sum_squares else 2, len(targets_T), dtype=torch.float32)
+    for rows, x_CV in softmax.chunks(logits_TV, peak_T):
+        sums_ST[0, rows] = _of_targets(x_CV, index_T1[rows], is_local_T[rows])
+        x_CV.exp_()
+        sums_ST[1, rows] = x_CV.sum(-1)
+        if sum_squares:
+            sums_ST[2, rows] = x_CV.square_().sum(-1)
+    softmax.reduce(sums_ST, dist.ReduceOp.SUM)
+    logprobs_T = sums_ST[0] - sums_ST[1].log()
+    return logprobs_T, sums_ST[2] / sums_ST[1].square() if sum_squares else None
 
 
-def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(value, op=op, group=group)
-    return value
+def _local_index(
+    targets_T: Tensor, width: int, softmax: VocabParallelSoftmax
+) -> tuple[Tensor, Tensor]:
+    """Return (column of each target in this rank's slice [T, 1], whether it lies there [T])."""
+    local_T = targets_T - softmax.group.rank() * width
+    is_local_T = (local_T >= 0) & (local_T < width)
+    return local_T.clamp(0, width - 1)[:, None], is_local_T
+
+
+def _of_targets(x_CV: Tensor, index_C1: Tensor, is_local_C: Tensor) -> Tensor:
+    return x_CV.gather(-1, index_C1)[:, 0].masked_fill(~is_local_C, 0.0)
 
 
 class _LogprobEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        group: dist.ProcessGroup,
-        vocab_size: int,
-        temperature: float,
+        ctx: Any, logits: Tensor, targets: Tensor, softmax: VocabParallelSoftmax
     ) -> tuple[Tensor, Tensor]:
-        width = logits.shape[-1]
-        first = group.rank() * width
-        num_real = min(max(vocab_size - first, 0), width)
-        if num_real:
-            peak = logits[:, :num_real].amax(-1)
-        else:
-            peak = logits.new_full(logits.shape[:1], FAR_BELOW)
-        peak = _reduce(peak.float(), dist.ReduceOp.MAX, group)
-        x = logits.float() - peak[:, None]  # the only buffer of this size saved for the backward
-        if temperature != 1.0:
-            x /= temperature
-        x[:, num_real:] = FAR_BELOW
-        exp = x.exp()
-        local = targets - first
-        is_local = (local >= 0) & (local < width)
-        index = local.clamp(0, width - 1)[:, None]
-        target_x = x.gather(-1, index)[:, 0].masked_fill(~is_local, 0.0)
-        stats = torch.stack([target_x, exp.sum(-1), torch.linalg.vecdot(exp, x)])
-        target_x, total, weighted = _reduce(stats, dist.ReduceOp.SUM, group)
+        peak = softmax.peaks(logits)
+        index, is_local = _local_index(targets, logits.shape[-1], softmax)
+        sums = logits.new_zeros(3, len(targets), dtype=torch.float32)
+        for rows, x in softmax.chunks(logits, peak):
+            exp = x.exp()
+            sums[0, rows] = _of_targets(x, index[rows], is_local[rows])
+            sums[1, rows] = exp.sum(-1)
+            sums[2, rows] = torch.linalg.vecdot(exp, x)
+        target_x, total, weighted = softmax.reduce(sums, dist.ReduceOp.SUM)
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(x, index, is_local, log_total, entropy)
-        ctx.temperature = temperature
-        ctx.dtype = logits.dtype
+        ctx.save_for_backward(logits, peak, index, is_local, log_total, entropy)
+        ctx.softmax = softmax
         ctx.set_materialize_grads(False)
         return target_x - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> Any:  # type: ignore
         """Return the logits' gradient: d logprob / dx = onehot - p, dH / dx = -p (log p + H)."""
-        x, index, is_local, log_total, entropy = ctx.saved_tensors
-        log_p = x - log_total[:, None]
-        grad = log_p.exp()
-        if grad_entropy is None:
-            assert grad_logprob is not None
-            grad *= -grad_logprob[:, None]
-        else:
-            factor = (log_p + entropy[:, None]) * -grad_entropy[:, None]
-            grad *= factor if grad_logprob is None else factor - grad_logprob[:, None]
-        if grad_logprob is not None:
-            grad.scatter_add_(-1, index, (grad_logprob * is_local)[:, None])
-        return (grad / ctx.temperature).to(ctx.dtype), None, None, None, None
+        logits, peak, index, is_local, log_total, entropy = ctx.saved_tensors
+        grads = torch.empty_like(logits)
+        for rows, x in ctx.softmax.chunks(logits, peak):
+            log_p = x.sub_(log_total[rows, None])
+            grad = log_p.exp()
+            if grad_entropy is None:
+                assert grad_logprob is not None
+                grad *= -grad_logprob[rows, None]
+            else:
+                factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+                grad *= factor if grad_logprob is None else factor.sub_(grad_logprob[rows, None])
+            if grad_logprob is not None:
+                own = (grad_logprob[rows] * is_local[rows])[:, None]
+                grad.scatter_add_(-1, index[rows], own)
+            grads[rows] = grad.div_(ctx.softmax.temperature)
+        return grads, None, None

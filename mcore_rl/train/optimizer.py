@@ -19,6 +19,17 @@ from mcore_rl.config import OptimizerConfig
 from mcore_rl.train.optimizer_state import write_whole_parameters
 
 
+class ModelPrecision(Float16Module):
+    """A Float16Module whose logits keep the model's precision: float32 ones take twice the memory.
+
+    train/logprobs.py makes float32 copies of a few tokens at a time.
+    """
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Return the model's output as it is."""
+        return super().forward(*inputs, fp32_output=False, **kwargs)
+
+
 def wrap_chunks(
     config: TransformerConfig, chunks: Sequence[torch.nn.Module]
 ) -> list[DistributedDataParallel]:
@@ -30,7 +41,7 @@ def wrap_chunks(
         check_for_nan_in_grad=True,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    inner = [Float16Module(config, c) for c in chunks] if config.bf16 else chunks
+    inner = [ModelPrecision(config, c) for c in chunks] if config.bf16 else chunks
     return [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)  # type: ignore[arg-type]
         for i, chunk in enumerate(inner)

@@ -13,17 +13,20 @@ p + 1. RankBatch.batch therefore holds every per-token field shifted: entry t is
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from mcore_rl.device import on_device
 from mcore_rl.types import TrainBatch
 
 
 @dataclass(frozen=True)
 class RankBatch:
     """The part of one micro-batch on a context-parallel rank; T local tokens, padding included.
+
+    It is made in host memory. `on_device` returns what one stage of the model computes with.
 
     tokens_T             int64, token ids
     positions_T          int64, position in the sequence
@@ -36,8 +39,8 @@ class RankBatch:
     num_tokens           real tokens on this rank; all tokens of a filler count as padding
     batch                the fields of the predicted tokens; loss_mask_T is False and loss_weights_T
                          0 where there is none
-    routed_experts_TLK   int16, experts of the local tokens themselves, -1 where not known; None if
-                         the micro-batch has none
+    named_experts_MLK    int16, the experts that the micro-batch names for its tokens, in its own
+                         order and in host memory; None if it names none. See `experts`
     """
 
     tokens_T: Tensor
@@ -50,16 +53,32 @@ class RankBatch:
     max_len: int
     num_tokens: int
     batch: TrainBatch
-    routed_experts_TLK: Tensor | None = None
+    named_experts_MLK: Tensor | None = None
 
     @property
     def labels_T(self) -> Tensor:
         """Ids of the predicted tokens; 0 where there is none."""
         return self.batch.token_ids_T
 
-    def to(self, device: torch.device) -> "RankBatch":
-        """Return a copy on `device`; copies from pinned memory are asynchronous."""
-        return replace(self, batch=_move(self.batch, device), **_moved_fields(self, device))
+    def experts(self, rows: slice, layers: slice) -> Tensor | None:
+        """Return the experts named for these local tokens in these layers, int16, in host memory.
+
+        They are -1 where not known and on padding; None if the micro-batch names none.
+        """
+        if self.named_experts_MLK is None:
+            return None
+        sources_T = self.sources_T[rows]
+        experts_TLK = self.named_experts_MLK[:, layers][sources_T.clamp(min=0)]
+        return torch.where((sources_T >= 0)[:, None, None], experts_TLK, -1)
+
+    def on_device(self, *, targets: bool) -> "RankBatch":
+        """Return a copy of what the model reads, and with `targets` of what the loss reads.
+
+        The copies are asynchronous. sources_T, targets_T and named_experts_MLK stay on the host.
+        """
+        read = ("tokens_T", "positions_T", "sequences_T", "padding_T", "cu_seqlens_N1")
+        moved = {name: _moved(getattr(self, name)) for name in read}
+        return replace(self, batch=fields_on_device(self.batch) if targets else self.batch, **moved)
 
 
 def padded_lens(lens_N: tuple[int, ...], cp_size: int, tp_size: int) -> tuple[int, ...]:
@@ -97,14 +116,8 @@ def make_rank_batch(batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int)
         max_len=max(padded_N),
         num_tokens=int(real_T.sum()),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
-        routed_experts_TLK=_local_experts(batch.routed_experts_TLK, source_T, real_T),
+        named_experts_MLK=batch.routed_experts_TLK,
     )
-
-
-def _local_experts(experts_TLK: Tensor | None, source_T: Tensor, real_T: Tensor) -> Tensor | None:
-    if experts_TLK is None:
-        return None
-    return torch.where(real_T[:, None, None], experts_TLK[source_T], -1)
 
 
 def _local_tokens(padded_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:
@@ -131,13 +144,10 @@ def _fields_of_targets(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, 
     return TrainBatch(lens_N=lens_N, is_filler=batch.is_filler, **values)
 
 
-def _moved_fields(item: RankBatch | TrainBatch, device: torch.device) -> dict[str, Tensor]:
-    return {
-        f.name: value.to(device, non_blocking=True)
-        for f in fields(item)
-        if isinstance(value := getattr(item, f.name), Tensor)
-    }
+def fields_on_device(batch: TrainBatch) -> TrainBatch:
+    """Return the batch with its per-token fields on the device; the copies are asynchronous."""
+    return replace(batch, **{name: on_device(v) for name, v in batch.token_fields().items()})
 
 
-def _move(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    return replace(batch, **_moved_fields(batch, device))
+def _moved(value: Tensor | None) -> Tensor | None:
+    return None if value is None else on_device(value)

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mcore_rl.train.packing import RankBatch
+from mcore_rl.train.chunk_run import ChunkRun
 
 AUX_LOSS, SEQUENCE_AUX_LOSS = "aux_loss", "seq_aux_loss"
 """megatron-core's names of the balance losses over a micro-batch and over each sequence."""
@@ -38,8 +38,7 @@ class RouterCall:
     """One run of one router.
 
     layer_number   counted from 1
-    rows           this rank's tokens of the batch under sequence parallelism
-    batch          the micro-batch
+    run            the micro-batch and this rank's tokens of it
     given_TK       int64, experts that the batch names for these tokens, -1 where it names none,
                    None if it has no experts at all; also used to count flips without a replay
     replays        whether tokens are sent to `given_TK`
@@ -47,8 +46,7 @@ class RouterCall:
     """
 
     layer_number: int
-    rows: slice
-    batch: RankBatch
+    run: ChunkRun
     given_TK: Tensor | None
     replays: bool
     recomputes: bool
@@ -154,7 +152,7 @@ class TokenWeightedRouter(TopKRouter):
         routing_map: Tensor,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        one_group_T = torch.zeros_like(self._call.batch.sequences_T)
+        one_group_T = torch.zeros_like(self._call.run.batch.sequences_T)
         return self._with_balance_loss(
             AUX_LOSS, probs, scores_for_aux_loss, routing_map, one_group_T
         )
@@ -168,7 +166,7 @@ class TokenWeightedRouter(TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> Tensor:
-        sequences_T = self._call.batch.sequences_T
+        sequences_T = self._call.run.batch.sequences_T
         return self._with_balance_loss(
             SEQUENCE_AUX_LOSS, probs, scores_for_aux_loss, routing_map, sequences_T
         )
@@ -194,8 +192,8 @@ class TokenWeightedRouter(TopKRouter):
         if coef == 0:
             return probs_TE
         call = self._call
-        num_groups = len(call.batch.cu_seqlens_N1) - 1
-        group_T = groups_T[call.rows]
+        num_groups = len(call.run.batch.cu_seqlens_N1) - 1
+        group_T = groups_T[call.run.rows]
         chosen_GE = scores_TE.new_zeros(num_groups, scores_TE.shape[1], dtype=torch.float32)
         chosen_GE.index_add_(0, group_T, routing_map_TE.float())
         if self.tp_cp_group.size() > 1:

@@ -1,16 +1,18 @@
 """Tells routers which experts to replay in a pass, and records which experts they took.
 
     Actor -> begin(batches)             opens a pass
-    schedule -> enter(batch)            names the micro-batch that a chunk of layers runs on next
+    schedule -> enter(batch, chunk)     names the micro-batch that a chunk of layers runs on next
     router -> start_call, end_call      gets the experts to replay, reports where tokens went
     Actor -> take(batches)              closes the pass, returns a record per micro-batch
 
 A flip is a layer in which the router sends a token to other experts than the batch names.
+
+The experts of a step's tokens may take gigabytes. They stay in host memory, but for those of the
+micro-batches on their way, of this rank's tokens and of the chunk's layers.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,24 +20,11 @@ from megatron.core import parallel_state as ps
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mcore_rl.device import device, on_device, synchronize
+from mcore_rl.train.chunk_run import ChunkRun, RoutingRecord, layers_of
 from mcore_rl.train.expert_load import StepLoad
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.router import RouterCall, TokenWeightedRouter
-
-
-@dataclass
-class RoutingRecord:
-    """The routers' decisions on the local tokens of one micro-batch, over all layers.
-
-    flips_T       int32, layers in which the token went to other experts than the batch names
-    replaced_T    int32, layers in which a replay changed the router's own choice
-    experts_TLK   int16, number of the expert the token went to, plus 1; 0 in dense layers, without
-                  meaning on padding
-    """
-
-    flips_T: Tensor | None = None
-    replaced_T: Tensor | None = None
-    experts_TLK: Tensor | None = None
 
 
 class Routing:
@@ -46,11 +35,14 @@ class Routing:
         self._shape = (config.num_layers, config.moe_router_topk)
         self._full_recompute = config.recompute_granularity == "full"
         self.load = StepLoad(config.num_layers, config.num_moe_experts or 0)
-        self._batch: RankBatch | None = None
+        self._has_experts = bool(config.num_moe_experts)
+        self._sequence_parallel = config.sequence_parallel
+        self._run: ChunkRun | None = None
         self._forward_only = False
         self._replays = False
+        self._records_experts = False
         self._records: dict[int, RoutingRecord] = {}
-        self._to_recompute: dict[int, deque[RankBatch]] = {}
+        self._to_recompute: dict[int, deque[ChunkRun]] = {}
         self._routers = [
             module
             for chunk in chunks
@@ -94,31 +86,41 @@ class Routing:
 
         Raises ValueError if the batches name experts of a model of another shape.
         """
-        self._batch = None
+        self._run = None
         self._forward_only = forward_only
         self._replays = replay
         self._to_recompute = {}
         if not forward_only:
             self.load.clear()
-        self._records = {id(batch): self._make_record(batch, record) for batch in batches}
+        self._records_experts = record
+        self._records = {id(batch): self._make_record(batch) for batch in batches}
 
-    def enter(self, batch: RankBatch) -> None:
-        """Name the micro-batch that the routers run on from now on."""
-        self._batch = batch
+    def enter(self, batch: RankBatch, placed: RankBatch, chunk: torch.nn.Module) -> None:
+        """Name the micro-batch that the routers of `chunk` run on from now on.
+
+        batch    the micro-batch that `begin` was given
+        placed   what is on the device of it
+        """
+        self._keep_taken()
+        if not self._has_experts:
+            return
+        layers = layers_of(chunk)
+        rows = self._own_rows(len(batch.tokens_T))
+        given_tlK = batch.experts(rows, layers)
+        taken_tlK = None
+        if self._records_experts:
+            shape = (rows.stop - rows.start, layers.stop - layers.start, self._shape[1])
+            taken_tlK = torch.zeros(shape, dtype=torch.int16, device=device())
+        given_tlK = None if given_tlK is None else on_device(given_tlK)
+        record = self._records[id(batch)]
+        self._run = ChunkRun(placed, record, layers, rows, given_tlK, taken_tlK)
 
     def start_call(self, layer_number: int, num_rows: int) -> RouterCall:
         """Describe the run of router `layer_number`, from 1, on `num_rows` tokens of this rank."""
-        batch, recomputes = self._batch_of(layer_number)
-        num_tokens = len(batch.tokens_T)
-        assert num_rows in (num_tokens, num_tokens // _tp_size()), (num_rows, layer_number)
-        first = 0
-        if num_rows < num_tokens:  # sequence parallelism: tensor-parallel ranks split the tokens
-            first = ps.get_tensor_model_parallel_rank() * num_rows
-        rows = slice(first, first + num_rows)
-        given_TK = None
-        if batch.routed_experts_TLK is not None:
-            given_TK = batch.routed_experts_TLK[rows, layer_number - 1].long()
-        return RouterCall(layer_number, rows, batch, given_TK, self._replays, recomputes)
+        run, recomputes = self._run_of(layer_number)
+        assert num_rows == run.rows.stop - run.rows.start, (num_rows, run.rows, layer_number)
+        given_TK = run.given(layer_number)
+        return RouterCall(layer_number, run, given_TK, self._replays, recomputes)
 
     def end_call(
         self, call: RouterCall, own_TK: Tensor, taken_TK: Tensor, routing_map_TE: Tensor
@@ -129,19 +131,19 @@ class Routing:
         """
         if call.recomputes:
             return
+        run = call.run
         if not self._forward_only:
-            padding_T = call.batch.padding_T
-            padding_T = None if padding_T is None else padding_T[call.rows]
+            padding_T = run.batch.padding_T
+            padding_T = None if padding_T is None else padding_T[run.rows]
             self.load.count(call.layer_number, routing_map_TE, padding_T)
-        record = self._records[id(call.batch)]
+        record = run.record
         if record.flips_T is not None:
             assert call.given_TK is not None and record.replaced_T is not None
             known_T = (call.given_TK >= 0).all(1)
             kept_T = _went_to(routing_map_TE, call.given_TK.clamp(min=0))
-            record.flips_T[call.rows] += known_T & ~kept_T
-            record.replaced_T[call.rows] += ~_went_to(routing_map_TE, own_TK)
-        if record.experts_TLK is not None:
-            record.experts_TLK[call.rows, call.layer_number - 1] = (taken_TK + 1).to(torch.int16)
+            record.flips_T[run.rows] += known_T & ~kept_T
+            record.replaced_T[run.rows] += ~_went_to(routing_map_TE, own_TK)
+        run.take(call.layer_number, taken_TK)
 
     def add_loss(self, name: str, layer_number: int, loss: Tensor) -> None:
         """Add this rank's part of a balance loss, already multiplied by the tokens it averages."""
@@ -155,19 +157,35 @@ class Routing:
         """
         left = {layer: len(waiting) for layer, waiting in self._to_recompute.items() if waiting}
         assert not left, f"micro-batches never recomputed, by layer: {left}"
+        self._keep_taken()
+        synchronize()
         records = [self._records[id(batch)] for batch in batches]
-        for record in records:
+        for batch, record in zip(batches, records, strict=True):
             if record.flips_T is not None and record.replaced_T is not None:
                 record.flips_T, record.replaced_T = _sum(
                     torch.stack([record.flips_T, record.replaced_T])
                 )
-            if record.experts_TLK is not None:
-                record.experts_TLK = _sum(record.experts_TLK.int()).to("cpu", torch.int16)
+            if self._records_experts:
+                shape = (len(batch.tokens_T), *self._shape)
+                record.experts_TLK = _sum_experts(record.own_experts(shape))
         self._records = {}
-        self._batch = None
         return records
 
-    def _batch_of(self, layer_number: int) -> tuple[RankBatch, bool]:
+    def _keep_taken(self) -> None:
+        """Keep what was recorded of the micro-batch that went through a chunk last."""
+        if self._run is not None:
+            self._run.keep_taken()
+            self._run = None
+
+    def _own_rows(self, num_tokens: int) -> slice:
+        """Return this rank's tokens of a micro-batch: sequence parallelism splits them."""
+        if not self._sequence_parallel:
+            return slice(0, num_tokens)
+        share = num_tokens // ps.get_tensor_model_parallel_world_size()
+        first = ps.get_tensor_model_parallel_rank() * share
+        return slice(first, first + share)
+
+    def _run_of(self, layer_number: int) -> tuple[ChunkRun, bool]:
         """Return (the micro-batch that the router runs on, whether this is a recomputation).
 
         Full activation recompute runs a layer without gradients in the forward pass and again, with
@@ -178,28 +196,23 @@ class Routing:
             waiting = self._to_recompute.setdefault(layer_number, deque())
             if torch.is_grad_enabled():
                 return waiting.popleft(), True
-            assert self._batch is not None
-            waiting.append(self._batch)
-        assert self._batch is not None, "a router runs outside a pass"
-        return self._batch, False
+            assert self._run is not None
+            waiting.append(self._run)
+        assert self._run is not None, "a router runs outside a pass"
+        return self._run, False
 
-    def _make_record(self, batch: RankBatch, record: bool) -> RoutingRecord:
-        given_TLK = batch.routed_experts_TLK
-        num_tokens = len(batch.tokens_T)
-        device = batch.tokens_T.device
+    def _make_record(self, batch: RankBatch) -> RoutingRecord:
+        given_MLK = batch.named_experts_MLK
         made = RoutingRecord()
-        if given_TLK is not None:
-            _check_shape(given_TLK, self._shape)
-            made.flips_T = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        if given_MLK is not None:
+            _check_shape(given_MLK, self._shape)
+            made.flips_T = torch.zeros(len(batch.tokens_T), dtype=torch.int32, device=device())
             made.replaced_T = torch.zeros_like(made.flips_T)
-        if record:
-            shape = (num_tokens, *self._shape)
-            made.experts_TLK = torch.zeros(shape, dtype=torch.int16, device=device)
         return made
 
 
-def _check_shape(given_TLK: Tensor, expected: tuple[int, int]) -> None:
-    num_layers, topk = given_TLK.shape[1:]
+def _check_shape(given_MLK: Tensor, expected: tuple[int, int]) -> None:
+    num_layers, topk = given_MLK.shape[1:]
     if (num_layers, topk) != expected:
         raise ValueError(
             f"routed experts of {num_layers} layers and {topk} experts per token, but the model has"
@@ -212,8 +225,9 @@ def _went_to(routing_map_TE: Tensor, experts_TK: Tensor) -> Tensor:
     return routing_map_TE.gather(1, experts_TK).bool().all(1)
 
 
-def _tp_size() -> int:
-    return ps.get_tensor_model_parallel_world_size()
+def _sum_experts(experts_TLK: Tensor) -> Tensor:
+    """Return what all tensor- and pipeline-parallel ranks recorded; zeros elsewhere."""
+    return _sum(experts_TLK.to(device(), torch.int32)).to("cpu", torch.int16)
 
 
 def _sum(value: Tensor) -> Tensor:

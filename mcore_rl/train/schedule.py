@@ -25,25 +25,29 @@ The loss is summed over this rank's tokens and scaled by the tokens of the step.
 """
 
 
+EnterFn = Callable[[RankBatch, torch.nn.Module], RankBatch]
+"""(batch in host memory, chunk of the model) -> what the chunk needs of it, on the device."""
+
+
 def run_schedule(
     chunks: Sequence[DistributedDataParallel],
     batches: Sequence[RankBatch],
     output_fn: OutputFn,
     *,
     forward_only: bool,
-    on_forward: Callable[[RankBatch], None],
+    enter: EnterFn,
 ) -> list[Report]:
     """Run every micro-batch forward and, unless `forward_only`, backward.
 
-    Returns one report per micro-batch on the last stage, none elsewhere. `on_forward` is called
-    with a micro-batch each time before a chunk of the model runs on it.
+    Returns one report per micro-batch on the last stage, none elsewhere. `enter` is called each
+    time before a chunk of the model runs on a micro-batch.
     """
     iterators = [iter(batches) for _ in chunks]
     virtual = len(chunks) > 1
     # megatron-core's forward_only alone keeps activations and counts the router's auxiliary loss.
     with torch.set_grad_enabled(not forward_only):
         reports = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, output_fn, on_forward),
+            forward_step_func=partial(_forward_step, output_fn, enter),
             data_iterator=iterators if virtual else iterators[0],
             model=list(chunks) if virtual else chunks[0],
             num_microbatches=len(batches),
@@ -58,12 +62,11 @@ def run_schedule(
 
 def _forward_step(
     output_fn: OutputFn,
-    on_forward: Callable[[RankBatch], None],
+    enter: EnterFn,
     batches: Iterator[RankBatch],
     model: torch.nn.Module,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Report]]]:
-    batch = next(batches)
-    on_forward(batch)
+    batch = enter(next(batches), model)
     out = model(
         batch.tokens_T[None],
         batch.positions_T[None],

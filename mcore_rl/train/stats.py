@@ -14,16 +14,21 @@ from torch import Tensor
 def token_sums(
     loss: Tensor, metrics_T: Mapping[str, Tensor], mask_T: Tensor, num_tokens: int
 ) -> dict[str, Tensor]:
-    """Return one micro-batch's scalars, to be added up over the step.
-
-    Metrics are summed over the tokens in `mask_T`. Those whose name ends in "_max" are maxima, and
-    their maximum is taken over the step.
-    """
-    sums = {
+    """Return one micro-batch's scalars, to be added up over the step."""
+    return {
         "loss": loss.detach().clone(),
         "num_masked": mask_T.sum(),
         "num_tokens": torch.tensor(num_tokens, device=loss.device),
+        **masked_sums(metrics_T, mask_T),
     }
+
+
+def masked_sums(metrics_T: Mapping[str, Tensor], mask_T: Tensor) -> dict[str, Tensor]:
+    """Return the metrics summed over the tokens in `mask_T`.
+
+    Those whose name ends in "_max" are maxima, and their maximum is taken over the step.
+    """
+    sums = {}
     for name, value_T in metrics_T.items():
         value_T = value_T.detach().float()
         if name.endswith("_max"):

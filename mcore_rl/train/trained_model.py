@@ -4,13 +4,14 @@ It is the common base of actor and critic, which differ in what they compute fro
 output.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -20,6 +21,7 @@ from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
+from mcore_rl.train.chunk_run import RoutingRecord
 from mcore_rl.train.expert_load import load_metrics
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.model import make_chunks
@@ -27,11 +29,11 @@ from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
 from mcore_rl.train.packing import RankBatch, make_rank_batch
 from mcore_rl.train.router import balance_losses
-from mcore_rl.train.routing import Routing, RoutingRecord
+from mcore_rl.train.routing import Routing
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import local_tensors, weight_layout
-from mcore_rl.train.stats import reduce_sums, token_sums
+from mcore_rl.train.stats import reduce_sums
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
@@ -71,7 +73,7 @@ class TrainedModel:
         self._config = make_transformer_config(self.hf_config, parallel, dtype, train)
         chunks = make_chunks(self._config, self.hf_config)
         fill_weights(chunks, model, stored, self.hf_config, seed)
-        self._replay = train.router_replay
+        self._train = train
         self._routing = Routing(chunks, self._config)
         self._bias_rate = train.router_bias_rate
         if train.freeze_router:
@@ -144,9 +146,8 @@ class TrainedModel:
 
         Returns the stats on the owning rank, None on the others.
 
-        output       reports {"loss", "metrics": metrics_T, ...} of each micro-batch; its loss is
-                     scaled by `num_tokens`, since megatron-core divides gradients by the step's
-                     tokens
+        output       reports {"sums": token_sums(...), ...} of each micro-batch; its loss is scaled
+                     by `num_tokens`, since megatron-core divides gradients by the step's tokens
         num_tokens   tokens of the whole step, over all data-parallel ranks
         replay       send tokens to the experts that the micro-batches name
         """
@@ -166,7 +167,7 @@ class TrainedModel:
         if not on_last_stage():
             return None
         sums = [
-            self._sums(report, batch, record)
+            report["sums"] | self._routed_sums(report, batch, record)
             for report, batch, record in zip(reports, batches, records, strict=True)
         ]
         loss, metrics = reduce_sums(sums, num_tokens)
@@ -174,10 +175,11 @@ class TrainedModel:
             return None
         return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router)
 
-    def _sums(self, report: Report, batch: RankBatch, record: RoutingRecord) -> dict[str, Tensor]:
-        """Return the scalars of one micro-batch's report that add up over the step."""
-        metrics_T: Mapping[str, Tensor] = report["metrics"]
-        return token_sums(report["loss"], metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
+    def _routed_sums(
+        self, report: Report, batch: RankBatch, record: RoutingRecord
+    ) -> dict[str, Tensor]:
+        """Return sums like those of the report that are known once all layers have run."""
+        return {}
 
     def _run(
         self,
@@ -191,17 +193,22 @@ class TrainedModel:
         """Return the last stage's reports, and the routers' record of each micro-batch."""
         self._routing.begin(batches, forward_only=forward_only, replay=replay, record=record)
         reports = run_schedule(
-            self.chunks, batches, output, forward_only=forward_only, on_forward=self._routing.enter
+            self.chunks, batches, output, forward_only=forward_only, enter=self._enter
         )
         return reports, self._routing.take(batches)
+
+    def _enter(self, batch: RankBatch, model: torch.nn.Module) -> RankBatch:
+        """Bring to the device what a chunk needs of a micro-batch, and tell its routers."""
+        chunk = unwrap_model(model)
+        placed = batch.on_device(targets=chunk.post_process)
+        self._routing.enter(batch, placed, chunk)
+        return placed
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
         tp_size = ps.get_tensor_model_parallel_world_size()
         cp_size = ps.get_context_parallel_world_size()
         cp_rank = ps.get_context_parallel_rank()
-        return [
-            make_rank_batch(batch, cp_rank, cp_size, tp_size).to(device()) for batch in microbatches
-        ]
+        return [make_rank_batch(batch, cp_rank, cp_size, tp_size) for batch in microbatches]
 
     def _balance(self, num_tokens: int) -> dict[str, float]:
         """Steer the experts' bias by the step's load; return metrics of load and balance losses."""

@@ -71,7 +71,8 @@ def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
     assert {rank.moment for rank in away} == {"train step"}
     assert not any("engine" in what for rank in away for what in rank.uses)
     assert all(rank.num_processes == 2 for rank in away + at_hand)
-    checked = predict(QWEN, *colocated, "cluster.offload=false")
+    small = ["rollout.kv_cache_len=12288", "cluster.offload=false"]
+    checked = predict(QWEN, *colocated, *small)
     assert {rank.moment for rank in checked} == {"check of a sync"}
 
 

@@ -39,7 +39,8 @@ class Watch:
 
     def _routed(self, router: Any, args: tuple[torch.Tensor, ...], _: Any) -> None:
         call, rows = router._call, args[0].detach().flatten(0, 1).clone()
-        ids_T, real_T = call.batch.tokens_T[call.rows], call.batch.sources_T[call.rows] >= 0
+        batch, own = call.run.batch, call.run.rows
+        ids_T, real_T = batch.tokens_T[own], batch.sources_T[own] >= 0
         for row, token, real in zip(rows, ids_T.tolist(), real_T.tolist(), strict=True):
             if real:
                 self._tokens[call.layer_number - 1, row.numpy().tobytes()] = token

@@ -1,15 +1,23 @@
 """Vocab-parallel log-probs, entropies and gradients are those of log_softmax on one rank."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore_rl.train.logprobs import vocab_parallel_logprobs, vocab_parallel_sum_squares
-from tests.support.distributed import run_ranks
+from mcore_rl.train.logprobs import (
+    VocabParallelSoftmax,
+    vocab_parallel_logprobs,
+    vocab_parallel_scores,
+)
+from tests.support.distributed import run_alone, run_ranks
 
-CASES = [(7, 8, 1.0), (10, 16, 0.7), (3, 16, 1.3)]
-"""(vocabulary, padded vocabulary, temperature); in the last, rank 1 of 2 holds only padding."""
+CASES = [(7, 8, 1.0, 1024), (10, 16, 0.7, 4), (3, 16, 1.3, 1)]
+"""(vocabulary, padded vocabulary, temperature, chunk); in the last, rank 1 of 2 holds only padding.
+"""
 NUM_TOKENS = 6
 
 
@@ -26,18 +34,20 @@ def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
     results = []
-    for vocab, padded, temperature in CASES:
+    for vocab, padded, temperature, chunk in CASES:
+        softmax = VocabParallelSoftmax(dist.group.WORLD, vocab, temperature, chunk)
         logits_TV, targets_T, w_logprob, w_entropy = make_case(vocab, padded)
         mine = logits_TV.chunk(world_size, -1)[rank].clone().requires_grad_()
         before = mine.detach().clone()
-        logprobs, entropy = vocab_parallel_logprobs(
-            mine, targets_T, dist.group.WORLD, vocab, temperature
-        )
+        logprobs, entropy = vocab_parallel_logprobs(mine, targets_T, softmax)
         ((logprobs * w_logprob).sum() + (entropy * w_entropy).sum()).backward()
         assert torch.equal(mine.detach(), before)
         assert mine.grad is not None
-        squares = vocab_parallel_sum_squares(mine, dist.group.WORLD, vocab, temperature)
+        scores, squares = vocab_parallel_scores(mine, targets_T, softmax, sum_squares=True)
+        assert torch.equal(scores, logprobs.detach()) and squares is not None
         assert torch.equal(mine.detach(), before) and not squares.requires_grad
+        alone, no_squares = vocab_parallel_scores(mine, targets_T, softmax, sum_squares=False)
+        assert torch.equal(alone, scores) and no_squares is None
         results.append((logprobs.detach(), entropy.detach(), mine.grad, squares))
     return results
 
@@ -46,7 +56,7 @@ def parallel(rank: int, world_size: int, port: int) -> list[tuple[Tensor, Tensor
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_against_log_softmax(world_size: int) -> None:
     ranks = run_ranks(parallel, world_size)
-    for i, (vocab, padded, temperature) in enumerate(CASES):
+    for i, (vocab, padded, temperature, _) in enumerate(CASES):
         logits_TV, targets_T, w_logprob, w_entropy = make_case(vocab, padded)
         logits_TV.requires_grad_()
         log_p = (logits_TV[:, :vocab] / temperature).log_softmax(-1)
@@ -61,3 +71,51 @@ def test_against_log_softmax(world_size: int) -> None:
             )
         gradient = torch.cat([rank[i][2] for rank in ranks], -1)
         torch.testing.assert_close(gradient, logits_TV.grad, rtol=0, atol=2e-6)
+
+
+def chunked(chunk: int, case: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """Return log-probs, entropies and gradient of bfloat16 logits."""
+    logits_TV, targets_T, w_logprob, w_entropy = case
+    logits_TV = logits_TV.bfloat16().requires_grad_()
+    assert dist.group.WORLD is not None
+    softmax = VocabParallelSoftmax(dist.group.WORLD, 300, 0.9, chunk)
+    logprobs, entropy = vocab_parallel_logprobs(logits_TV, targets_T, softmax)
+    ((logprobs * w_logprob).sum() + (entropy * w_entropy).sum()).backward()
+    assert logits_TV.grad is not None and logits_TV.grad.dtype == torch.bfloat16
+    return [logprobs.detach(), entropy.detach(), logits_TV.grad]
+
+
+def bits_of_chunks() -> list[list[Tensor]]:
+    case = make_case(300, 304)
+    return [chunked(chunk, case) for chunk in (1, 4, 6, 1024)]
+
+
+def test_the_size_of_chunks_changes_no_bit() -> None:
+    first, *others = run_alone(bits_of_chunks)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def largest_tensor(chunk: int) -> int:
+    """Return the elements of the largest float32 tensor made on the way there and back."""
+    case = make_case(300, 304)
+    seen: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float32:
+                seen.append(out.numel())
+            return out
+
+    with Watch():
+        chunked(chunk, case)
+    return max(seen)
+
+
+def largest_tensors() -> list[int]:
+    return [largest_tensor(chunk) for chunk in (2, 6)]
+
+
+def test_no_more_than_a_chunk_is_in_float32_at_once() -> None:
+    assert run_alone(largest_tensors) == [2 * 304, NUM_TOKENS * 304]

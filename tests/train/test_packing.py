@@ -79,11 +79,30 @@ def test_experts_belong_to_the_token_itself_and_padding_has_none() -> None:
     batch = replace(make_batch((5,)), routed_experts_TLK=experts_TLK)
     for rank in range(2):
         part = make_rank_batch(batch, rank, 2, 1)
-        assert part.routed_experts_TLK is not None
-        real_T = part.sources_T >= 0
-        wanted_TLK = experts_TLK[part.sources_T[real_T]]
-        assert torch.equal(part.routed_experts_TLK[real_T], wanted_TLK)
-        assert (part.routed_experts_TLK[~real_T] == -1).all()
+        for rows in (slice(0, 4), slice(1, 3)):
+            for layers in (slice(0, 2), slice(1, 2)):
+                named_TLK = part.experts(rows, layers)
+                assert named_TLK is not None
+                real_T = part.sources_T[rows] >= 0
+                wanted_TLK = experts_TLK[part.sources_T[rows][real_T]][:, layers]
+                assert torch.equal(named_TLK[real_T], wanted_TLK)
+                assert (named_TLK[~real_T] == -1).all()
+    assert make_rank_batch(make_batch((5,)), 0, 2, 1).experts(slice(0, 4), slice(0, 1)) is None
+
+
+def test_only_the_last_stage_gets_what_the_loss_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mcore_rl.train.packing.on_device", lambda value: value.to("meta"))
+    experts_MLK = torch.zeros(7, 2, 3, dtype=torch.int16)
+    batch = replace(make_batch((5, 2)), routed_experts_TLK=experts_MLK)
+    part = make_rank_batch(batch, 0, 2, 1)
+    for is_last in (False, True):
+        placed = part.on_device(targets=is_last)
+        read = (placed.tokens_T, placed.positions_T, placed.sequences_T, placed.cu_seqlens_N1)
+        assert placed.padding_T is not None and placed.padding_T.is_meta
+        assert all(value.is_meta for value in read)
+        assert not placed.sources_T.is_meta and not placed.targets_T.is_meta
+        assert placed.named_experts_MLK is experts_MLK
+        assert {v.is_meta for v in placed.batch.token_fields().values()} == {is_last}
 
 
 def test_the_picture_of_the_module_is_what_it_does() -> None:

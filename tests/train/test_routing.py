@@ -3,6 +3,7 @@
 tests/scenarios/train/test_router_replay.py replays experts on real ranks.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from mcore_rl.train.packing import RankBatch, make_rank_batch
 from mcore_rl.train.routing import Routing, RoutingRecord
 from mcore_rl.types import TrainBatch
+from tests.support.chunks import chunk_of
 from tests.support.distributed import run_alone
 
 
@@ -32,9 +34,10 @@ def record_a_pass() -> tuple[RoutingRecord, Tensor]:
     """Send all tokens to experts 0 and 1 in both layers; the routers would send them to 1 and 2."""
     named = [[[0, 1], [1, 0]], [[2, 3], [0, 1]], [[-1, -1], [-1, -1]]]
     batch = rank_batch(torch.tensor(named, dtype=torch.int16))
-    routing = Routing([], tiny_config())
+    chunk = chunk_of(1, 2)
+    routing = Routing([chunk], tiny_config())
     routing.begin([batch], forward_only=False, record=True)
-    routing.enter(batch)
+    routing.enter(batch, batch, chunk)
     own_TK = torch.tensor([[1, 2]] * 3)
     taken_TK = torch.tensor([[0, 1]] * 3)
     map_TE = torch.tensor([[True, True, False, False]] * 3)
@@ -64,19 +67,48 @@ def recompute_two_batches() -> list[tuple[int, bool]]:
     )
     routing = Routing([], config)
     routing.begin(batches, forward_only=False)
-    calls = []
+    calls, chunk = [], chunk_of(1, 1)
     with torch.no_grad():
         for batch in batches:
-            routing.enter(batch)
+            routing.enter(batch, batch, chunk)
             calls.append(routing.start_call(1, 3))
     calls += [routing.start_call(1, 3) for _ in batches]
     routing.take(batches)
-    return [(0 if call.batch is batches[0] else 1, call.recomputes) for call in calls]
+    return [(0 if call.run.batch is batches[0] else 1, call.recomputes) for call in calls]
 
 
 def test_recomputation_meets_the_batches_in_the_order_of_their_forward_passes() -> None:
     calls = run_alone(recompute_two_batches)
     assert calls == [(0, False), (1, False), (0, True), (1, True)]
+
+
+def a_chunk_gets_its_layers() -> list[list[list[int]]]:
+    """Return the experts that two chunks, of layers 1 and 2 and of layers 3 and 4, replay."""
+    experts_TLK = torch.arange(3 * 4 * 2, dtype=torch.int16).view(3, 4, 2) % 4
+    batch = rank_batch(experts_TLK)
+    config = replace(tiny_config(), num_layers=4)
+    chunks = [chunk_of(1, 2), chunk_of(3, 2)]
+    routing = Routing(chunks, config)
+    routing.begin([batch], forward_only=True, replay=True, record=True)
+    given = []
+    map_TE = torch.ones(3, 4, dtype=torch.bool)
+    for first, chunk in ((1, chunks[0]), (3, chunks[1])):
+        routing.enter(batch, batch, chunk)
+        for layer in (first, first + 1):
+            call = routing.start_call(layer, 3)
+            assert call.given_TK is not None and call.run.given_tlK is not None
+            assert call.run.given_tlK.shape == (3, 2, 2)
+            given.append(call.given_TK.tolist())
+            routing.end_call(call, call.given_TK, call.given_TK, map_TE)
+    (record,) = routing.take([batch])
+    assert record.experts_TLK is not None
+    assert torch.equal(record.experts_TLK, experts_TLK + 1)
+    assert given == experts_TLK.transpose(0, 1).tolist()
+    return given
+
+
+def test_a_chunk_gets_the_experts_of_its_layers_only() -> None:
+    assert len(run_alone(a_chunk_gets_its_layers)) == 4
 
 
 def test_experts_of_a_model_of_another_shape_are_refused() -> None:
