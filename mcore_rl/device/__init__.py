@@ -140,6 +140,26 @@ def megatron_options() -> dict[str, Any]:
     }
 
 
+def attention_with_sinks(cp_size: int) -> type | None:
+    """Return the module for attention with sinks in Transformer Engine's place, or None.
+
+    Transformer Engine before 2.12 has no kernel for sinks over packed sequences, and megatron-core
+    0.16.1 takes none later. Raises ValueError if context parallelism cuts sequences: the module
+    would keep the scores of all pairs of tokens.
+    """
+    if not has_cuda():
+        return None  # the torch modules of the CPU are in place already
+    if cp_size > 1:
+        raise ValueError(
+            f"parallel.cp={cp_size} with a model whose attention has sinks (gpt-oss): on GPUs that"
+            " needs Transformer Engine 2.12, which megatron-core 0.16.1 does not take; set"
+            " parallel.cp=1"
+        )
+    from mcore_rl.device.te_workalike import DotProductAttention
+
+    return DotProductAttention
+
+
 def use_torch_modules_on_cuda() -> None:
     """Let megatron-core run on CUDA without Transformer Engine; call it before `setup_device`.
 

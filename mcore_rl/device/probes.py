@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from mcore_rl.device.attention import Form, packed_attention
+from mcore_rl.device.flash_attention import TorchFlash, flash_attention
 from mcore_rl.device.gpu_groups import make_group
 
 MAX_CTAS = 4
@@ -27,6 +29,28 @@ def reduce_alone(group: Any, num_elements: int = 1 << 20) -> bool:
     group.allreduce([values]).wait()
     torch.cuda.synchronize()
     return bool((values == torch.arange(num_elements, device="cuda")).all())
+
+
+def error_of_sinks(window: int | None) -> float:
+    """Return the largest relative error of attention with sinks and of its gradients, in bfloat16.
+
+    They are compared with whole float32 matrices, on sequences of unequal length.
+    """
+    lens_N, scale = (700, 33, 1, 290), 0.1
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(sum(lens_N), 8, 64), (sum(lens_N), 2, 64), (sum(lens_N), 2, 64), (8,)]
+    made = [torch.randn(shape, generator=generator).bfloat16().cuda() for shape in shapes]
+    q, k, v, sinks_h = (tensor.requires_grad_() for tensor in made)
+    cu_seqlens_N1 = torch.tensor((0, *lens_N), device="cuda").cumsum(0).int()
+    kernel = TorchFlash(cu_seqlens_N1, max(lens_N), scale, window)
+    out = flash_attention(q, k, v, sinks_h, kernel).flatten(1)
+    q32, k32, v32, sinks32_h = (tensor.detach().float().requires_grad_() for tensor in made)
+    exact = packed_attention(q32, k32, v32, lens_N, Form(scale, window, sinks32_h))
+    weights = torch.randn(exact.shape, generator=generator).cuda()
+    got = [out, *torch.autograd.grad((out * weights).sum(), (q, k, v, sinks_h))]
+    wanted = [exact, *torch.autograd.grad((exact * weights).sum(), (q32, k32, v32, sinks32_h))]
+    pairs = zip(got, wanted, strict=True)
+    return max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
 
 
 def abort_seconds(group: Any) -> float:

@@ -29,6 +29,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from mcore_rl.device.attention import Form, context_parallel_attention, packed_attention
+from mcore_rl.device.flash_attention import TorchFlash, fits_flash, flash_attention
 
 
 class Norm:
@@ -45,7 +46,8 @@ class Norm:
 class DotProductAttention(MegatronModule):
     """TEDotProductAttention for packed (THD) causal sequences.
 
-    Supports grouped queries, sliding windows, sinks and context parallelism.
+    Supports grouped queries, sliding windows, sinks and context parallelism. On CUDA, half
+    precision takes torch's flash attention where context is not cut.
     """
 
     def __init__(
@@ -92,6 +94,10 @@ class DotProductAttention(MegatronModule):
             "only packed sequences"
         )
         assert attention_bias is None and attention_mask is None
+        if self.cp_group.size() == 1 and fits_flash(query, value):
+            cu_seqlens, max_len = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+            kernel = TorchFlash(cu_seqlens, max_len, self.softmax_scale, self.window)
+            return flash_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
         lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
         form = Form(self.softmax_scale, self.window, self.softmax_offset)
         if self.cp_group.size() == 1:

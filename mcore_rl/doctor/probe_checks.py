@@ -72,6 +72,16 @@ def memory_saver() -> Figures:
     return {"values_kept_without_copy": plain.kept, "values_kept_with_copy": backed.kept}
 
 
+def attention_with_sinks() -> Figures:
+    """Torch's flash attention, with sinks added around it, agrees with whole matrices."""
+    figures = {}
+    for window in (None, 128):
+        error = probes.error_of_sinks(window)
+        expect(error < 0.02, f"relative error {error:.3f} with window {window}")
+        figures[f"error_window_{window}"] = round(error, 4)
+    return figures
+
+
 PROBES = Stage(
     "probes",
     "NCCL, pinned memory, released memory",
@@ -79,6 +89,7 @@ PROBES = Stage(
         Check("NCCL with few blocks", nccl_max_ctas, gpu=True),
         Check("NCCL aborts", nccl_abort, gpu=True),
         Check("pinned memory is not rounded up", pinned_rounding, gpu=True),
+        Check("attention with sinks", attention_with_sinks, gpu=True),
         Check("released memory", memory_saver, gpu=True, modules=("torch_memory_saver",)),
     ),
 )

@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from mcore_rl.device import attention_with_sinks
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head
@@ -57,6 +58,9 @@ def _make_spec(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     family = family_of(hf_config)
     sizes = family.sizes(hf_config)
+    with_sinks = None
+    if config.softmax_type != "vanilla":
+        with_sinks = attention_with_sinks(config.context_parallel_size)
     for layer in spec.layer_specs or ():
         if sizes.get("q_norm", 0) > sizes.get("head", 0):
             attention = layer.submodules.self_attention.submodules
@@ -64,6 +68,8 @@ def _make_spec(
                 ModuleSpec(ProjectionNorm, params={"num_heads": num_heads})
                 for num_heads in (config.num_attention_heads, config.num_query_groups)
             )
+        if with_sinks is not None:
+            layer.submodules.self_attention.submodules.core_attention = with_sinks
         experts = layer.submodules.mlp.submodules
         if isinstance(experts, MoESubmodules):
             experts.router = TokenWeightedRouter
