@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController, SyncReport
 from sync_model import SHAPES, Case, num_bytes, write_config

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController, SyncError
 from sync import post

@@ -220,7 +220,7 @@ def _plan(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
-    from mcore_rl.rollout.engine import EngineSpec
+    from mcore_rl.rollout.engine_spec import EngineSpec
     from mcore_rl.run.serving import find_model, run_server
 
     if args.once and not args.ask:

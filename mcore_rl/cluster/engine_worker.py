@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mcore_rl.cluster.rank_actor import ProcessLost, node_address
-from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineState
+from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 
 TAIL_LINES = 5
 

@@ -5,7 +5,7 @@ The servers are watched and, within limits, restarted.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,9 +13,8 @@ from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.engine_worker import EngineWorker
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
-from mcore_rl.device import environment_of
-from mcore_rl.rollout.engine import EngineAddress, EngineSpec
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 
 T = TypeVar("T")
 
@@ -46,6 +45,7 @@ class EngineGroup:
         """
         self._weights_stay = weights_stay
         self._nodes_per_engine = [len(engine_slots) for engine_slots in slots]
+        self._has_gpus = any(slot.bundle.get("GPU") for of_engine in slots for slot in of_engine)
         self._restarts = [0] * len(slots)
         self._group = RankGroup(
             role, [slot for engine_slots in slots for slot in engine_slots], log_dir
@@ -64,12 +64,15 @@ class EngineGroup:
         """Begin to start the servers, one spec per engine; `wait_built` waits for them.
 
         `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use those that Ray
-        assigned. Each server that dies later is restarted up to `max_restarts` times.
+        assigned to their workers. Each server that dies later is restarted up to `max_restarts`
+        times.
         """
         if max(self._nodes_per_engine) > 1:
             meeting_points = self._group.meeting_points(timeout_s)
         else:
             meeting_points = []
+        if not gpu_ids and self._has_gpus:
+            gpu_ids = list(chain.from_iterable(self._group.gpu_ids(timeout_s)))
         server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
         args = [(spec, engine, timeout_s, max_restarts) for engine, spec in server_specs]
         self._building = self._group.start_build(EngineWorker, args, timeout_s)
@@ -80,6 +83,7 @@ class EngineGroup:
         if self._addresses is not None:
             return self._addresses
         self._group.finish(self._building)
+        self._group.check_environment(self._call_timeout_s)
         server_addresses = self._group.call_all("address", deadline_s=self._call_timeout_s)
         self._addresses = first_of_each_engine(server_addresses, self._nodes_per_engine)
         self.health = EngineHealth([address.url for address in self._addresses], self._weights_stay)
@@ -137,7 +141,7 @@ def plan_servers(
                 num_nodes=num_nodes,
                 node_rank=node_rank,
                 dist_init_addr=meeting_point,
-                environment=environment_of(tuple(islice(remaining_gpus, ranks_per_node))),
+                gpu_ids=tuple(islice(remaining_gpus, ranks_per_node)),
             )
             servers.append((engine, _with_own_log(server_spec)))
     return servers

@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
+from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.rank_actor import RankActor
 
@@ -173,6 +174,16 @@ class RankGroup:
         """Return, by rank, the GPUs of its machine that Ray assigned to it."""
         refs = [actor.gpu_ids.remote() for actor in self._actors]
         return self.finish(self._expect("start-up", refs, deadline_s))
+
+    def check_environment(self, deadline_s: float) -> None:
+        """Compare the ranks' environment variables with the controller's.
+
+        Logs a warning that names ranks and variables that differ. Raises ValueError if trainer and
+        engines could not exchange weights for it.
+        """
+        refs = [actor.environment.remote() for actor in self._actors]
+        environments = self.finish(self._expect("start-up", refs, deadline_s))
+        compare_environments({str(r): e for r, e in zip(self.ranks, environments, strict=True)})
 
     def kill(self) -> None:
         """Kill the processes; what they started dies with them. Safe to repeat."""

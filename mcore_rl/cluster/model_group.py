@@ -14,7 +14,7 @@ from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.device import environment_of, exact_pinning, leave_compiler_out
+from mcore_rl.device import exact_pinning, leave_compiler_out
 from mcore_rl.process.lazy_imports import without_collector
 
 
@@ -43,8 +43,8 @@ class ModelWorker:
         master_port: int,
         gpu_ids: Sequence[str] = (),
     ) -> None:
-        """`gpu_ids` are the GPUs to use where Ray assigned none."""
-        os.environ.update(environment_of(gpu_ids) | exact_pinning(os.environ))
+        """`gpu_ids` has the rank's GPU, of those that its machine has; it is empty on a CPU."""
+        os.environ.update(exact_pinning(os.environ))
         leave_compiler_out()
         with without_collector():
             import torch
@@ -62,6 +62,7 @@ class ModelWorker:
             spec.parallel,
             spec.seed,
             spec.collective_timeout_s,
+            gpu_ids,
         )
         self._rank = rank
         self._loss = spec.loss
@@ -112,11 +113,12 @@ class ModelGroup:
     ) -> None:
         """Begin to build the model on every rank; `wait_built` waits for it.
 
-        `gpu_ids` has the GPUs of each rank where Ray assigned none.
+        `gpu_ids` has the GPU of each rank; if empty, ranks use those that Ray assigned to them.
         """
         address, port = self._group.meeting_points(timeout_s)[0]
+        self._group.check_environment(timeout_s)
         num_ranks = spec.parallel.world_size
-        gpus = gpu_ids or [()] * num_ranks
+        gpus = gpu_ids or self._group.gpu_ids(timeout_s)
         args = [(spec, rank, address, port, gpus[rank]) for rank in range(num_ranks)]
         self._building = self._group.start_build(self.worker_cls, args, timeout_s)
 

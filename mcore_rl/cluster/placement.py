@@ -81,6 +81,22 @@ def colocate_engines(
     return slots_of_engines
 
 
+def check_tensor_parallel(slots: Sequence[Slot], tp: int, option: str) -> None:
+    """Raise ValueError, naming the ranks, if the ranks of a tensor-parallel group share no node.
+
+    They exchange activations in every layer, which takes NVLink.
+    """
+    for first in range(0, len(slots), tp):
+        nodes = Counter(slot.node for slot in slots[first : first + tp])
+        if len(nodes) > 1:
+            parts = " and ".join(f"{count} on node {node}" for node, count in nodes.items())
+            raise ValueError(
+                f"{option}={tp}: ranks {first} to {first + tp - 1} exchange activations in every"
+                f" layer, but Ray has room for {parts}. Free whole nodes, or take a {option} that"
+                " divides the free GPUs of each"
+            )
+
+
 def _is_one_node(slots: Sequence[Slot], num_ranks: int) -> bool:
     """Return whether these are `num_ranks` slots of a single node."""
     return len(slots) == num_ranks and len({slot.node for slot in slots}) == 1

@@ -47,6 +47,7 @@ class RankActor:
     """
 
     def __init__(self, log_path: str) -> None:
+        self._environment = dict(os.environ)
         gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
         redirect_output(Path(log_path))
         address = ray.get_runtime_context().gcs_address
@@ -68,7 +69,12 @@ class RankActor:
 
     def gpu_ids(self) -> tuple[str, ...]:
         """Return the GPUs that Ray assigned to this process, numbered as CUDA does."""
-        return tuple(str(gpu) for gpu in ray.get_gpu_ids())
+        ids = (str(gpu) for gpu in ray.get_gpu_ids())
+        return tuple(sorted(ids, key=lambda gpu: (len(gpu), gpu)))
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables with which this process started."""
+        return self._environment
 
     def meeting_point(self) -> tuple[str, int]:
         """Return (address of this machine, TCP port that was free a moment ago)."""

@@ -22,7 +22,7 @@ from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
 from mcore_rl.slices.hf.facts import ModelFacts

@@ -6,7 +6,7 @@ from pathlib import Path
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.rollout.engine import EngineSpec
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.served_endpoint import TEXT_ROLES, ServedEndpoint
 
 KEEP_WEIGHTS = ("--enable-weights-cpu-backup",)

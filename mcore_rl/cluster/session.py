@@ -20,6 +20,7 @@ import ray
 import ray._private.worker
 
 from mcore_rl.cluster import watchdog
+from mcore_rl.cluster.environment import set_defaults, variables_for_workers
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 
@@ -27,13 +28,6 @@ TEMP_PREFIX = "mcore_rl_ray_"
 JOIN_TIMEOUT_S = 10.0
 LONGEST_TEMP_ROOT = 20
 """In characters: Ray appends 67 for its sockets, and a socket's path may have 107."""
-ENVIRONMENT = {
-    "RAY_DEBUG": "legacy",  # breakpoint() answers to `ray debug`; "1" is the VS Code extension's
-    "RAY_worker_niceness": "0",  # else ranks and engines run at nice 15
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-"""Defaults; variables that the caller's environment sets are kept."""
 
 
 @contextmanager
@@ -44,8 +38,7 @@ def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
     ended; killing this process has the same effect. Only the main thread may call this. Raises
     ValueError if no Ray answers at the address.
     """
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_defaults()
     ray._private.worker._worker_logs_enabled = False  # RankError alone reports a rank's death
     if config.address is not None:
         with _shut_down():
@@ -121,7 +114,12 @@ def _join(address: str) -> None:
         if port.isdigit():
             # Ray itself would try for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(
+            address=address,
+            runtime_env={"env_vars": variables_for_workers()},
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     except OSError as error:
         refused = "InvalidAuthToken" in str(error.__cause__)
         hint = "; it wants a token: set RAY_AUTH_MODE=token" if refused else ""

@@ -6,6 +6,7 @@ from itertools import chain, islice
 
 from mcore_rl.cluster.placement import (
     Slot,
+    check_tensor_parallel,
     colocate_engines,
     colocate_ranks,
     divide,
@@ -36,8 +37,8 @@ def reserve_slots(
 ) -> RunSlots:
     """Reserve room for the processes; colocated ones share that of the trainer's ranks.
 
-    Raises ValueError if there is not enough room after `timeout_s`, or colocated engines do not
-    fit.
+    Raises ValueError if there is not enough room after `timeout_s`, if colocated engines do not fit
+    or if a tensor-parallel group would lie on two nodes.
     """
     gpus = gpus_per_node()
     engine_bundles = plan_engine(
@@ -49,7 +50,7 @@ def reserve_slots(
         gpus,
     )
     plans: list[Sequence[Bundle]] = [
-        plan_ranks(size.trainer, cpus_per_rank * size.tenants, gpus),
+        plan_ranks(size.trainer, cpus_per_rank, gpus),
         plan_ranks(0 if size.critic_colocated else size.critic, cpus_per_rank, gpus),
         *[engine_bundles] * (0 if size.engines_colocated else size.engines),
     ]
@@ -57,6 +58,8 @@ def reserve_slots(
     reserved = reserve([*plans, *chain(*served_bundles.values())], timeout_s)
     trainer = divide(reserved[0], size.tenants)
     critic = reserved[1]
+    check_tensor_parallel(trainer, size.trainer_tp, "parallel.tp")
+    check_tensor_parallel(critic, size.critic_tp, "critic.parallel.tp")
     engines = reserved[2:num_own]
     served = _by_role(served_bundles, iter(reserved[num_own:]))
     if size.critic_colocated:

@@ -172,6 +172,7 @@ class ClusterConfig(Options, group="cluster"):
     """Trainer and critic keep weights, gradients and optimizer in host memory while others use
     the GPU."""
     cpus_per_rank: float = bounded(1.0, above=0)
+    """CPUs reserved in Ray for each rank; those that share a GPU share them, too."""
     object_store_mib: int | None = bounded(None, least=75)
     """Ray's shared memory on this machine, at least Ray's minimum; None: 8192 with GPUs, 512
     without. A cluster that is joined has its own."""

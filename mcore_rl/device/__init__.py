@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mcore_rl.device.environment import local_indices
+
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
 _EXACT_FROM_MIB = 64
@@ -47,15 +49,15 @@ def dist_backend() -> str:
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
-def set_local_device(local_rank: int) -> None:
-    """Bind this process to one GPU of its node; do nothing on a CPU."""
+def set_local_device(rank: int, gpu_ids: Sequence[str] = ()) -> None:
+    """Bind this process to one GPU of its node; do nothing on a CPU.
+
+    It is the one in `gpu_ids`, named as in CUDA_VISIBLE_DEVICES. Without, ranks take GPUs in turn.
+    """
     if has_cuda():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-
-
-def environment_of(gpu_ids: Sequence[str]) -> dict[str, str]:
-    """Return the environment variables that show a process these GPUs of its node and no others."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)} if gpu_ids else {}
+        own = local_indices(gpu_ids, os.environ) or [rank % torch.cuda.device_count()]
+        assert len(own) == 1, f"rank {rank} was given the GPUs {list(gpu_ids)}, but uses one"
+        torch.cuda.set_device(own[0])
 
 
 def exact_pinning(environ: Mapping[str, str]) -> dict[str, str]:

@@ -64,18 +64,23 @@ def readable_gpus(device: torch.device) -> tuple[str, ...]:
 def export_memory(words_W: Tensor) -> bytes:
     """Return a handle with which another process of this machine can open a tensor's GPU memory.
 
-    One process can open it, once. The memory is freed when both processes have released it. If the
-    other process is killed, it is freed when this one ends.
+    What is queued for the tensor is done on return. One process can open it, once. The memory is
+    freed when both processes have released it. If the other process is killed, it is freed when
+    this one ends.
     """
+    torch.cuda.current_stream(words_W.device).synchronize()
     fields = words_W.untyped_storage()._share_cuda_()  # type: ignore[attr-defined]
     plain = [field.hex() if isinstance(field, bytes) else field for field in fields[1:]]
-    return json.dumps([gpu_id(words_W.device), *plain]).encode()
+    return json.dumps(plain).encode()
 
 
-def open_memory(handle: bytes) -> Tensor:
-    """Open another process's memory as int64 words on its GPU; RuntimeError if that fails."""
-    gpu, memory, num_bytes, offset, counter, counter_offset, event, has_event = json.loads(handle)
-    device = {gpu_id(visible): visible for visible in _visible_gpus()}[gpu]
+def open_memory(handle: bytes, device: torch.device) -> Tensor:
+    """Open another process's memory as int64 words that `device` reads; RuntimeError if that fails.
+
+    The memory may lie on another GPU that `readable_gpus` names. It is mapped for `device`
+    (cudaIpcMemLazyEnablePeerAccess), so this process needs no CUDA context on that GPU.
+    """
+    memory, num_bytes, offset, counter, counter_offset, event, _ = json.loads(handle)
     storage = _Storage._new_shared_cuda(
         device.index,
         bytes.fromhex(memory),
@@ -84,7 +89,7 @@ def open_memory(handle: bytes) -> Tensor:
         bytes.fromhex(counter),
         counter_offset,
         bytes.fromhex(event),
-        has_event,
+        False,  # the sender has waited for its work: no event to wait for
     )
     return torch.empty(0, dtype=torch.int64, device=device).set_(storage)
 

@@ -1,4 +1,7 @@
-"""SGLang without CUDA: the arguments, environment and stand-ins that its server process needs."""
+"""Sets up SGLang's server process: on which GPUs, or how without CUDA.
+
+Without CUDA it needs other arguments and environment variables, and stand-ins.
+"""
 
 import os
 import sys
@@ -6,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_rl.device import leave_compiler_out
+from mcore_rl.device.environment import local_indices
 
 STANDINS_DIR = Path(__file__).parent / "standins"
 CPU_ENVIRONMENT = {
@@ -23,6 +27,21 @@ CPU_ARGUMENTS = {
 """--max-total-tokens decides the size of the KV cache. The memory fraction only has to leave room
 for other processes that allocate while the engine starts; SGLang counts their memory as its own.
 """
+
+
+def use_gpus(arguments: list[str], gpu_ids: Sequence[str]) -> list[str]:
+    """Return the arguments of a server whose ranks use these GPUs of its machine.
+
+    `gpu_ids` are named as in CUDA_VISIBLE_DEVICES. SGLang counts from a first GPU. If they do not
+    follow one another, the server's processes see these only, and their weights come by NCCL.
+    """
+    indices = sorted(local_indices(gpu_ids, os.environ))
+    if not indices:
+        return arguments
+    if indices == list(range(indices[0], indices[0] + len(indices))):
+        return [*arguments, "--base-gpu-id", str(indices[0])]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)  # for the processes it starts
+    return arguments
 
 
 def use_cpu(arguments: list[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Checks of a recipe's sizes against one another and the model; errors name both and a remedy."""
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config, DataConfig, RolloutConfig, TrainConfig
+from mcore_rl.config import Config, DataConfig, ParallelConfig, RolloutConfig, TrainConfig
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.layouts.check import check_layout
@@ -9,11 +9,28 @@ from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config, policy: ModelFacts) -> None:
-    """Raise ValueError if a layout does not divide the model, or sequences are too long."""
+    """Raise ValueError if a layout does not divide the model, or sequences are too long.
+
+    Likewise if the ranks of a tensor-parallel group do not fit one host.
+    """
     check_layout(policy.config, config.parallel)
+    _check_hosts(config.parallel, "parallel", config.plan.ranks_per_host)
     if needs_of(config.algorithm).critic:
         check_layout(policy.config, config.critic.parallel, "critic.parallel")
+        _check_hosts(config.critic.parallel, "critic.parallel", config.plan.ranks_per_host)
     check_lens(config.data, config.rollout, config.train, policy)
+
+
+def _check_hosts(parallel: ParallelConfig, group: str, ranks_per_host: int) -> None:
+    tp = parallel.tp
+    for first in range(0, parallel.world_size, tp):
+        last = first + tp - 1
+        if first // ranks_per_host != last // ranks_per_host:
+            raise ValueError(
+                f"{group}.tp={tp} puts ranks {first} to {last}, which exchange activations in every"
+                f" layer, on two hosts of plan.ranks_per_host={ranks_per_host} GPUs: take a divisor"
+                f" of it, or set plan.ranks_per_host to the GPUs of a host"
+            )
 
 
 def check_engines(config: Config, policy: ModelFacts) -> None:

@@ -16,6 +16,8 @@ class RunSize:
     served: Mapping[str, ServedModelConfig]
     engines_colocated: bool
     critic_colocated: bool
+    trainer_tp: int = 1
+    critic_tp: int = 1
 
     @staticmethod
     def of(
@@ -33,11 +35,13 @@ class RunSize:
             served=models,
             engines_colocated=config.cluster.colocated and with_engines and with_trainer,
             critic_colocated=config.critic.colocated and with_critic,
+            trainer_tp=config.parallel.tp,
+            critic_tp=config.critic.parallel.tp,
         )
 
     @property
     def tenants(self) -> int:
-        """Processes on the bundle of a trainer rank."""
+        """Processes that share the bundle of a trainer rank: its GPU and its CPUs."""
         return 1 + self.engines_colocated + self.critic_colocated + len(self.colocated_served)
 
     @property
@@ -58,5 +62,5 @@ class RunSize:
             if role not in self.colocated_served and model.path
         ]
         served = sum(model.engine_ranks * model.engines for model in own)
-        ranks = self.trainer * self.tenants + critic_ranks + engine_ranks + served
+        ranks = self.trainer + critic_ranks + engine_ranks + served
         return cpus_per_rank * ranks

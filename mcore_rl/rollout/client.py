@@ -14,9 +14,9 @@ import aiohttp
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample

@@ -10,124 +10,19 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.temp_dir import TempDir
+from mcore_rl.rollout.engine_spec import EngineSpec
 
 _HEALTH_POLL_S = 0.1
 _KILL_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """The options of one engine: `tp` * `pp` ranks on `num_nodes` machines, with a server on each.
-
-    Raises ValueError if sizes do not fit each other.
-
-    attention_dp           groups of the `tp` ranks that each hold all attention weights
-    kv_cache_len           tokens of KV cache, all requests together
-    max_running            requests decoded at once
-    weight_version         version of the weights in model_path, which samples report
-    deterministic          honor the sampling seed of each request
-    routed_experts         answer requests that ask which experts each token went to
-    custom_weight_loaders  import paths of functions `load(model, named_tensors)` for weight updates
-    tokenizer              take and give text, which needs the model's tokenizer; else token ids
-    trust_remote_code      run Python code that comes with the model's configuration or tokenizer
-    port                   None: a free one is found when the engine starts
-    dist_init_addr         host:port where the ranks meet, needed if num_nodes > 1
-    can_release_memory     its GPU memory can be released and occupied again while it runs
-    environment            variables for its processes, added to those of the process that starts it
-    extra_args             further SGLang command-line arguments
-    """
-
-    model_path: str
-    log_path: str
-    dtype: str = "float32"
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    attention_dp: int = 1
-    kv_cache_len: int = 65536
-    max_running: int = 256
-    weight_version: int = 0
-    deterministic: bool = False
-    routed_experts: bool = False
-    custom_weight_loaders: tuple[str, ...] = ()
-    tokenizer: bool = False
-    trust_remote_code: bool = False
-    seed: int = 0
-    host: str = "127.0.0.1"
-    port: int | None = None
-    num_nodes: int = 1
-    node_rank: int = 0
-    dist_init_addr: str | None = None
-    can_release_memory: bool = False
-    environment: Mapping[str, str] = field(default_factory=dict)
-    extra_args: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.tp % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide tp={self.tp}")
-        if self.num_nodes > 1 and self.dist_init_addr is None:
-            raise ValueError(
-                f"num_nodes={self.num_nodes} needs dist_init_addr, host:port of node 0"
-            )
-
-    def arguments(self) -> list[str]:
-        """Return the command-line arguments of mcore_rl.rollout.server; the port must be known."""
-        assert self.port is not None
-        options: dict[str, object] = {
-            "--model-path": self.model_path,
-            "--host": self.host,
-            "--port": self.port,
-            "--dtype": self.dtype,
-            "--tp-size": self.tp,
-            "--ep-size": self.ep,
-            "--max-total-tokens": self.kv_cache_len,
-            "--max-running-requests": self.max_running,
-            "--random-seed": self.seed,
-            "--weight-version": self.weight_version,
-            "--log-level-http": "warning",
-        }
-        if self.pp > 1:
-            options["--pp-size"] = self.pp
-        if self.num_nodes > 1:
-            options |= {"--nnodes": self.num_nodes, "--node-rank": self.node_rank}
-            options |= {"--dist-init-addr": self.dist_init_addr}
-        flags = ["--skip-server-warmup", "--sleep-on-idle"]
-        if not self.tokenizer:
-            flags.append("--skip-tokenizer-init")
-        if self.trust_remote_code:
-            flags.append("--trust-remote-code")
-        if self.attention_dp > 1:
-            flags += ["--enable-dp-attention", "--dp-size", str(self.attention_dp)]
-        if self.deterministic:
-            flags.append("--enable-deterministic-inference")
-        if self.can_release_memory:
-            flags.append("--enable-memory-saver")
-        if self.routed_experts:
-            flags.append("--enable-return-routed-experts")
-        if self.custom_weight_loaders:
-            flags += ["--custom-weight-loader", *self.custom_weight_loaders]
-        arguments = [str(part) for item in options.items() for part in item]
-        return arguments + flags + list(self.extra_args)
-
-
-@dataclass(frozen=True)
-class EngineAddress:
-    """Where an engine answers, and where it logs."""
-
-    url: str
-    log_path: str
-
-    def __str__(self) -> str:
-        return f"engine {self.url} (log {self.log_path})"
 
 
 class EngineProcess:
@@ -204,7 +99,6 @@ class EngineProcess:
         """
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
-        environment |= self.spec.environment
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
         return environment
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mcore_rl.rollout.engine import EngineAddress
+from mcore_rl.rollout.engine_spec import EngineAddress
 
 
 class EngineLoad:

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.engine import EngineAddress
+from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
-from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineAddress
 
 TEXT_ROLES = ("judge",)
 """Roles that get text instead of token ids; their servers need tokenizer and chat template."""

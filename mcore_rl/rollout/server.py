@@ -1,8 +1,8 @@
 """Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
-Run as `python -m mcore_rl.rollout.server --parent-pid N <sglang arguments>`. All processes of the
-server die with the process that started it. Without CUDA, import stand-ins replace SGLang's
-CUDA-only dependencies, and SGLang is set up for the CPU.
+Run as `python -m mcore_rl.rollout.server --parent-pid N [--gpu-ids 2,3] <sglang arguments>`. All
+processes of the server die with the process that started it. Without CUDA, import stand-ins replace
+SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
 import ctypes
@@ -38,6 +38,10 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--parent-pid"]:
         die_with_parent(int(arguments[1]))
         arguments = arguments[2:]
+    gpu_ids: list[str] = []
+    if arguments[:1] == ["--gpu-ids"]:
+        gpu_ids = arguments[1].split(",")
+        arguments = arguments[2:]
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, below
     forks_die_with_their_parents()
 
@@ -45,11 +49,9 @@ def main(arguments: list[str]) -> None:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "mcore_rl.rollout.reward_heads"
     with without_collector():
         from mcore_rl.device import has_cuda
+        from mcore_rl.device.sglang_setup import use_cpu, use_gpus
 
-        if not has_cuda():
-            from mcore_rl.device.sglang_setup import use_cpu
-
-            arguments = use_cpu(arguments)
+        arguments = use_gpus(arguments, gpu_ids) if has_cuda() else use_cpu(arguments)
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args

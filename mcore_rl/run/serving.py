@@ -7,7 +7,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.hf.config import parse_hf_config

@@ -1,5 +1,6 @@
 """Makes the process groups of a parallel layout and says where this rank stands in it."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +21,13 @@ def init_distributed(
     parallel: ParallelConfig,
     seed: int,
     timeout_s: float,
+    gpu_ids: Sequence[str] = (),
 ) -> RankCoordinate:
     """Join the other ranks and make the process groups of the layout `parallel`.
 
-    A process that has joined before only gets new groups. Every collective raises after `timeout_s`
-    on the ranks that wait. Raises ValueError if the layout needs another number of ranks.
+    The rank uses the GPU in `gpu_ids`; without, ranks take those of their node in turn. A process
+    that has joined before only gets new groups. Every collective raises after `timeout_s` on the
+    ranks that wait. Raises ValueError if the layout needs another number of ranks.
     """
     if world_size != parallel.world_size:
         sizes = f"{parallel.tp} * {parallel.pp} * {parallel.cp} * {parallel.dp_size}"
@@ -33,7 +36,7 @@ def init_distributed(
             " start that many, or change parallel.dp"
         )
     setup_device()
-    set_local_device(rank)
+    set_local_device(rank, gpu_ids)
     if not dist.is_initialized():
         dist.init_process_group(
             dist_backend(),

@@ -11,8 +11,8 @@ import ray
 
 from mcore_rl.cluster.engine_worker import EngineWorker
 from mcore_rl.cluster.rank_actor import ProcessLost
-from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.engine_health import EngineState
+from mcore_rl.rollout.engine_spec import EngineSpec
 
 SERVER = """
 import os, sys

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.cluster.engines import combine_states, first_of_each_engine, plan_servers
-from mcore_rl.rollout.engine import EngineSpec
 from mcore_rl.rollout.engine_health import EngineState
+from mcore_rl.rollout.engine_spec import EngineSpec
 
 SPEC = EngineSpec("model", "/logs/sglang_0.log", tp=4)
 
@@ -31,8 +31,8 @@ def test_servers_of_an_engine_meet_at_its_first_machine_and_have_logs_of_their_o
 def test_gpus_are_handed_out_in_order() -> None:
     gpus = [str(gpu) for gpu in range(8)]
     servers = plan_servers([replace(SPEC, tp=2, pp=2)] * 2, [2, 1], [("a", 1)] * 3, gpus)
-    visible = [spec.environment["CUDA_VISIBLE_DEVICES"] for _, spec in servers]
-    assert visible == ["0,1", "2,3", "4,5,6,7"]
+    given = [spec.gpu_ids for _, spec in servers]
+    assert given == [("0", "1"), ("2", "3"), ("4", "5", "6", "7")]
 
 
 @pytest.mark.parametrize(

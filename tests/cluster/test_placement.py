@@ -9,6 +9,7 @@ import pytest
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import (
     Slot,
+    check_tensor_parallel,
     colocate_engines,
     colocate_ranks,
     divide,
@@ -51,6 +52,16 @@ def test_an_engine_across_a_border_of_nodes_is_refused(nodes: str, ranks_per_eng
         ValueError, match=r"GPUs are shared, but training ranks \d to \d lie on 2 nodes"
     ):
         colocate_engines(slots_on(nodes), len(nodes) // ranks_per_engine, ranks_per_engine)
+
+
+def test_a_tensor_parallel_group_lies_on_one_node() -> None:
+    check_tensor_parallel(slots_on("aabbb"), 1, "parallel.tp")
+    check_tensor_parallel(slots_on("aaaabb"), 2, "parallel.tp")
+    with pytest.raises(
+        ValueError,
+        match=r"critic.parallel.tp=2: ranks 2 to 3 .* room for 1 on node a and 1 on node b. Free",
+    ):
+        check_tensor_parallel(slots_on("aaabbb"), 2, "critic.parallel.tp")
 
 
 @pytest.fixture

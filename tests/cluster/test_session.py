@@ -1,18 +1,28 @@
 """However a controller ends, nothing of its session is left; other sessions are left alone."""
 
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import ray
 
+from mcore_rl.cluster.environment import RAY_DEFAULTS
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
+from mcore_rl.planning.bundles import make_bundle
+from mcore_rl.process.ports import find_free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -156,3 +166,47 @@ def left_of(processes: list[psutil.Process], timeout_s: float = 8.0) -> list[psu
 
 def cpu_seconds(process: psutil.Process) -> float:
     return sum(process.cpu_times()[:2])
+
+
+@pytest.fixture
+def joined_cluster(tmp_path: Path) -> Iterator[str]:
+    """Start a Ray of two cores, as on another machine: with an environment of its own."""
+    port = find_free_port("127.0.0.1")
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"]
+    command += [f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    command += [f"--object-store-memory={80 * 2**20}", "--node-ip-address=127.0.0.1"]
+    environment = {k: v for k, v in os.environ.items() if k not in RAY_DEFAULTS}
+    folder = tempfile.mkdtemp(prefix="ray_", dir="/tmp")
+    environment |= {"NCCL_IB_HCA": "mlx5_0", "NCCL_DEBUG": "WARN", "RAY_AUTH_MODE": "disabled"}
+    with (tmp_path / "head.log").open("wb") as log:
+        head = subprocess.Popen(
+            [*command, f"--temp-dir={folder}"], stdout=log, stderr=log, env=environment
+        )
+    until_s = time.monotonic() + 60
+    while b"Ray runtime started" not in (tmp_path / "head.log").read_bytes():
+        assert head.poll() is None and time.monotonic() < until_s, log.name
+        time.sleep(0.2)
+    yield f"127.0.0.1:{port}"
+    head.terminate()
+    head.wait(timeout=30)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_ranks_of_a_joined_cluster_get_the_variables_of_the_controller(
+    joined_cluster: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "VERSION")
+    with ray_session(ClusterConfig(address=joined_cluster)):
+        [slots] = reserve([[make_bundle(1, 0)]], timeout_s=60)
+        group = RankGroup("trainer", slots, tmp_path)
+        environment: Any = ray.get(group._actors[0].environment.remote())
+        assert environment["NCCL_DEBUG"] == "VERSION"
+        assert environment["NCCL_CUMEM_ENABLE"] == "0"
+        assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+        with caplog.at_level(logging.WARNING):
+            group.check_environment(60)
+        assert len(caplog.messages) == 1, caplog.messages
+        assert caplog.messages[0].startswith("NCCL_IB_HCA is 'mlx5_0' instead of unset in rank 0")

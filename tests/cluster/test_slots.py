@@ -60,8 +60,9 @@ SHARED = RunSize(
 
 @pytest.mark.parametrize("reserved", [SHARED], indirect=True)
 def test_processes_that_share_gpus_share_the_trainers_bundles(reserved: RunSlots) -> None:
-    beside_trainer = [(0, 0.5, 0), (1, 0.5, 0)]
-    assert bundles(reserved.trainer) == [(0, 0.5, 1), (1, 0.5, 1)]
+    share = 0.5 / 4  # of what the trainer's rank, critic, engine and judge have together
+    beside_trainer = [(0, share, 0), (1, share, 0)]
+    assert bundles(reserved.trainer) == [(0, share, 1), (1, share, 1)]
     assert bundles(reserved.critic) == beside_trainer
     assert [bundles(engine) for engine in reserved.engines] == [[slot] for slot in beside_trainer]
     assert [bundles(engine) for engine in reserved.served["judge"]] == [beside_trainer[:1]]

@@ -20,15 +20,6 @@ def test_host_memory_is_not_pinned() -> None:
     assert memory.shape == (24,) and memory.dtype == torch.uint8 and not memory.is_pinned()
 
 
-@pytest.mark.parametrize(
-    ("gpu_ids", "wanted"), [((), {}), (("3", "5"), {"CUDA_VISIBLE_DEVICES": "3,5"})]
-)
-def test_a_process_sees_the_gpus_it_was_given(
-    gpu_ids: tuple[str, ...], wanted: dict[str, str]
-) -> None:
-    assert device.environment_of(gpu_ids) == wanted
-
-
 def test_compile_leaves_functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", torch.compile)  # restored after the test
     device.leave_compiler_out()

@@ -72,7 +72,7 @@ def test_another_process_reads_and_writes_exported_memory() -> None:
 
 
 def _add_one(pipe: Any) -> None:
-    words_W = open_memory(pipe.recv_bytes())
+    words_W = open_memory(pipe.recv_bytes(), torch.device("cuda", 0))
     words_W += 1
     torch.cuda.synchronize()
     pipe.send(len(words_W))

@@ -1,8 +1,10 @@
 """Arguments and cores of an engine without CUDA."""
 
+import os
+
 import pytest
 
-from mcore_rl.device.sglang_setup import CPU_ARGUMENTS, cpu_arguments, rank_cpus
+from mcore_rl.device.sglang_setup import CPU_ARGUMENTS, cpu_arguments, rank_cpus, use_gpus
 
 
 def value_of(arguments: list[str], name: str) -> str:
@@ -33,3 +35,27 @@ def test_an_option_that_is_given_keeps_its_value() -> None:
 )
 def test_ranks_share_the_cores(num_ranks: int, cpus: list[int], wanted: str) -> None:
     assert rank_cpus(num_ranks, cpus) == wanted
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "visible", "added", "seen_after"),
+    [
+        (("4", "5"), None, ["--base-gpu-id", "4"], None),
+        (("5", "4"), None, ["--base-gpu-id", "4"], None),
+        (("6", "7"), "4,5,6,7", ["--base-gpu-id", "2"], "4,5,6,7"),
+        (("1", "3"), None, [], "1,3"),
+        ((), "0", [], "0"),
+    ],
+)
+def test_a_server_sees_the_whole_machine_unless_its_gpus_have_gaps(
+    gpu_ids: tuple[str, ...],
+    visible: str | None,
+    added: list[str],
+    seen_after: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert use_gpus(["--tp-size", "2"], gpu_ids) == ["--tp-size", "2", *added]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen_after

@@ -90,6 +90,16 @@ def test_a_plan_of_such_engines_is_refused_in_one_line(capsys: pytest.CaptureFix
     assert "rollout.tp=3 does not divide num_attention_heads=" in capsys.readouterr().err
 
 
+def test_tensor_parallel_ranks_share_a_host() -> None:
+    config = load_recipe("qwen3_30b_a3b_grpo_8", [])
+    check_sizes(config, QWEN)
+    with pytest.raises(
+        ValueError,
+        match=r"parallel.tp=4 puts ranks 4 to 7, .* on two hosts of plan.ranks_per_host=6 GPUs",
+    ):
+        check_sizes(replace(config, plan=replace(config.plan, ranks_per_host=6)), QWEN)
+
+
 def test_a_sequence_of_the_full_length_must_fit() -> None:
     config = load_recipe("tiny_moe_grpo", ["rollout.max_response_len=448"])
     groups = config.data, config.rollout, config.train

@@ -16,8 +16,9 @@ from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, make_probe
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.sync import SyncController, SyncError
 from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import LogprobOptions, Prompt, StepStats, TokenScores, TrainBatch, WeightVersion

@@ -17,8 +17,9 @@ from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.rollout.client import RolloutClient, RolloutError, RolloutSession
-from mcore_rl.rollout.engine import EngineAddress, EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from mcore_rl.rollout.engine import EngineAddress
 from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_spec import EngineAddress
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from mcore_rl.data.arithmetic import prepare_arithmetic
 from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
 from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.rollout.engine import EngineAddress, EngineSpec
+from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.served_client import ServedClient
 from mcore_rl.rollout.served_endpoint import find_endpoint
 from mcore_rl.stream.controller.sync import SyncController

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.engine import EngineAddress
+from mcore_rl.rollout.engine_spec import EngineAddress
 
 Route = tuple[int, Any]
 """HTTP status and body: text, or what is sent as JSON."""

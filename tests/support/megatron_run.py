@@ -32,8 +32,9 @@ from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.engine import EngineAddress, EngineProcess
+from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config

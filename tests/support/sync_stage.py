@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mcore_rl.rollout.engine import EngineProcess, EngineSpec
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController
 from tests.support.engines import save_tiny_moe

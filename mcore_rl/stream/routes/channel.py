@@ -169,7 +169,7 @@ def fetch_channel(end: LinkEnd, sender: int, server: str, segment: SegmentSpec) 
         mapped = _map(descriptors[0], segment)
         gpu_words_W = None
         if handle_bytes:
-            gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL))
+            gpu_words_W = open_memory(peer.recv(handle_bytes, socket.MSG_WAITALL), end.device)
     except (OSError, RuntimeError) as error:
         peer.close()
         raise TransferError(f"no shared memory from {name}: {error}", peer_lost=True) from error

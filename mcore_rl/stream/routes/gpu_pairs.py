@@ -26,6 +26,8 @@ from mcore_rl.stream.routes.transport import TransferError, wait_until
 PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 _POLL_S = 0.0002
+_MAX_CTAS = 4
+"""Blocks of a pair's kernels: a network card needs few, and each block is one less for decoding."""
 _ABORT_S = 5.0
 """How long `close` waits for NCCL, whose abort may itself hang."""
 
@@ -39,26 +41,42 @@ class _Message:
 
 
 class GpuPairTransport:
-    """Connects to every peer at the start, so that no later operation blocks its caller."""
+    """Connects to all peers at once, so that no later operation blocks its caller.
+
+    Over a staged link it connects when the first message starts. Engines behind a relay get none
+    from the trainer ranks: their communicators would stay idle, and each takes GPU memory.
+    """
 
     def __init__(self, end: LinkEnd, peers: Iterable[int]) -> None:
         """Connect to all `peers`, which do the same; all messages lie on end.device.
 
-        Raises TransferError, which names the peer that does not come by end.deadline_s.
+        Raises TransferError, which names the peer that does not come by end.deadline_s. Over a
+        staged link the first `send` or `recv` raises it, after link.timeout_s.
         """
         self._end = end
         self._names = end.link.names
         self._device = end.device
         self._groups: dict[int, Any] = {}
         self._started: list[_Message] = []
+        self._unmet = sorted(peers)
         self._is_closed = False
+        if not end.link.staged:
+            self._meet_all(end.deadline_s)
+
+    def _meet_all(self, deadline_s: float) -> None:
+        """Connect to the peers, unless that has been done."""
+        if not self._unmet:
+            return
+        peers, self._unmet = self._unmet, []
         # A thread that waits in a store keeps all others of its client waiting, so pairs meet over
         # a client of their own.
-        meeting_store = PrefixStore("pair", LinkStore.open(end.link).tcp_store)
+        meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).tcp_store)
         try:
             # All ranks meet their peers in one order, so that no ring of ranks waits for itself.
-            for peer in sorted(peers):
-                self._connect(meeting_store, peer)
+            # One after the other: setting up a pair may wait for the GPU, where another pair's
+            # first message waits for its peer.
+            for peer in peers:
+                self._connect(meeting_store, peer, deadline_s)
         except TransferError:
             self.close()
             raise
@@ -70,9 +88,11 @@ class GpuPairTransport:
         return self._device
 
     def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        self._meet_all(time.monotonic() + self._end.link.timeout_s)
         self._start(self._groups[peer].send, tensor_u8, peer, f"{self._names[peer]} to take {what}")
 
     def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+        self._meet_all(time.monotonic() + self._end.link.timeout_s)
         self._start(self._groups[peer].recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
@@ -91,7 +111,7 @@ class GpuPairTransport:
         aborting.start()
         aborting.join(_ABORT_S)
 
-    def _connect(self, meeting_store: Any, peer: int) -> None:
+    def _connect(self, meeting_store: Any, peer: int, deadline_s: float) -> None:
         # NCCL connects in the first operation and blocks there, so a thread starts it.
         end = self._end
         began_s = time.monotonic()
@@ -104,18 +124,18 @@ class GpuPairTransport:
         def has_met(seconds: float) -> bool:
             return bool(wait([meeting], max(0.0, seconds)).done)
 
-        reason = wait_until(has_met, end.deadline_s, end.store.failure)
+        reason = wait_until(has_met, deadline_s, end.store.failure)
         if reason is None and meeting.exception() is not None:
             reason = str(meeting.exception())
         if reason is not None:
             raise end.lost(f"{self._names[peer]} to meet it over NCCL", reason, began_s)
-        self._wait(meeting.result(), end.deadline_s, end.store.failure)
+        self._wait(meeting.result(), deadline_s, end.store.failure)
 
     def _meet(self, meeting: "Future[_Message]", pair_store: Any, peer: int) -> None:
         is_receiver = self._end.rank > peer
         rank_in_pair = int(is_receiver)
         try:
-            group = make_group(pair_store, rank_in_pair, 2)
+            group = make_group(pair_store, rank_in_pair, 2, _MAX_CTAS)
             self._groups[peer] = group
             token_u8 = torch.zeros(1, dtype=torch.uint8, device=self._device)
             verb = group.recv if is_receiver else group.send

@@ -1,0 +1,77 @@
+"""Says which environment variables the processes of a run share, and compares them.
+
+Trainer ranks and engines open NCCL communicators with one another. Variables that change how NCCL
+allocates memory must be the same at both ends, though SGLang sets them for its own processes.
+
+A process sees all GPUs of its machine and is told which are its own. One that sees only its own
+could not read the memory of another (CUDA IPC), and weights would take NCCL within a machine.
+"""
+
+from collections.abc import Mapping, Sequence
+
+AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""Variables that all processes must have alike, and their defaults: those that SGLang takes
+(sglang/srt/entrypoints/engine.py)."""
+FORWARDED = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "DEEP_EP_",
+    "GLOO_",
+    "HF_",
+    "NCCL_",
+    "NVSHMEM_",
+    "NVTE_",
+    "OMP_NUM_THREADS",
+    "PYTORCH_",
+    "SGLANG_",
+    "TOKENIZERS_",
+    "TORCH_",
+    "TRITON_",
+    "UCX_",
+)
+"""How the variables begin that every process of a run gets from the controller."""
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+_SET_BY_RAY = {"OMP_NUM_THREADS"}
+"""Ray sets them in its workers where the controller has none."""
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of `environ` that every process of a run gets; no secrets."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name.startswith(FORWARDED) and not any(secret in name for secret in _SECRETS)
+    }
+
+
+def differences(own: Mapping[str, str], other: Mapping[str, str]) -> dict[str, str]:
+    """Return variable -> how it differs in `other`, the environment of another process."""
+    here, there = forwarded(own), forwarded(other)
+    found = {}
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) == there.get(name) or (name in _SET_BY_RAY and name not in here):
+            continue
+        found[name] = f"{_in_words(there.get(name))} instead of {_in_words(here.get(name))}"
+    return found
+
+
+def local_indices(gpu_ids: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+    """Return where a process with `environ` finds these GPUs among those that it sees.
+
+    `gpu_ids` are as in CUDA_VISIBLE_DEVICES. Raises ValueError if it does not see one.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [int(gpu) for gpu in gpu_ids]
+    seen = visible.split(",")
+    hidden = [gpu for gpu in gpu_ids if gpu not in seen]
+    if hidden:
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES={visible} hides GPU {', '.join(hidden)}, which Ray assigned:"
+            " start Ray with the same CUDA_VISIBLE_DEVICES as the run, or without"
+        )
+    return [seen.index(gpu) for gpu in gpu_ids]
+
+
+def _in_words(value: str | None) -> str:
+    return "unset" if value is None else repr(value)

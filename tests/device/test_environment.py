@@ -1,0 +1,54 @@
+"""Environment variables of a run's processes: which they share, how they differ, which GPUs."""
+
+import pytest
+
+from mcore_rl.device.environment import AGREED, differences, forwarded, local_indices
+
+
+def test_what_steers_the_libraries_is_forwarded_and_secrets_are_not() -> None:
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "SGLANG_USE_X": "1",
+        "HF_HOME": "/models",
+        "HF_TOKEN": "secret",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "PATH": "/bin",
+    }
+    assert forwarded(environ) == {"NCCL_DEBUG": "INFO", "SGLANG_USE_X": "1", "HF_HOME": "/models"}
+    assert forwarded(AGREED) == AGREED
+
+
+def test_differences_name_both_values() -> None:
+    own = {"NCCL_DEBUG": "INFO", "NCCL_ALGO": "Ring", "PATH": "/bin"}
+    other = {"NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "mlx5", "PATH": "/usr/bin"}
+    assert differences(own, other) == {
+        "NCCL_ALGO": "unset instead of 'Ring'",
+        "NCCL_DEBUG": "'WARN' instead of 'INFO'",
+        "NCCL_IB_HCA": "'mlx5' instead of unset",
+    }
+    assert differences(own, own) == {}
+
+
+def test_what_ray_sets_in_its_workers_is_no_difference_unless_the_controller_set_it() -> None:
+    assert differences({}, {"OMP_NUM_THREADS": "1"}) == {}
+    assert "OMP_NUM_THREADS" in differences({"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize(
+    ("gpu_ids", "environ", "wanted"),
+    [
+        (("3", "5"), {}, [3, 5]),
+        (("3", "5"), {"CUDA_VISIBLE_DEVICES": "2,3,4,5"}, [1, 3]),
+        (("GPU-b",), {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, [1]),
+        ((), {"CUDA_VISIBLE_DEVICES": "0"}, []),
+    ],
+)
+def test_a_gpu_is_found_among_those_that_a_process_sees(
+    gpu_ids: tuple[str, ...], environ: dict[str, str], wanted: list[int]
+) -> None:
+    assert local_indices(gpu_ids, environ) == wanted
+
+
+def test_a_gpu_that_is_hidden_is_named() -> None:
+    with pytest.raises(ValueError, match=r"CUDA_VISIBLE_DEVICES=0,1 hides GPU 4, which Ray"):
+        local_indices(("4",), {"CUDA_VISIBLE_DEVICES": "0,1"})

@@ -1,0 +1,50 @@
+"""Sizes of an engine that do not fit are refused; its command line holds every choice."""
+
+import pytest
+
+from mcore_rl.rollout.engine_spec import EngineSpec
+
+
+def test_a_spec_names_what_does_not_fit():
+    with pytest.raises(ValueError, match="ep=2 does not divide tp=1"):
+        EngineSpec("m", "l", ep=2)
+    with pytest.raises(ValueError, match="num_nodes=2 needs dist_init_addr"):
+        EngineSpec("m", "l", num_nodes=2)
+
+
+def test_arguments_hold_every_choice():
+    spec = EngineSpec(
+        "model",
+        "log",
+        port=1234,
+        tp=4,
+        num_nodes=2,
+        node_rank=1,
+        dist_init_addr="a:1",
+        deterministic=True,
+        custom_weight_loaders=("a.b",),
+        can_release_memory=True,
+        trust_remote_code=True,
+        extra_args=("--x", "y"),
+    )
+    line = " ".join(spec.arguments())
+    for part in (
+        "--model-path model",
+        "--port 1234",
+        "--tp-size 4",
+        "--nnodes 2",
+        "--node-rank 1",
+        "--dist-init-addr a:1",
+        "--enable-deterministic-inference",
+        "--custom-weight-loader a.b",
+        "--enable-memory-saver",
+        "--trust-remote-code",
+        "--x y",
+    ):
+        assert part in line
+
+
+def test_the_server_is_told_its_gpus_before_sglangs_own_arguments():
+    spec = EngineSpec("model", "log", port=1234, gpu_ids=("2", "3"))
+    assert spec.arguments()[:3] == ["--gpu-ids", "2,3", "--model-path"]
+    assert "--gpu-ids" not in EngineSpec("model", "log", port=1234).arguments()
