@@ -69,8 +69,8 @@ class Sample:
             raise ValueError(
                 f"{where}: {num_tokens} response tokens but {len(self.logprobs)} log-probs"
             )
-        covered = [t for span in self.versions for t in range(span.start, span.stop)]
-        if covered != list(range(num_tokens)):
+        edges = [0, *(edge for s in self.versions for edge in (s.start, s.stop)), num_tokens]
+        if edges != sorted(edges) or edges[::2] != edges[1::2]:
             raise ValueError(
                 f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
             )

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
 from mcore_rl.types import Sample, TrainBatch, WeightVersion
+
+NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
 
 
 def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = None) -> TrainBatch:
@@ -20,41 +23,36 @@ def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = 
     version   weights that are trained; tokens sampled from other weights are marked stale. None: no
               marks.
     """
-    kept = [i for i, sample in enumerate(samples) if sample.response_ids]
-    if not kept:
+    sequences = [sample for sample in samples if sample.response_ids]
+    if not sequences:
         raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
-    sequences = [samples[i] for i in kept]
-    prompt_lens = [len(sample.prompt.token_ids) for sample in sequences]
-    lens_N = tuple(n + len(s.response_ids) for n, s in zip(prompt_lens, sequences, strict=True))
+    parts = [part for s in sequences for part in (s.prompt.token_ids, s.response_ids)]
+    part_lens = [len(part) for part in parts]
+    is_response = torch.tensor([False, True]).repeat(len(sequences))
+    mask_T = is_response.repeat_interleave(torch.tensor(part_lens))
+    logprobs_T = torch.zeros(len(mask_T))
+    logprobs_T[mask_T] = _flat((s.logprobs for s in sequences), torch.float32)
     return TrainBatch(
-        token_ids_T=_flat((s.prompt.token_ids + s.response_ids for s in sequences), torch.int64),
-        loss_mask_T=_flat(
-            (
-                [False] * n + [True] * len(s.response_ids)
-                for n, s in zip(prompt_lens, sequences, strict=True)
-            ),
-            torch.bool,
-        ),
-        lens_N=lens_N,
-        rollout_logprobs_T=_flat(
-            ([0.0] * n + list(s.logprobs) for n, s in zip(prompt_lens, sequences, strict=True)),
-            torch.float32,
-        ),
-        stale_T=None
-        if version is None
-        else _flat((_stale(s, version) for s in sequences), torch.bool),
+        token_ids_T=_flat(parts, torch.int64),
+        loss_mask_T=mask_T,
+        lens_N=tuple(map(sum, zip(part_lens[::2], part_lens[1::2], strict=True))),
+        rollout_logprobs_T=logprobs_T,
+        stale_T=None if version is None else _stale(sequences, version),
         routed_experts_TLK=_routed_experts(sequences),
     )
 
 
-def _stale(sample: Sample, version: WeightVersion) -> list[bool]:
-    """Return, for each token of the sample, whether it was sampled from other weights than
-    `version`.
-    """
-    stale = [False] * len(sample.prompt.token_ids)
-    for span in sample.versions:
-        stale += [span.version != version] * (span.stop - span.start)
-    return stale
+def _stale(samples: Sequence[Sample], version: WeightVersion) -> Tensor:
+    """Return bool [T], True on tokens that were sampled from other weights than `version`."""
+    lens: list[int] = []
+    is_stale: list[bool] = []
+    for sample in samples:
+        lens.append(len(sample.prompt.token_ids))
+        is_stale.append(False)
+        for span in sample.versions:
+            lens.append(span.stop - span.start)
+            is_stale.append(span.version != version)
+    return torch.tensor(is_stale).repeat_interleave(torch.tensor(lens))
 
 
 def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
@@ -83,12 +81,32 @@ def without_truncated(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatc
 
 def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
     """Return the sequences at `indices`, in that order."""
-    stops = list(accumulate(batch.lens_N))
-    rows = [slice(stops[i] - batch.lens_N[i], stops[i]) for i in indices]
-    picked = {
-        name: torch.cat([value[r] for r in rows]) for name, value in batch.token_fields().items()
-    }
-    return replace(batch, lens_N=tuple(batch.lens_N[i] for i in indices), **picked)
+    return select_each(batch, [indices])[0]
+
+
+def select_each(batch: TrainBatch, groups: Sequence[Sequence[int]]) -> list[TrainBatch]:
+    """Return a batch of the sequences at each group's indices, in that order."""
+    lens = [tuple(batch.lens_N[i] for i in indices) for indices in groups]
+    rows_S = tokens_of(batch.lens_N, [i for indices in groups for i in indices])
+    sizes = [sum(of_group) for of_group in lens]
+    parts = {name: value[rows_S].split(sizes) for name, value in batch.token_fields().items()}
+    # Each part is copied: pickling a view would take the values of all groups along.
+    return [
+        replace(
+            batch, lens_N=lens[k], **{name: values[k].clone() for name, values in parts.items()}
+        )
+        for k in range(len(groups))
+    ]
+
+
+def tokens_of(lens_N: Sequence[int], indices: Sequence[int]) -> Tensor:
+    """Return where the tokens of the sequences at `indices` lie among those of all, int64 [S]."""
+    all_lens_N = torch.tensor(lens_N, dtype=torch.int64)
+    starts_N = all_lens_N.cumsum(0) - all_lens_N
+    picked = torch.tensor(indices, dtype=torch.int64)
+    lens = all_lens_N[picked]
+    shift = starts_N[picked] - (lens.cumsum(0) - lens)
+    return torch.arange(int(lens.sum())) + shift.repeat_interleave(lens)
 
 
 def split_by_lens(values_T: Tensor, lens_N: Sequence[int]) -> tuple[Tensor, ...]:
@@ -134,4 +152,4 @@ def make_filler(batch: TrainBatch) -> TrainBatch:
 
 
 def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), NUMPY_DTYPES[dtype]))

@@ -25,7 +25,7 @@ def plan_microbatches(
             f" train.max_tokens_per_microbatch={max_tokens}: raise it or shorten prompts or"
             " responses"
         )
-    num_bins = -(-len(_first_fit(lens_N, max_tokens)) // unit) * unit
+    num_bins = -(-_first_fit(lens_N, max_tokens) // unit) * unit
     while (bins := _spread(lens_N, num_bins, max_tokens)) is None:
         num_bins += unit
     return _deal(bins, lens_N, dp_size)
@@ -35,17 +35,27 @@ def _by_len(lens_N: Sequence[int]) -> list[int]:
     return sorted(range(len(lens_N)), key=lambda i: (-lens_N[i], i))
 
 
-def _first_fit(lens_N: Sequence[int], max_tokens: int) -> list[int]:
-    """Return the number of tokens in each bin that first-fit decreasing opens."""
-    bins: list[int] = []
-    for i in _by_len(lens_N):
-        for k, used in enumerate(bins):
-            if used + lens_N[i] <= max_tokens:
-                bins[k] += lens_N[i]
-                break
-        else:
-            bins.append(lens_N[i])
-    return bins
+def _first_fit(lens_N: Sequence[int], max_tokens: int) -> int:
+    """Return the number of bins that first-fit decreasing opens, in O(N log N).
+
+    Bins are the leaves of a tree, node k has the children 2 k and 2 k + 1, and each node knows the
+    most room in a bin below it. So the first bin with room is found from the root down.
+    """
+    num_leaves = 1 << max(len(lens_N) - 1, 0).bit_length()
+    room = [max_tokens] * (2 * num_leaves)
+    num_opened = 0
+    for num_tokens in sorted(lens_N, reverse=True):
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            if room[node] < num_tokens:
+                node += 1
+        num_opened = max(num_opened, node - num_leaves + 1)
+        room[node] -= num_tokens
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return num_opened
 
 
 def _spread(lens_N: Sequence[int], num_bins: int, max_tokens: int) -> list[list[int]] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.config import CheckpointConfig, ParallelConfig
-from mcore_rl.data.batch import make_filler, select, split_by_lens
+from mcore_rl.data.batch import make_filler, select_each, tokens_of
 from mcore_rl.data.packing import plan_microbatches
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
@@ -189,13 +189,11 @@ def _put_back(lens_N: Sequence[int], parts: Sequence[tuple[Sequence[int], Tensor
 
     `parts` has (sequence indices, values by token) of each micro-batch.
     """
-    by_index: dict[int, Tensor] = {}
-    for indices, values_T in parts:
-        lens = [lens_N[i] for i in indices]
-        # A filler micro-batch has tokens but no sequence of the batch.
-        split = split_by_lens(values_T[: sum(lens)], lens)
-        by_index |= dict(zip(indices, split, strict=True))
-    return torch.cat([by_index[i] for i in range(len(lens_N))])
+    order = [i for indices, _ in parts for i in indices]
+    # A filler micro-batch has tokens but no sequence of the batch.
+    values = [values_T[: sum(lens_N[i] for i in indices)] for indices, values_T in parts]
+    place_N = torch.tensor(order).argsort().tolist()
+    return torch.cat(values)[tokens_of([lens_N[i] for i in order], place_N)]
 
 
 def _put_back_optional(
@@ -209,7 +207,8 @@ def _put_back_optional(
 
 def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
     """Return the micro-batches of each data-parallel coordinate; without a sequence, a filler."""
+    selected = iter(select_each(batch, [indices for part in plan for indices in part if indices]))
     return [
-        [select(batch, indices) if indices else make_filler(batch) for indices in microbatches]
+        [next(selected) if indices else make_filler(batch) for indices in microbatches]
         for microbatches in plan
     ]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.packing import plan_microbatches
+from mcore_rl.data.packing import _first_fit, plan_microbatches
 
 
 @given(
@@ -27,6 +27,18 @@ def test_plans_are_exact_within_budget_and_even(
     assert num_empty < dp_size * multiple_of
     assert not num_empty or sum(map(len, plan)) > len(lens_N)
     assert plan == plan_microbatches(lens_N, dp_size, max_tokens=64, multiple_of=multiple_of)
+
+
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=80))
+def test_as_many_bins_as_first_fit_decreasing_opens(lens_N: list[int]) -> None:
+    bins: list[int] = []
+    for num_tokens in sorted(lens_N, reverse=True):
+        fitting = [k for k, used in enumerate(bins) if used + num_tokens <= 64]
+        if fitting:
+            bins[fitting[0]] += num_tokens
+        else:
+            bins.append(num_tokens)
+    assert _first_fit(lens_N, 64) == len(bins)
 
 
 def test_no_more_micro_batches_than_needed() -> None:
