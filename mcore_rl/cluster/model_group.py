@@ -14,7 +14,7 @@ from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.device import exact_pinning, leave_compiler_out
+from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.process.lazy_imports import without_collector
 
 
@@ -73,6 +73,9 @@ class ModelWorker:
     def _model_cls(self) -> Any:
         """Return the subclass of TrainedModel that each rank has a share of."""
         raise NotImplementedError
+
+    def peak_flops(self) -> float | None:
+        return peak_flops()
 
     def coordinate(self) -> Any:
         return self._coordinate
@@ -157,6 +160,10 @@ class ModelGroup:
     async def watch(self) -> None:
         """Never return; raise RankError once a rank's process is gone."""
         await self._group.watch()
+
+    def peak_flops(self) -> float | None:
+        """Return the operations per second that a rank's GPU can do at most; None on a CPU."""
+        return self._call("peak_flops")[0]
 
     def gpu_ids(self) -> list[tuple[str, ...]]:
         """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""

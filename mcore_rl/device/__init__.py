@@ -18,6 +18,15 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PINNED_THRESHOLD = "pinned_max_round_threshold_mb"
 _EXACT_FROM_MIB = 64
 """Smaller pinned blocks are rounded up to powers of two, which lets torch use them again."""
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+}
+"""Part of a GPU's name -> dense bfloat16 operations per second, from NVIDIA's data sheets."""
 _cpu_patches_installed = False
 _torch_modules_on_cuda = False
 
@@ -79,9 +88,26 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def peak_flops() -> float | None:
+    """Return the dense bfloat16 operations per second of this GPU's data sheet; None if unknown."""
+    if not has_cuda():
+        return None
+    name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+
+
 def peak_bytes() -> int:
-    """Return the most bytes that tensors of this process held on the GPU at once; 0 on a CPU."""
+    """Return the most bytes that tensors of this process held on the GPU at once; 0 on a CPU.
+
+    Counts from the start of the process, or from the last `forget_peak`.
+    """
     return torch.cuda.max_memory_allocated() if has_cuda() else 0
+
+
+def forget_peak() -> None:
+    """Have `peak_bytes` count anew."""
+    if has_cuda():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def host_memory(num_bytes: int) -> torch.Tensor:

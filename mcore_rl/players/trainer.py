@@ -3,6 +3,7 @@
 Batches are cut here, so that the loop sees no parallel layout and the ranks see no whole batch.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -13,6 +14,7 @@ from torch import Tensor
 from mcore_rl.config import CheckpointConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler, select_each, tokens_of
 from mcore_rl.data.packing import plan_microbatches
+from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
@@ -88,9 +90,12 @@ class PackedTrainer:
         packing: Packing,
         temperature: float,
         checkpoint: CheckpointConfig,
+        speed: TrainSpeed | None = None,
     ) -> None:
+        """`speed` adds the speed of each step to its metrics."""
         self._ranks = ranks
         self._folder = folder
+        self._speed = speed
         self._packing = packing
         self._temperature = temperature
         self._checkpoint = checkpoint
@@ -114,7 +119,12 @@ class PackedTrainer:
     def train_step(self, batch: TrainBatch) -> StepStats:
         per_dp = _cut(batch, self._packing.plan(batch))
         num_tokens = sum(batch.lens_N)
-        return self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
+        began_s = time.monotonic()
+        stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
+        if self._speed is None:
+            return stats
+        speed = self._speed.metrics(batch.lens_N, time.monotonic() - began_s)
+        return replace(stats, metrics={**stats.metrics, **speed})
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Begin to save once the previous save is complete, then remove the oldest checkpoints.

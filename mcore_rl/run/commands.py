@@ -77,7 +77,7 @@ def run_train(config: Config) -> None:
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
         client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
-        packed = pack(config, started.trainer, folder, config.rollout.temperature)
+        packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
         weights = make_sync(config, inputs.policy, started, packed, watched)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
@@ -116,7 +116,7 @@ def run_sft(config: Config) -> None:
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
-        packed = pack(config, trainer, folder)
+        packed = pack(config, policy, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
@@ -145,7 +145,7 @@ def run_dpo(config: Config) -> None:
         if needs_reference(config.algorithm.preference):
             trainer.snapshot_reference()
         start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
-        packed = pack(config, trainer, folder)
+        packed = pack(config, policy, trainer, folder)
         with make_log(config, folder, options.steps, start_step) as log:
             optimize_preferences(config, stream, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)

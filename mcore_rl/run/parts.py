@@ -29,6 +29,7 @@ from mcore_rl.players.colocation import (
     SharingCritic,
     SharingScorer,
 )
+from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.rewards.scorer import Scorer
@@ -83,14 +84,20 @@ def make_client(
 
 
 def pack(
-    config: Config, trainer: TrainerGroup, folder: RunFolder, temperature: float = 1.0
+    config: Config,
+    policy: ModelFacts,
+    trainer: TrainerGroup,
+    folder: RunFolder,
+    temperature: float = 1.0,
 ) -> PackedTrainer:
+    """Return the trainer of the loop, whose steps tell their speed; the ranks must be built."""
     return PackedTrainer(
         trainer,
         folder,
         packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
         temperature=temperature,
         checkpoint=config.checkpoint,
+        speed=TrainSpeed(policy, config.parallel.world_size, trainer.peak_flops()),
     )
 
 

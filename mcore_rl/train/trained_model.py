@@ -15,7 +15,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from mcore_rl.device import device
+from mcore_rl.device import device, forget_peak, peak_bytes
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
@@ -152,6 +152,7 @@ class TrainedModel:
         replay       send tokens to the experts that the micro-batches name
         """
         assert microbatches, "a step without micro-batches"
+        forget_peak()
         self._checkpointer.maybe_finish()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -164,6 +165,7 @@ class TrainedModel:
         assert succeeded, f"optimizer step {self.step} was skipped: gradient norm {grad_norm}"
         self.step += 1
         router = self._balance(num_tokens)
+        memory = peak_memory()
         if not on_last_stage():
             return None
         sums = [
@@ -173,7 +175,7 @@ class TrainedModel:
         loss, metrics = reduce_sums(sums, num_tokens)
         if not rank_coordinate().owns_output:
             return None
-        return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router)
+        return StepStats(loss, float(grad_norm or 0.0), rate, num_tokens, metrics | router | memory)
 
     def _routed_sums(
         self, report: Report, batch: RankBatch, record: RoutingRecord
@@ -221,6 +223,16 @@ class TrainedModel:
             f"router/{name}": loss / (num_tokens * sum(layers)) for name, loss in losses.items()
         }
         return {**load_metrics(load_LE, layers), **means}
+
+
+def peak_memory() -> dict[str, float]:
+    """Return the most GPU memory of any rank since `forget_peak` as a metric; {} on a CPU."""
+    num_bytes = peak_bytes()
+    if not num_bytes:
+        return {}
+    most = torch.tensor(num_bytes / 2**30, device=device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return {"train/peak_memory_gib_max": float(most)}
 
 
 def gather_tokens(local_T: Tensor, index_T: Tensor, num_tokens: int) -> Tensor:

@@ -21,6 +21,7 @@ from mcore_rl.config import (
 from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
+from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic
 from mcore_rl.run.parts import (
     finish,
@@ -35,6 +36,7 @@ from mcore_rl.run.parts import (
 )
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
 
 
 @dataclass
@@ -47,6 +49,9 @@ class Ranks:
 
     def snapshot_reference(self) -> None:
         self.log.append((self.role, "snapshot_reference"))
+
+    def peak_flops(self) -> float | None:
+        return 1e15
 
     def load(self, folder: str, *, verify: bool = True) -> Mapping[str, Any]:
         self.log.append((self.role, "load", folder, f"verify={verify}"))
@@ -130,8 +135,10 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
         train=TrainConfig(max_tokens_per_microbatch=100),
     )
     started = start(Log(), {})
-    trainer = pack(config, started.trainer, folder, temperature=0.5)
+    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+    trainer = pack(config, policy, started.trainer, folder, temperature=0.5)
     assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
+    assert trainer._speed == TrainSpeed(policy, num_ranks=3, peak_flops=1e15)
     apart = make_critic(config, started, folder)
     assert isinstance(apart, PackedCritic) and apart._packing.dp_size == 1
     config.critic = CriticConfig(colocated=True)

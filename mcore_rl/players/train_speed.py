@@ -1,0 +1,31 @@
+"""Turns the seconds of an optimizer step into tokens and operations per second of each rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import training_flops
+
+
+@dataclass(frozen=True)
+class TrainSpeed:
+    """How fast the ranks of a model train.
+
+    peak_flops   the operations per second that a rank's GPU can do at most, in bfloat16; None where
+                 that is not known, as on a CPU
+    """
+
+    facts: ModelFacts
+    num_ranks: int
+    peak_flops: float | None
+
+    def metrics(self, lens_N: Sequence[int], seconds: float) -> dict[str, float]:
+        """Return the metrics of a step over sequences of these lengths."""
+        flops = training_flops(self.facts, lens_N) / (seconds * self.num_ranks)
+        metrics = {
+            "train/tokens_per_second_per_gpu": sum(lens_N) / (seconds * self.num_ranks),
+            "train/tflops_per_gpu": flops / 1e12,
+        }
+        if self.peak_flops is not None:
+            metrics["train/mfu"] = flops / self.peak_flops
+        return metrics

@@ -1,0 +1,53 @@
+"""Counted operations are those that torch counts while transformers runs the same model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import forward_flops, training_flops
+from tests.support.tiny_models import MODELS, write_model
+
+NUM_TOKENS = 12
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_forward_pass_has_the_operations_that_torch_counts(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    write_model(kind, tmp_path)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32
+    )
+    model.set_experts_implementation("eager")
+    facts = ModelFacts.read(tmp_path)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(NUM_TOKENS)[None] % facts.vocab_size)
+    # Eager attention multiplies all pairs of tokens and masks them afterwards.
+    pairs = NUM_TOKENS**2
+    assert forward_flops(facts, NUM_TOKENS, pairs, pairs) == counter.get_total_flops()
+
+
+def test_only_pairs_within_a_sequence_and_its_past_count() -> None:
+    facts = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+    apart = training_flops(facts, (3, 5))
+    seen = 3 * 4 / 2 + 5 * 6 / 2
+    assert apart == 3 * forward_flops(facts, 8, seen, seen)
+    assert training_flops(facts, (8,)) > apart
+
+
+def test_half_of_gpt_oss_sees_a_window() -> None:
+    facts = ModelFacts.read("recipes/model/gpt_oss_20b")
+    num_tokens = 1000
+    in_window = 128 * 129 / 2 + (num_tokens - 128) * 128
+    wanted = forward_flops(facts, num_tokens, num_tokens * (num_tokens + 1) / 2, in_window)
+    assert training_flops(facts, (num_tokens,)) == 3 * wanted
+
+
+def test_published_models_have_six_operations_per_active_parameter_and_token() -> None:
+    """Six, as in Kaplan et al. 2020 (arXiv:2001.08361), where attention's pairs are few."""
+    facts = ModelFacts.read("recipes/model/qwen3_30b_a3b")  # 3.3e9 active, 0.3e9 of them embeddings
+    assert training_flops(facts, (128,)) / 128 == pytest.approx(6 * 3.03e9, rel=0.02)
