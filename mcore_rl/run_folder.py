@@ -5,6 +5,7 @@ logs/            controller.log, one file per rank and per engine
 config.yaml      the recipe with all overrides and defaults
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
+profile/         captures of steps, if the recipe asks for them
 metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
 """
 

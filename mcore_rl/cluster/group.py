@@ -1,7 +1,7 @@
 """Calls all ranks of one role as one object, and returns all their answers or raises one error."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -37,15 +37,23 @@ class RankGroup:
     After any failure the whole group is killed, because the other ranks would hang in a collective.
     """
 
-    def __init__(self, role: str, slots: Sequence[Slot], log_dir: Path) -> None:
+    def __init__(
+        self,
+        role: str,
+        slots: Sequence[Slot],
+        log_dir: Path,
+        runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
         """Start the processes, without waiting for them.
 
-        Rank k logs to <log_dir>/<role>_rank<k>.log.
+        Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's, by rank.
         """
+        envs = runtime_envs or {}
         self.role = role
         self.ranks = [Rank(role, k, log_dir / f"{role}_rank{k}.log") for k in range(len(slots))]
         self._actors = [
-            _start_actor(rank, slot) for rank, slot in zip(self.ranks, slots, strict=True)
+            _start_actor(rank, slot, envs.get(rank.index))
+            for rank, slot in zip(self.ranks, slots, strict=True)
         ]
         self._failed: BaseException | None = None
         self._dp_ranks: list[int] = []
@@ -232,11 +240,16 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
         await asyncio.gather(task, *watching, return_exceptions=True)
 
 
-def _start_actor(rank: Rank, slot: Slot) -> Any:
+def _start_actor(rank: Rank, slot: Slot, runtime_env: Mapping[str, Any] | None) -> Any:
     # Ray titles the process after the class: `ps` shows ray::trainer_rank0
     actor_cls = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
     strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index)
-    options = {"num_cpus": slot.bundle["CPU"], "num_gpus": slot.bundle.get("GPU", 0)}
+    options: dict[str, Any] = {
+        "num_cpus": slot.bundle["CPU"],
+        "num_gpus": slot.bundle.get("GPU", 0),
+    }
+    if runtime_env is not None:
+        options["runtime_env"] = dict(runtime_env)
     actor = ray.remote(actor_cls).options(scheduling_strategy=strategy, max_restarts=0, **options)
     return actor.remote(str(rank.log_path))
 

@@ -5,22 +5,25 @@ own an output.
 """
 
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
-from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.process.lazy_imports import without_collector
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model that every rank builds its share of; `loss` must be picklable."""
+    """The model that every rank builds its share of; `loss` must be picklable.
+
+    profile, profile_dir   the steps and ranks to capture, and the folder of the captures
+    """
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -30,6 +33,8 @@ class ModelSpec:
     seed: int
     loss: Any
     collective_timeout_s: float
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    profile_dir: str = ""
 
 
 class ModelWorker:
@@ -66,6 +71,8 @@ class ModelWorker:
         )
         self._rank = rank
         self._loss = spec.loss
+        self._profile = spec.profile
+        self._profile_dir = Path(spec.profile_dir)
         self._model = model_cls(
             spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
         )
@@ -105,9 +112,15 @@ class ModelGroup:
     role: str
     worker_cls: type[ModelWorker]
 
-    def __init__(self, slots: Sequence[Slot], log_dir: Path, call_timeout_s: float) -> None:
-        """Start the processes, without waiting for them."""
-        self._group = RankGroup(self.role, slots, log_dir)
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        log_dir: Path,
+        call_timeout_s: float,
+        runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the processes, without waiting for them; `runtime_envs` has Ray's, by rank."""
+        self._group = RankGroup(self.role, slots, log_dir, runtime_envs)
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
 

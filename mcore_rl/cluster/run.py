@@ -19,7 +19,7 @@ from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.slots import reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -91,6 +91,8 @@ class RunProcesses:
             seed=self._config.run.seed,
             loss=loss,
             collective_timeout_s=self._config.run.call_timeout_s,
+            profile=self._config.profile,
+            profile_dir=str(self._log_dir.parent / "profile"),
         )
 
     def start_engines(self) -> EngineGroup:
@@ -176,7 +178,10 @@ def run_processes(
         slots = reserve_slots(
             size, config.rollout, config.cluster.cpus_per_rank, config.run.startup_timeout_s
         )
-        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s) if with_trainer else None
+        trainer = None
+        if with_trainer:
+            nsys = nsys_environments(config.profile, log_dir.parent / "profile")
+            trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys)
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
         served_engines = ServedEngines(
@@ -189,6 +194,18 @@ def run_processes(
             )
         finally:
             event_loop.close()
+
+
+def nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:
+    """Return Ray's runtime environment of each rank that Nsight Systems is to run."""
+    if not profile.steps or profile.tool != "nsys":
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {"t": "cuda,cudnn,cublas,nvtx", "c": "cudaProfilerApi", "capture-range-end": "repeat"}
+    return {
+        rank: {"nsight": {**options, "o": str(folder / f"trainer_rank{rank}")}}
+        for rank in profile.ranks
+    }
 
 
 def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpec:

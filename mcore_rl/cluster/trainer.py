@@ -5,6 +5,7 @@ them their weights.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
@@ -30,9 +31,21 @@ class TrainerWorker(ModelWorker):
     def train_step(
         self, microbatches: Sequence[TrainBatch], *, temperature: float, num_tokens: int
     ) -> StepStats | None:
-        return self._model.train_step(
-            microbatches, self._loss, temperature=temperature, num_tokens=num_tokens
-        )
+        with self._captured():
+            return self._model.train_step(
+                microbatches, self._loss, temperature=temperature, num_tokens=num_tokens
+            )
+
+    def _captured(self) -> AbstractContextManager[None]:
+        """Return a block around the next optimizer step that captures it, if that was asked for."""
+        step = self._model.step + 1
+        if step not in self._profile.steps or self._rank not in self._profile.ranks:
+            return nullcontext()
+        from mcore_rl.device.profiler import nsys_range, torch_trace
+
+        if self._profile.tool == "nsys":
+            return nsys_range()
+        return torch_trace(self._profile_dir / f"trainer_rank{self._rank}_step{step}.json.gz")
 
     def snapshot_reference(self) -> None:
         self._model.snapshot_reference()

@@ -36,6 +36,7 @@ from mcore_rl.config.run import (
     EvalConfig,
     JudgeConfig,
     LogConfig,
+    ProfileConfig,
     RewardConfig,
     RunConfig,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "ParallelConfig",
     "PlanConfig",
     "PreferenceConfig",
+    "ProfileConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
@@ -101,6 +103,7 @@ class Config(Options, group=""):
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -133,6 +136,7 @@ class Config(Options, group=""):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.parallel.check("parallel")
+        self.profile.check(self.parallel.world_size)
         self.critic.parallel.check("critic.parallel")
         for role, model in self.served_groups.items():
             model.check(role)

@@ -162,6 +162,33 @@ class LogConfig(Options, group="log"):
 
 
 @dataclass
+class ProfileConfig(Options, group="profile"):
+    """Captures of what chosen trainer ranks do in chosen optimizer steps, in <run.dir>/profile."""
+
+    steps: list[int] = field(default_factory=list)
+    """Optimizer steps of the policy, from 1; empty: none."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Trainer ranks, from 0."""
+    tool: str = one_of("torch", ("torch", "nsys"))
+    """torch: a trace that Perfetto (ui.perfetto.dev) opens; nsys: Nsight Systems, which has to be
+    installed where the ranks run."""
+
+    def check(self, num_ranks: int) -> None:
+        """Raise ValueError if a step or rank cannot be; there are `num_ranks` trainer ranks."""
+        for step in self.steps:
+            if step < 1:
+                raise ValueError(
+                    f"profile.steps={self.steps}: steps are counted from 1, not {step}"
+                )
+        for rank in self.ranks:
+            if not 0 <= rank < num_ranks:
+                raise ValueError(
+                    f"profile.ranks={self.ranks}: there are {num_ranks} trainer ranks, counted from"
+                    f" 0; {rank} is none of them"
+                )
+
+
+@dataclass
 class ClusterConfig(Options, group="cluster"):
     address: str | None = None
     """Ray address to join; None: start Ray on this machine for the length of the run."""

@@ -66,6 +66,9 @@ def _unread(config: "Config") -> Iterator[Unread]:
         context = f"cluster.address={config.cluster.address}"
         remedy = "give it to `ray start --object-store-memory`"
         yield Unread(("cluster.object_store_mib",), context, remedy)
+    if not config.profile.steps:
+        options = ("profile.ranks", "profile.tool")
+        yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")
     if config.canary.sequences == 0:
         yield Unread(("canary.tolerance",), "canary.sequences=0", "set canary.sequences=2")
 

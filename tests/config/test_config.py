@@ -13,6 +13,7 @@ from mcore_rl.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfileConfig,
     RolloutConfig,
     ServedModelConfig,
     TrainConfig,
@@ -72,6 +73,11 @@ def test_served_models_are_those_that_the_recipe_uses() -> None:
         (
             {"judge": ServedModelConfig(path="/j", colocated=True, restarts=0, tp=2)},
             "^judge.colocated=true with",
+        ),
+        ({"profile": ProfileConfig(steps=[3, 0])}, r"^profile.steps=\[3, 0\]: steps are counted"),
+        (
+            {"profile": ProfileConfig(steps=[3], ranks=[0, 1])},
+            r"^profile.ranks=\[0, 1\]: there are 1 trainer ranks, counted from 0; 1 is none",
         ),
         ({"train": TrainConfig(mini_batches=7)}, "not divisible by train.mini_batches=7"),
         ({"cluster": ClusterConfig(colocated=True)}, "^cluster.colocated=true with rollout.stage"),

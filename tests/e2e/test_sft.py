@@ -18,7 +18,7 @@ def losses_of(run: Run) -> dict[int, float]:
 
 
 def test_sft_from_random_weights_learns_and_exports(start: Start) -> None:
-    run = start("sft", "sft.steps=20", *COMMON)
+    run = start("sft", "sft.steps=20", "profile.steps=[2,5]", "profile.ranks=[1]", *COMMON)
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
     losses = [*losses_of(run).values()]
@@ -26,6 +26,10 @@ def test_sft_from_random_weights_learns_and_exports(start: Start) -> None:
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "hf")
     assert model.config.architectures == ["Qwen3MoeForCausalLM"]
+    captures = sorted(path.name for path in (run.run_dir / "profile").iterdir())
+    assert captures == [f"trainer_rank1_step{step}.json.gz" for step in (2, 5)]
+    speed = [line["train/tflops_per_gpu"] for line in run.metrics() if "loss/nll" in line]
+    assert all(value > 0 for value in speed)
     assert run.tail().strip().splitlines()[-1].endswith("hf")
 
 
