@@ -8,6 +8,7 @@ this package needs a CPU variant; docs/cpu.md lists every patch and stand-in.
 import os
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -156,15 +157,20 @@ def _unchanged(model: Any = None, **_: Any) -> Any:
 
 
 def megatron_options() -> dict[str, Any]:
-    """Return the TransformerConfig options that choose fused CUDA kernels or plain torch."""
+    """Return the TransformerConfig options that choose fused CUDA kernels or plain torch.
+
+    With apex, gradients of weights are added to the float32 buffer by the kernel that computes
+    them: megatron-core's output layer has it from apex, and Transformer Engine's layers follow.
+    """
     fused = has_cuda() and not _torch_modules_on_cuda
+    has_apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "apply_rope_fusion": fused,
         "moe_permute_fusion": fused,
         "bias_activation_fusion": fused,
         "persist_layer_norm": fused,
         "bias_dropout_fusion": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": fused and has_apex,
     }
 
 
@@ -219,8 +225,6 @@ def setup_device() -> None:
 
 
 def _require_transformer_engine() -> None:
-    from importlib.util import find_spec
-
     if find_spec("transformer_engine") is None:
         raise ValueError(
             "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"

@@ -1,5 +1,7 @@
 """Without CUDA every question about the device has the CPU's answer."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +15,18 @@ def test_the_device_is_the_cpu_and_talks_over_gloo() -> None:
     assert device.device() == torch.device("cpu")
     assert device.dist_backend() == "gloo"
     assert not any(device.megatron_options().values())
+
+
+def test_apex_switches_fused_gradient_accumulation_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    assert device.megatron_options()["gradient_accumulation_fusion"] is False
+    (tmp_path / "fused_weight_gradient_mlp_cuda.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert device.megatron_options()["gradient_accumulation_fusion"] is True
+    monkeypatch.setattr(device, "_torch_modules_on_cuda", True)
+    assert device.megatron_options()["gradient_accumulation_fusion"] is False
 
 
 def test_host_memory_is_not_pinned() -> None:
