@@ -131,8 +131,12 @@ def to_host(value: torch.Tensor) -> torch.Tensor:
     """
     if not has_cuda():
         return value
-    copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return copy.copy_(value, non_blocking=True)
+    return pinned_like(value).copy_(value, non_blocking=True)
+
+
+def pinned_like(value: torch.Tensor) -> torch.Tensor:
+    """Return uninitialized host memory for a tensor's values, pinned on CUDA."""
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=has_cuda())
 
 
 def empty_cache() -> None:

@@ -70,12 +70,8 @@ class Actor(TrainedModel):
             )
         if not on_last_stage():
             return None
-        scores = [
-            _token_scores(batch, len(microbatch.token_ids_T), report, record)
-            for batch, microbatch, report, record in zip(
-                batches, microbatches, reports, records, strict=True
-            )
-        ]
+        nums_tokens = [len(microbatch.token_ids_T) for microbatch in microbatches]
+        scores = _token_scores(batches, nums_tokens, reports, records)
         return scores if rank_coordinate().owns_output else None
 
     def train_step(
@@ -150,23 +146,38 @@ class Actor(TrainedModel):
 
 
 def _token_scores(
-    batch: RankBatch, num_tokens: int, report: Report, record: RoutingRecord
-) -> TokenScores:
-    """Bring the scores of all context-parallel ranks into the micro-batch's order; a collective."""
-    targets_T = batch.targets_T
-    logprobs_T = gather_tokens(report["logprobs"].float(), targets_T, num_tokens)
-    flips_T = record.flips_T
-    if flips_T is not None:
-        flips_T = gather_tokens(flips_T, targets_T, num_tokens)
-    experts_TLK = record.experts_TLK
-    if experts_TLK is not None:
-        # Recorded as expert + 1, so that dense layers become -1.
-        experts_TLK = gather_tokens(experts_TLK.int(), batch.sources_T, num_tokens) - 1
-        experts_TLK = experts_TLK.to(torch.int16)
-    squares_T = report["sum_squares"]
-    if squares_T is not None:
-        squares_T = gather_tokens(squares_T, targets_T, num_tokens)
-    return TokenScores(logprobs_T, flips_T, squares_T, experts_TLK)
+    batches: Sequence[RankBatch],
+    nums_tokens: Sequence[int],
+    reports: Sequence[Report],
+    records: Sequence[RoutingRecord],
+) -> list[TokenScores]:
+    """Bring scores of all context-parallel ranks into the micro-batches' order; collective."""
+    targets_T = [batch.targets_T for batch in batches]
+
+    def gathered(values_T: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        present = [value for value in values_T if value is not None]
+        return gather_tokens(present, targets_T, nums_tokens) if present else values_T
+
+    logprobs_T = gather_tokens([r["logprobs"].float() for r in reports], targets_T, nums_tokens)
+    flips_T = gathered([record.flips_T for record in records])
+    squares_T = gathered([report["sum_squares"] for report in reports])
+    experts_TLK = [
+        _experts(batch, num_tokens, record.experts_TLK)
+        for batch, num_tokens, record in zip(batches, nums_tokens, records, strict=True)
+    ]
+    scores = zip(logprobs_T, flips_T, squares_T, experts_TLK, strict=True)
+    return [TokenScores(*fields) for fields in scores]
+
+
+def _experts(batch: RankBatch, num_tokens: int, experts_TLK: Tensor | None) -> Tensor | None:
+    """Bring recorded experts, which are numbers plus 1, into the micro-batch's order.
+
+    Each micro-batch travels alone: those of a step may take gigabytes. Dense layers become -1.
+    """
+    if experts_TLK is None:
+        return None
+    [gathered_TLK] = gather_tokens([experts_TLK.int()], [batch.sources_T], [num_tokens])
+    return (gathered_TLK - 1).to(torch.int16)
 
 
 def _sequence_sum(batch: RankBatch) -> SequenceSum:

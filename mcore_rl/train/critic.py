@@ -42,10 +42,11 @@ class CriticModel(TrainedModel):
         reports, _ = self._run(batches, output, forward_only=True)
         if not on_last_stage():
             return None
-        values = [
-            gather_tokens(report["values"].float(), batch.targets_T, len(microbatch.token_ids_T))
-            for report, batch, microbatch in zip(reports, batches, microbatches, strict=True)
-        ]
+        values = gather_tokens(
+            [report["values"].float() for report in reports],
+            [batch.targets_T for batch in batches],
+            [len(microbatch.token_ids_T) for microbatch in microbatches],
+        )
         return values if rank_coordinate().owns_output else None
 
     def train_step(

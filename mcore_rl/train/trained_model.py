@@ -5,6 +5,7 @@ output.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -235,21 +236,32 @@ def peak_memory() -> dict[str, float]:
     return {"train/peak_memory_gib_max": float(most)}
 
 
-def gather_tokens(local_T: Tensor, index_T: Tensor, num_tokens: int) -> Tensor:
-    """Return the values of all context-parallel ranks in the order of the micro-batch.
+def gather_tokens(
+    locals_T: Sequence[Tensor], indices_T: Sequence[Tensor], nums_tokens: Sequence[int]
+) -> list[Tensor]:
+    """Return the values of all context-parallel ranks in the order of each micro-batch.
 
-    The result is [num_tokens, ...] on the CPU of every one of these ranks. Value i goes to token
-    index_T[i], and is left out if that is -1; further axes may follow T in `local_T`.
+    There is an entry per micro-batch; each result is [num_tokens, ...] on the CPU of every one of
+    these ranks. Value i goes to token index_T[i], and is left out if that is -1; further axes may
+    follow T. All micro-batches travel together, so the host waits for the device once.
 
         index_T   rank 0:  1 2 - -    rank 1:  3 4        "-" is -1
         result    0 a b c d           of values a b . .   and c d
     """
-    whole = torch.zeros(num_tokens, *local_T.shape[1:], dtype=local_T.dtype)
-    has_index = (index_T >= 0).cpu()
-    whole[index_T.cpu()[has_index]] = local_T.detach().cpu()[has_index]
+    first_tokens = [0, *accumulate(nums_tokens)]
+    index_T = torch.cat(
+        [
+            torch.where(index >= 0, index + first, -1)
+            for index, first in zip(indices_T, first_tokens, strict=False)
+        ]
+    )
+    has_index_T = index_T >= 0
+    local_T = torch.cat([values.detach() for values in locals_T]).cpu()
+    whole_T = torch.zeros(first_tokens[-1], *local_T.shape[1:], dtype=local_T.dtype)
+    whole_T[index_T[has_index_T]] = local_T[has_index_T]
     group = ps.get_context_parallel_group()
     if group.size() > 1:
-        on_device = whole.to(device())
-        dist.all_reduce(on_device, group=group)
-        whole = on_device.cpu()
-    return whole
+        on_gpu = whole_T.to(device())
+        dist.all_reduce(on_gpu, group=group)
+        whole_T = on_gpu.cpu()
+    return list(whole_T.split(list(nums_tokens)))
