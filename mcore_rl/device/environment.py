@@ -30,7 +30,7 @@ FORWARDED = (
     "UCX_",
 )
 """How the variables begin that every process of a run gets from the controller."""
-_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")
+_SECRETS = ("_TOKEN", "SECRET", "PASSWORD", "API_KEY")
 _SET_BY_RAY = {"OMP_NUM_THREADS"}
 """Ray sets them in its workers where the controller has none."""
 

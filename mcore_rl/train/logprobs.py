@@ -59,7 +59,8 @@ class VocabParallelSoftmax:
         num_real = self.num_real(width)
         for first in range(0, num_tokens, self.chunk):
             rows = slice(first, min(first + self.chunk, num_tokens))
-            x_CV = logits_TV[rows].float() - peak_T[rows, None]
+            x_CV = logits_TV[rows].to(torch.float32, copy=True)
+            x_CV -= peak_T[rows, None]
             if self.temperature != 1.0:
                 x_CV /= self.temperature
             x_CV[:, num_real:] = FAR_BELOW

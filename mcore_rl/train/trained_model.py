@@ -248,6 +248,7 @@ def gather_tokens(
         index_T   rank 0:  1 2 - -    rank 1:  3 4        "-" is -1
         result    0 a b c d           of values a b . .   and c d
     """
+    assert len(locals_T) == len(indices_T) == len(nums_tokens), "values of some micro-batches"
     first_tokens = [0, *accumulate(nums_tokens)]
     index_T = torch.cat(
         [
