@@ -88,14 +88,11 @@ def select_each(batch: TrainBatch, groups: Sequence[Sequence[int]]) -> list[Trai
     """Return a batch of the sequences at each group's indices, in that order."""
     lens = [tuple(batch.lens_N[i] for i in indices) for indices in groups]
     rows_S = tokens_of(batch.lens_N, [i for indices in groups for i in indices])
-    sizes = [sum(of_group) for of_group in lens]
-    parts = {name: value[rows_S].split(sizes) for name, value in batch.token_fields().items()}
-    # Each part is copied: pickling a view would take the values of all groups along.
+    rows_by_group = rows_S.split([sum(of_group) for of_group in lens])
+    fields = batch.token_fields()
     return [
-        replace(
-            batch, lens_N=lens[k], **{name: values[k].clone() for name, values in parts.items()}
-        )
-        for k in range(len(groups))
+        replace(batch, lens_N=of_group, **{name: value[rows] for name, value in fields.items()})
+        for of_group, rows in zip(lens, rows_by_group, strict=True)
     ]
 
 

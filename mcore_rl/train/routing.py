@@ -158,7 +158,8 @@ class Routing:
         left = {layer: len(waiting) for layer, waiting in self._to_recompute.items() if waiting}
         assert not left, f"micro-batches never recomputed, by layer: {left}"
         self._keep_taken()
-        synchronize()
+        if self._records_experts:
+            synchronize()  # they are on their way to host memory
         records = [self._records[id(batch)] for batch in batches]
         for batch, record in zip(batches, records, strict=True):
             if record.flips_T is not None and record.replaced_T is not None:

@@ -1,6 +1,6 @@
 """However a controller ends, nothing of its session is left; other sessions are left alone."""
 
-import logging
+import json
 import os
 import shutil
 import signal
@@ -10,23 +10,34 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from mcore_rl.cluster.environment import RAY_DEFAULTS
-from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
-from mcore_rl.planning.bundles import make_bundle
 from mcore_rl.process.ports import find_free_port
 
 pytestmark = pytest.mark.e2e
 
 Controller = subprocess.Popen[str]
+JOIN = """
+import json, sys
+from pathlib import Path
+import ray
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.config import ClusterConfig
+from mcore_rl.planning.bundles import make_bundle
+
+with ray_session(ClusterConfig(address=sys.argv[1])):
+    [slots] = reserve([[make_bundle(1, 0)]], timeout_s=60)
+    group = RankGroup("trainer", slots, Path(sys.argv[2]))
+    print(json.dumps(ray.get(group._actors[0].environment.remote())))
+    group.check_environment(60)
+"""
 
 
 @pytest.fixture
@@ -193,20 +204,21 @@ def joined_cluster(tmp_path: Path) -> Iterator[str]:
 
 
 def test_ranks_of_a_joined_cluster_get_the_variables_of_the_controller(
-    joined_cluster: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    joined_cluster: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "VERSION")
-    with ray_session(ClusterConfig(address=joined_cluster)):
-        [slots] = reserve([[make_bundle(1, 0)]], timeout_s=60)
-        group = RankGroup("trainer", slots, tmp_path)
-        environment: Any = ray.get(group._actors[0].environment.remote())
-        assert environment["NCCL_DEBUG"] == "VERSION"
-        assert environment["NCCL_CUMEM_ENABLE"] == "0"
-        assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
-        with caplog.at_level(logging.WARNING):
-            group.check_environment(60)
-        assert len(caplog.messages) == 1, caplog.messages
-        assert caplog.messages[0].startswith("NCCL_IB_HCA is 'mlx5_0' instead of unset in rank 0")
+    joined = subprocess.run(
+        [sys.executable, "-c", JOIN, joined_cluster, str(tmp_path)],
+        # A Ray that an earlier test started may have left RAY_AUTH_MODE=token here.
+        env={**os.environ, "NCCL_DEBUG": "VERSION", "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert joined.returncode == 0, joined.stderr
+    environment = json.loads(joined.stdout)
+    assert environment["NCCL_DEBUG"] == "VERSION"
+    assert environment["NCCL_CUMEM_ENABLE"] == "0"
+    assert environment["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
+    told = [line for line in joined.stderr.splitlines() if "instead of" in line]
+    assert len(told) == 1, joined.stderr
+    assert told[0].startswith("NCCL_IB_HCA is 'mlx5_0' instead of unset in rank 0 (trainer")

@@ -24,7 +24,7 @@ def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     needs = {"with_engines": True, "with_trainer": True, "with_critic": False}
     size = RunSize.of(colocated, colocated.served_models, **needs)
     assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
-    assert size.num_cpus(0.5, ranks_per_engine=1) == (2 * 2 + 1 + 1) * 0.5
+    assert size.num_cpus(0.5, ranks_per_engine=1) == (2 + 1 + 1) * 0.5  # ranks, engine, judge
     without_trainer = RunSize.of(
         colocated, colocated.served_models, **needs | {"with_trainer": False}
     )
