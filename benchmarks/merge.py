@@ -28,7 +28,7 @@ from checkpoint_tools.options import show_bytes
 from mcore_rl.data.tiny_model import qwen3_moe_config
 from mcore_rl.process.ports import find_free_port
 
-LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
+LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 RANKS = 4
 SAMPLE_EVERY_S = 0.01
 MODEL = qwen3_moe_config(

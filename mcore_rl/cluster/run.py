@@ -19,7 +19,16 @@ from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.slots import reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
-from mcore_rl.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig
+from mcore_rl.config import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ProfileConfig,
+    TrainConfig,
+)
+from mcore_rl.config.upstream.arguments import server_arguments
+from mcore_rl.planning.critic_training import critic_training
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -57,7 +66,7 @@ class RunProcesses:
         """Begin to build the policy on its ranks; the group's `wait_built` waits for it."""
         assert self._trainer is not None
         config = self._config
-        spec = self._spec(config.model, config.parallel, optimizer, num_steps, loss)
+        spec = self._spec(config.model, config.parallel, config.train, optimizer, num_steps, loss)
         self._trainer.start_build(spec, config.run.startup_timeout_s)
         return self._trainer
 
@@ -68,7 +77,8 @@ class RunProcesses:
         config = self._config
         critic = config.critic
         model = replace(config.model, path=critic.path or config.model.path)
-        spec = self._spec(model, critic.parallel, critic.optimizer, num_steps, loss)
+        train = critic_training(config.train, critic)
+        spec = self._spec(model, critic.parallel, train, critic.optimizer, num_steps, loss)
         assert self._trainer is not None
         gpu_ids = self._trainer.gpu_ids() if critic.colocated else []
         self._critic.start_build(spec, config.run.startup_timeout_s, gpu_ids)
@@ -78,6 +88,7 @@ class RunProcesses:
         self,
         model: ModelConfig,
         parallel: ParallelConfig,
+        train: TrainConfig,
         optimizer: OptimizerConfig,
         num_steps: int,
         loss: Any,
@@ -85,7 +96,7 @@ class RunProcesses:
         return ModelSpec(
             model=model,
             parallel=parallel,
-            train=self._config.train,
+            train=train,
             optimizer=optimizer,
             total_steps=num_steps,
             seed=self._config.run.seed,
@@ -216,7 +227,8 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpe
     """
     rollout = config.rollout
     is_fp8 = rollout.quantization == "fp8"
-    extra_args = ["--weight-version", "0"]
+    # Fused into the routed experts, as on some GPUs, shared ones would lie elsewhere than planned.
+    extra_args = ["--weight-version", "0", "--disable-shared-experts-fusion"]
     if is_fp8 or config.model.init == "random":
         extra_args += ["--load-format", "dummy"]
     if is_fp8:
@@ -238,7 +250,7 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpe
         custom_weight_loaders=(LOADER,),
         can_release_memory=config.cluster.colocated,
         seed=config.run.seed,
-        extra_args=tuple(extra_args),
+        extra_args=(*extra_args, *server_arguments(rollout.sglang)),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ServedModelConfig
+from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.served_endpoint import TEXT_ROLES, ServedEndpoint
 
@@ -98,5 +99,5 @@ def served_engine_spec(
         max_running=config.max_concurrency,
         tokenizer=role in TEXT_ROLES,
         can_release_memory=can_release_memory,
-        extra_args=(*ROLE_ARGUMENTS[role], *keep_weights, *config.sglang_args),
+        extra_args=(*ROLE_ARGUMENTS[role], *keep_weights, *server_arguments(config.sglang)),
     )

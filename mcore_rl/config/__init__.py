@@ -51,6 +51,7 @@ from mcore_rl.config.training import (
     TrainConfig,
 )
 from mcore_rl.config.unread import check_unread
+from mcore_rl.config.upstream.groups import check_upstream
 
 __all__ = [
     "AlgorithmConfig",
@@ -150,3 +151,4 @@ class Config(Options, group=""):
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
         check_unread(self)
+        check_upstream(self)

@@ -7,13 +7,13 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
 from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
-from mcore_rl.config.tree import leaves_under, value_of
+from mcore_rl.config.tree import leaves_under, mappings_under, value_of
 
 
 def list_recipes(recipes_dir: Path = RECIPES_DIR) -> dict[str, str]:
@@ -43,7 +43,16 @@ def _compose(path: Path, overrides: list[str], recipes_dir: Path) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(path.resolve().parent), version_base="1.3"):
         shipped = f"hydra.searchpath=[file://{recipes_dir.resolve()}]"
-        return compose(path.stem, overrides=[shipped, *overrides])
+        return compose(path.stem, overrides=[shipped, *map(_added, overrides)])
+
+
+def _added(override: str) -> str:
+    """An override in the form that may add a key, if its group takes free names.
+
+    Hydra wants "++train.megatron.deterministic_mode=true" for a key that no file has.
+    """
+    is_free = any(override.startswith(f"{name}.") for name in mappings_under(Config))
+    return f"++{override}" if is_free else override
 
 
 def make_config(tree: DictConfig) -> Config:
@@ -51,6 +60,10 @@ def make_config(tree: DictConfig) -> Config:
     for key in tree:
         if key not in Config.__dataclass_fields__:
             raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")
+    for name in mappings_under(Config):
+        options = OmegaConf.select(tree, name)
+        if options is not None:
+            _drop_nulls(options)
     values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     assert isinstance(values, dict)
     # Before the classes check themselves: they don't know where in the tree they stand.
@@ -59,6 +72,13 @@ def make_config(tree: DictConfig) -> Config:
     assert isinstance(config, Config)
     config.model.path = shipped_path(config.model.path)
     return config
+
+
+def _drop_nulls(options: DictConfig) -> None:
+    """Leave out options by free names that are set to null, as an override of a recipe's may be."""
+    with open_dict(options):
+        for name in [name for name, value in options.items() if value is None]:
+            del options[name]
 
 
 def require(config: Config, *keys: str) -> None:
@@ -75,8 +95,11 @@ def leaves() -> list[str]:
 
 def leaves_of(overrides: Sequence[str]) -> list[str]:
     """The options that `overrides` set one by one; a group ("algorithm=dapo") is none."""
+    names = [override.partition("=")[0].lstrip("+") for override in overrides]
     return sorted(
-        {override.partition("=")[0].lstrip("+") for override in overrides} & set(leaves())
+        leaf
+        for leaf in leaves()
+        if any(name == leaf or name.startswith(f"{leaf}.") for name in names)
     )
 
 

@@ -1,6 +1,7 @@
 """Options of the engines: how they sample, how weights reach them, how they are checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from mcore_rl.config.bounds import Options, bounded, one_of
 
@@ -67,6 +68,8 @@ class RolloutConfig(Options, group="rollout"):
     """How often each engine's server is restarted in a run; 0: a dead engine ends the run."""
     deterministic: bool = False
     """Seed the sampling of each request: the same run samples the same tokens again."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SGLang's ServerArgs for the engines (docs/upstream_options.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,7 @@
 """Options of models that are served beside the policy: judges, reward models, teachers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcore_rl.config.bounds import Options, bounded, one_of
 
@@ -34,8 +35,8 @@ class ServedModelConfig(Options):
     colocated: bool = False
     """Its engines take turns with the trainer ranks on their GPUs; otherwise they have their
     own."""
-    sglang_args: list[str] = field(default_factory=list)
-    """Further arguments of its servers, as on SGLang's command line."""
+    sglang: dict[str, Any] = field(default_factory=dict)
+    """Further fields of SGLang's ServerArgs for its engines (docs/upstream_options.md)."""
 
     @property
     def is_used(self) -> bool:

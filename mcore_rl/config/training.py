@@ -1,8 +1,17 @@
 """Options of what Megatron trains: the model, its layout, the optimizer."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from mcore_rl.config.bounds import Options, bounded, one_of
+
+SELECTED = "layernorm+moe_act"
+"""The modules of train.recompute=selective."""
+WHOLE_LAYERS = frozenset({"full"})
+"""The modules of train.recompute=full."""
+RECOMPUTABLE = frozenset(
+    {"layernorm", "moe_act", "moe", "shared_experts", "mlp", "mla_up_proj", "core_attn"}
+)
 
 
 @dataclass
@@ -27,12 +36,9 @@ class ParallelConfig(Options):
     cp: int = bounded(1, least=1)
     ep: int = bounded(1, least=1)
     etp: int = bounded(1, least=1)
-    first_stage_layers: int | None = bounded(None, least=1)
-    """Layers of the first pipeline stage, if it has another number of them than the stages
-    between."""
-    last_stage_layers: int | None = bounded(None, least=1)
-    """Layers of the last pipeline stage, if it has another number of them than the stages
-    between."""
+    stage_layers: list[int] = field(default_factory=list)
+    """Layers of each pipeline stage, in order; with vpp, of each model chunk, in the order of the
+    model. Empty: all have equally many."""
     dp: int | None = bounded(None, least=1)
     """Data-parallel size; None: the smallest one for which ep * etp divides tp * cp * dp."""
 
@@ -40,18 +46,31 @@ class ParallelConfig(Options):
         """Raise ValueError if sizes contradict one another; `group` names them
         ("critic.parallel").
         """
-        for name in ("vpp", "first_stage_layers", "last_stage_layers"):
+        for name in ("vpp", "stage_layers"):
             value = getattr(self, name)
-            if value is not None and self.pp == 1:
+            if value and self.pp == 1:
                 raise ValueError(
                     f"{group}.{name}={value} with {group}.pp=1: there is only one pipeline stage;"
                     f" leave {group}.{name} out, or raise {group}.pp"
                 )
+        self._check_stages(group)
         num_ranks = self.tp * self.cp * self.dp_size
         if num_ranks % (self.ep * self.etp):
             raise ValueError(
                 f"{group}.ep * {group}.etp = {self.ep * self.etp} does not divide"
                 f" tp * cp * dp = {num_ranks}; change {group}.ep or {group}.dp"
+            )
+
+    def _check_stages(self, group: str) -> None:
+        num_chunks = self.pp * (self.vpp or 1)
+        if self.stage_layers and len(self.stage_layers) != num_chunks:
+            raise ValueError(
+                f"{group}.stage_layers={self.stage_layers} names {len(self.stage_layers)} stages:"
+                f" {group}.pp * {group}.vpp makes {num_chunks}; give a number for each"
+            )
+        if any(layers < 1 for layers in self.stage_layers):
+            raise ValueError(
+                f"{group}.stage_layers={self.stage_layers}: every stage needs a layer or more"
             )
 
     @property
@@ -81,6 +100,8 @@ class OptimizerConfig(Options):
     eps: float = bounded(1e-8, above=0)
     clip_grad: float = bounded(1.0, least=0)
     """Largest norm of the gradient; 0: not clipped."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's OptimizerConfig (docs/upstream_options.md)."""
 
     def check(self, group: str) -> None:
         """Raise ValueError, naming the options by their `group`, if they contradict one another."""
@@ -102,7 +123,10 @@ class TrainConfig(Options, group="train"):
     """Optimizer steps per pass over a rollout."""
     epochs: int = bounded(1, least=1)
     """Passes over a rollout."""
-    recompute: str = one_of("none", ("none", "selective", "full"))
+    recompute: str = "none"
+    """Parts that the backward pass computes again instead of keeping them. none; full: whole
+    layers; modules by megatron-core's names, joined by "+": layernorm, moe_act, moe,
+    shared_experts, mlp, mla_up_proj, core_attn; selective: the cheap ones, layernorm+moe_act."""
     router_replay: str = one_of("none", ("none", "old_pass", "engine"))
     """Experts that tokens are sent to in train steps. none: the router's own choice; old_pass:
     those of the pass for the old log-probs; engine: those of the engine that sampled, in that
@@ -116,9 +140,26 @@ class TrainConfig(Options, group="train"):
     such a bias."""
     freeze_router: bool = False
     """Train all weights except the routers', which stay bit for bit as they were loaded."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's TransformerConfig (docs/upstream_options.md)."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's DistributedDataParallelConfig
+    (docs/upstream_options.md)."""
+
+    @property
+    def recomputed(self) -> frozenset[str]:
+        """Return what the backward pass computes again, by megatron-core's names of modules."""
+        modules = {"none": "", "selective": SELECTED}.get(self.recompute, self.recompute)
+        return frozenset(filter(None, modules.split("+")))
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        unknown = self.recomputed - RECOMPUTABLE
+        if unknown and self.recomputed != WHOLE_LAYERS:
+            raise ValueError(
+                f"train.recompute={self.recompute}: expected none, selective, full, or modules"
+                f" joined by '+' from {', '.join(sorted(RECOMPUTABLE))}"
+            )
         for name in ("router_aux_loss_coef", "router_sequence_aux_loss_coef", "router_bias_rate"):
             value = getattr(self, name)
             if value and self.freeze_router:
@@ -150,6 +191,10 @@ class CriticConfig(Options, group="critic"):
     colocated: bool = False
     """Run in turns with the trainer ranks on their GPUs, rank by rank; otherwise on GPUs of its
     own."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Fields of TransformerConfig in which the critic differs from train.megatron."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of DistributedDataParallelConfig in which the critic differs from train.ddp."""
 
 
 @dataclass

@@ -21,6 +21,13 @@ def leaves_under(cls: type, prefix: str = "") -> list[str]:
     return names
 
 
+def mappings_under(cls: type) -> list[str]:
+    """Dotted names of the options under a configuration class that hold options by free names."""
+    return [
+        name for name in leaves_under(cls) if isinstance(dict(defaults_of(cls, name))[name], dict)
+    ]
+
+
 def value_of(config: object, key: str) -> Any:
     """The value of the option or group `key` ("model.path") of a configuration."""
     return reduce(getattr, key.split("."), config)

@@ -129,7 +129,7 @@ def _of_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:
     elif model.url:
         names = (
             *("engines", "tp", "ep", "pp", "dtype", "kv_cache_len"),
-            *("startup_timeout_s", "restarts", "sglang_args"),
+            *("startup_timeout_s", "restarts", "sglang"),
         )
         options = tuple(f"{role}.{name}" for name in names)
         yield Unread(options, f"{role}.url={model.url}", f"set {role}.path instead")

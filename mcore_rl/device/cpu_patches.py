@@ -219,6 +219,27 @@ def use_fused_adam() -> None:
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
+def allow_precision_aware_adam() -> None:
+    """Let OptimizerConfig have the precision-aware optimizer without Transformer Engine.
+
+    It asks for Transformer Engine's version, which is None, and last looks for its FusedAdam.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import OptimizerConfig, optimizer_config
+
+    optimizer.is_te_min_version = optimizer_config.is_te_min_version = lambda version: False
+    check = OptimizerConfig.__post_init__
+
+    def checked(self: Any) -> None:
+        try:
+            check(self)
+        except RuntimeError:
+            if not self.use_precision_aware_optimizer:
+                raise
+
+    OptimizerConfig.__post_init__ = checked
+
+
 def use_te_workalike() -> None:
     """Build layers from torch modules with the tree and names of Transformer Engine's."""
     from megatron.core.models.gpt import gpt_layer_specs, moe_module_specs
@@ -243,6 +264,7 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
     report_missing_te_to_latent_attention,
     recompute_without_fp8,
     use_fused_adam,
+    allow_precision_aware_adam,
     use_te_workalike,
 )
 """Patches that have to do with Transformer Engine alone, not with the CPU."""

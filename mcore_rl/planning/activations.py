@@ -4,10 +4,10 @@ After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Trans
 section 4, for layers without dropout, with attention that keeps no score matrix, and with experts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
+from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import need
 from mcore_rl.slices.families.table import HfConfig
@@ -22,6 +22,7 @@ class Pass:
 
     tokens          of the whole micro-batch, before context parallelism cuts it
     itemsize        bytes of an activation
+    recomputed      modules that the backward pass computes again, as megatron-core names them
     logprob_chunk   tokens whose logits are in memory as float32 at once
     expert_load     tokens of the most loaded rank's experts over the mean
     """
@@ -31,7 +32,7 @@ class Pass:
     cp: int
     etp: int
     itemsize: int
-    recompute: str
+    recomputed: frozenset[str]
     logprob_chunk: int
     expert_load: float
 
@@ -50,9 +51,9 @@ class Activations:
 
     def kept(self, layer: int) -> float:
         """Bytes that a layer keeps from the forward to the backward pass."""
-        if self._step.recompute == "full":
+        if self._step.recomputed == WHOLE_LAYERS:
             return self._hidden
-        return self._inner(layer)
+        return self._inner(layer, self._step.recomputed)
 
     def working(self, layer: int) -> float:
         """Bytes in use besides what is kept, while the layer runs or is recomputed."""
@@ -63,7 +64,9 @@ class Activations:
             )
         else:
             buffers = 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
-        again = self._inner(layer) if self._step.recompute == "full" else 0.0
+        again = self._inner(layer, frozenset())
+        if self._step.recomputed != WHOLE_LAYERS:
+            again -= self.kept(layer)
         return buffers * self._step.itemsize + again
 
     def logits(self, padded_vocab: int) -> float:
@@ -78,53 +81,57 @@ class Activations:
     def _is_moe(self, layer: int) -> bool:
         return self._family.is_moe_layer(self._config, layer)
 
-    def _inner(self, layer: int) -> float:
-        return self._attention + (self._experts if self._is_moe(layer) else self._dense)
+    def _inner(self, layer: int, recomputed: Collection[str]) -> float:
+        """Bytes inside a layer, but for what the modules `recomputed` compute again."""
+        rest = self._experts(recomputed) if self._is_moe(layer) else self._dense(recomputed)
+        return self._attention(recomputed) + rest
 
     @property
     def _hidden(self) -> float:
         return self._own * self._sizes["hidden"] * self._step.itemsize
 
-    @property
-    def _norm(self) -> float:
+    def _norm(self, recomputed: Collection[str]) -> float:
         """Bytes of a norm's input, and of its output unless that is recomputed."""
-        return self._hidden * (1 if self._step.recompute == "selective" else 2)
+        return self._hidden * (1 if "layernorm" in recomputed else 2)
 
     @property
     def _routed_tokens(self) -> float:
         top_k = need(self._config, "num_experts_per_tok")
         return self._own * top_k * self._step.etp * self._step.expert_load
 
-    @cached_property
-    def _attention(self) -> float:
+    def _attention(self, recomputed: Collection[str]) -> float:
+        """Bytes of queries, keys, values and the output; flash attention keeps no scores."""
         sizes = self._sizes
         step = self._step
         cut = self._tokens / step.tp
         if "kv_rank" in sizes:
-            low_rank = self._own * (2 * sizes["q_rank"] + 2 * sizes["kv_down"])
-            numbers = low_rank + cut * (2 * sizes["q"] + sizes["kv_up"] + 2 * sizes["v"])
+            numbers = self._own * (2 * sizes["q_rank"] + 2 * sizes["kv_down"]) + cut * sizes["v"]
+            if "mla_up_proj" not in recomputed:
+                numbers += cut * (2 * sizes["q"] + sizes["kv_up"] + sizes["v"])
         else:
             numbers = cut * (2 * sizes["q"] + 2 * sizes["kv"])
             if sizes["q_norm"]:
                 numbers += cut * (sizes["q"] + sizes["kv"])
-        return self._norm + numbers * step.itemsize
+        return self._norm(recomputed) + numbers * step.itemsize
 
-    @property
-    def _dense(self) -> float:
-        return (
-            self._norm
-            + 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp * self._step.itemsize
-        )
+    def _dense(self, recomputed: Collection[str]) -> float:
+        numbers = 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
+        if "mlp" in recomputed:
+            numbers = 0.0
+        return self._norm(recomputed) + numbers * self._step.itemsize
 
-    @property
-    def _experts(self) -> float:
+    def _experts(self, recomputed: Collection[str]) -> float:
         """Bytes of the norm, the router's float32 scores, the experts' inputs and their
         matrices' outputs.
         """
         sizes = self._sizes
         step = self._step
-        halves = 3 if step.recompute == "selective" else 4
+        if "moe" in recomputed:
+            return self._norm(recomputed)
+        halves = 3 if "moe_act" in recomputed else 4
         rows = self._routed_tokens * (sizes["hidden"] + halves * sizes["expert_ffn"] / step.etp)
         shared = 3 * self._tokens * sizes.get("shared_ffn", 0) / step.tp
+        if "shared_experts" in recomputed:
+            shared = 0.0
         scores = 2 * self._own * sizes["experts"] * FLOAT32
-        return self._norm + scores + (rows + shared) * step.itemsize
+        return self._norm(recomputed) + scores + (rows + shared) * step.itemsize

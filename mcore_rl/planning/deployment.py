@@ -30,7 +30,17 @@ class Deployment:
 
 def engine_sizes(rollout: RolloutConfig) -> SGLangSizes:
     """Parallel sizes of the recipe's engines."""
-    return SGLangSizes(rollout.engines, rollout.tp, rollout.ep, rollout.pp, rollout.attention_dp)
+    passed = rollout.sglang
+    return SGLangSizes(
+        rollout.engines,
+        rollout.tp,
+        rollout.ep,
+        rollout.pp,
+        rollout.attention_dp,
+        head_by_dp=bool(passed.get("enable_dp_lm_head")),
+        whole_dense_layers=passed.get("moe_dense_tp_size") == 1,
+        whole_shared_experts=passed.get("moe_a2a_backend") == "deepep",
+    )
 
 
 def record_layouts(config: Config, policy: ModelFacts, engines: SGLangSizes) -> RecordedLayouts:

@@ -5,15 +5,21 @@ engine        weights, KV cache
 shared GPUs   the fullest of several moments, each with what nobody has released by then
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config, ParallelConfig, ServedModelConfig, TrainConfig
+from mcore_rl.config import (
+    Config,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from mcore_rl.config.upstream import Passed
 from mcore_rl.planning.activations import FLOAT32, Activations, Pass
-from mcore_rl.planning.deployment import engine_links, engine_sizes, record_layouts, relays
+from mcore_rl.planning.critic_training import critic_training
+from mcore_rl.planning.engine_memory import engine_uses, served_bytes, sync_buffer_bytes
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
@@ -21,13 +27,10 @@ from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import has_value_head, with_value_head
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.layouts.layout import Layout, boxes_of
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
-ADAM_BYTES = 8
-"""Two float32 moments per parameter; models in bfloat16 also have a float32 main weight."""
+MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
+"""Options of Adam's two moments per parameter; by default they are float32."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,20 @@ def predict_memory(
     if side in (None, "critic") and has_critic and not config.critic.colocated:
         ranks += _own_gpus("critic", _critic(config, models), config.critic.parallel)
     if side in (None, "engine") and not config.cluster.colocated:
-        ranks += _engine_ranks(_engines(config, models.policy))
+        ranks += _engine_ranks(engine_uses(config, models.policy))
     return ranks
 
 
 def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     parallel = config.parallel
-    trainer = _trained(config, models.policy.config, parallel, sends=True)
+    trainer = _trained(
+        config, models.policy.config, parallel, config.train, config.train.optimizer, sends=True
+    )
     shares_critic = needs_of(config.algorithm).critic and config.critic.colocated
     critic = _critic(config, models) if shares_critic else []
-    engines = _engines(config, models.policy) if config.cluster.colocated else []
+    engines = engine_uses(config, models.policy) if config.cluster.colocated else []
     served = {
-        role: _served_bytes(model)
+        role: served_bytes(model)
         for role, model in config.served_models.items()
         if model.is_colocated
     }
@@ -124,39 +129,65 @@ def _sync_checks(config: Config, hf_config: HfConfig) -> list[float]:
 
 def _critic(config: Config, models: RecipeModels) -> list[Uses]:
     assert models.critic is not None, "a recipe with a critic was read without one"
-    critic = with_value_head(models.critic.config)
-    return _trained(config, critic, config.critic.parallel, sends=False)
+    model = with_value_head(models.critic.config)
+    critic = config.critic
+    train = critic_training(config.train, critic)
+    return _trained(config, model, critic.parallel, train, critic.optimizer, sends=False)
 
 
 def _trained(
-    config: Config, hf_config: HfConfig, parallel: ParallelConfig, *, sends: bool
+    config: Config,
+    hf_config: HfConfig,
+    parallel: ParallelConfig,
+    train: TrainConfig,
+    optimizer: OptimizerConfig,
+    *,
+    sends: bool,
 ) -> list[Uses]:
     """Bytes per purpose of a rank of each pipeline stage of a model in training."""
     sizes = MegatronSizes.of(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    step = _pass(config.model.dtype, parallel, config.train, config.plan.expert_load)
+    step = _pass(config.model.dtype, parallel, train, config.plan.expert_load)
     activations = Activations(hf_config, step)
+    per_parameter = _parameter_bytes(config.model.dtype, optimizer.megatron, train.ddp)
     stages = []
     for stage in range(parallel.pp):
-        uses = _states(stage_parameters(layout, sizes, stage), parallel, sizes, config.model.dtype)
+        uses = _states(stage_parameters(layout, sizes, stage), parallel, sizes, per_parameter)
         uses["activations"] = _passes(activations, parallel, layout.stage_layers(stage), stage)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
         if sends:
-            uses["sync buffers"] = config.rollout.engines * _slots(config.sync.bucket_mib)
+            uses["sync buffers"] = config.rollout.engines * sync_buffer_bytes(config)
         stages.append(uses)
     return stages
 
 
-def _states(count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, dtype: str) -> Uses:
+def _parameter_bytes(dtype: str, optimizer: Passed, ddp: Passed) -> Uses:
+    """Bytes of each parameter's weight, gradient and optimizer state, before ranks share them.
+
+    A main weight in float32 is kept of weights in bfloat16, and by the precision-aware optimizer of
+    all. `optimizer` and `ddp` are options of megatron-core.
+    """
+    moments = sum(itemsize(optimizer.get(name, "float32")) for name in MOMENTS)
+    has_main = dtype != "float32" or optimizer.get("use_precision_aware_optimizer")
+    return {
+        "weights": itemsize(dtype),
+        "gradients": FLOAT32 if ddp.get("grad_reduce_in_fp32", True) else itemsize(dtype),
+        "optimizer": moments + (FLOAT32 if has_main else 0),
+    }
+
+
+def _states(
+    count: Parameters, parallel: ParallelConfig, sizes: MegatronSizes, per_parameter: Uses
+) -> Uses:
     """Weights, gradients and share of the optimizer of one rank with `count` parameters."""
-    state = ADAM_BYTES + (FLOAT32 if dtype != "float32" else 0)
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
+    shared = count.dense / replicas + count.expert / expert_replicas
     return {
-        "weights": count.total * itemsize(dtype),
-        "gradients": count.total * FLOAT32,
-        "optimizer": state * (count.dense / replicas + count.expert / expert_replicas),
+        "weights": count.total * per_parameter["weights"],
+        "gradients": count.total * per_parameter["gradients"],
+        "optimizer": shared * per_parameter["optimizer"],
     }
 
 
@@ -177,7 +208,7 @@ def _pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load:
         cp=parallel.cp,
         etp=parallel.etp,
         itemsize=itemsize(dtype),
-        recompute=train.recompute,
+        recomputed=train.recomputed,
         logprob_chunk=train.logprob_chunk,
         expert_load=expert_load,
     )
@@ -193,68 +224,6 @@ def _in_flight(parallel: ParallelConfig, stage: int) -> int:
     if parallel.vpp is None:
         return behind + 1
     return 2 * behind + (parallel.vpp - 1) * parallel.pp + 1
-
-
-def _engines(config: Config, policy: ModelFacts) -> list[Uses]:
-    """Bytes per purpose of a rank of each of an engine's pipeline stages."""
-    rollout = config.rollout
-    one_engine = replace(engine_sizes(rollout), engines=1)
-    target = record_layouts(config, policy, one_engine).target()
-    attention_tp = rollout.tp // rollout.attention_dp
-    size = itemsize(config.model.dtype)
-    num_links = engine_links(rollout.engines, relays(config))
-    buffers = num_links * _slots(config.sync.bucket_mib)
-    stages = []
-    for stage in range(rollout.pp):
-        first_rank = stage * rollout.tp
-        num_layers = _num_layers(target, first_rank)
-        weights = _bytes(target, first_rank)
-        derived = num_layers * _derived_numbers(policy.sizes, attention_tp) * size
-        kv_bytes = num_layers * _kv_numbers(policy.sizes, attention_tp) * size
-        uses: Uses = {
-            "weights": weights + derived,
-            "KV cache": rollout.kv_cache_len * kv_bytes,
-            "sync buffers": buffers,
-        }
-        if rollout.stage_weights:
-            uses["staged weights"] = weights
-        stages.append(uses)
-    return stages
-
-
-def _served_bytes(model: ServedModelConfig) -> float:
-    """Bytes of weights per rank, by the size of the model's files; its KV cache is not counted."""
-    files = Path(model.path).glob("*.safetensors")
-    return sum(path.stat().st_size for path in files) / model.engine_ranks
-
-
-def _bytes(layout: Layout, rank: int) -> int:
-    return sum(box.numel * itemsize(dtype) for box, dtype in boxes_of(layout, rank))
-
-
-def _num_layers(layout: Layout, rank: int) -> int:
-    """Number of layers with a tensor on the rank."""
-    names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
-    return len({name.partition(".")[0] for name in names})
-
-
-def _derived_numbers(sizes: Mapping[str, int], attention_tp: int) -> int:
-    """Numbers per layer of the two matrices that SGLang makes of kv_b_proj (latent attention)."""
-    if "kv_rank" not in sizes:
-        return 0
-    return sizes["kv_up"] * sizes["kv_rank"] // attention_tp
-
-
-def _kv_numbers(sizes: Mapping[str, int], attention_tp: int) -> int:
-    """Numbers of the KV cache per token and layer on one rank."""
-    if "kv_rank" in sizes:
-        return sizes["kv_down"]
-    return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
-
-
-def _slots(bucket_mib: float) -> int:
-    """Bytes of the buffers at one end of a link."""
-    return NUM_SLOTS * int(bucket_mib * 2**20)
 
 
 def _own_gpus(side: Side, stages: list[Uses], parallel: ParallelConfig) -> Iterable[RankMemory]:

@@ -13,11 +13,17 @@ from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.rank_memory import RankMemory, Side
 
 GIB = 2**30
-RECOMPUTE = ("none", "selective", "full")
 GROWTH = (1, 2, 4, 8)
 """Multiples of the recipe's GPUs that are tried, in this order."""
 FARTHEST = 3.0
 """Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
+
+
+def recompute_choices(now: str) -> tuple[str, str, str]:
+    """Return values of train.recompute from the fastest to the smallest, the recipe's own among
+    them.
+    """
+    return ("none", "selective" if now in ("none", "full") else now, "full")
 
 
 def available_bytes(plan: PlanConfig, rank: RankMemory) -> float:
@@ -94,6 +100,7 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
     if side == "trainer" and needs_of(config.algorithm).critic and config.critic.colocated:
         groups.append("critic.parallel")
     shares = side == "trainer" and (config.cluster.colocated or config.critic.colocated)
+    recomputes = recompute_choices(config.train.recompute)
     for growth in GROWTH:
         candidates = []
         for layout, distance in _layouts(
@@ -102,8 +109,8 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
             settings = {
                 f"{group}.{name}": value for group in groups for name, value in layout.items()
             }
-            for recompute, offload in product(RECOMPUTE, {config.cluster.offload, shares}):
-                steps = RECOMPUTE.index(recompute) - RECOMPUTE.index(config.train.recompute)
+            for recompute, offload in product(recomputes, {config.cluster.offload, shares}):
+                steps = recomputes.index(recompute) - recomputes.index(config.train.recompute)
                 away = distance + abs(steps) + (offload != config.cluster.offload)
                 more = {"train.recompute": recompute, "cluster.offload": offload}
                 candidates.append((away, _changes(config, settings | more)))
@@ -112,7 +119,7 @@ def _trained_candidates(config: Config, sizes: Mapping[str, int], side: Side) ->
 
 def _layouts(
     now: ParallelConfig, num_ranks: int, sizes: Mapping[str, int], ranks_per_host: int
-) -> Iterator[tuple[dict[str, int | None], float]]:
+) -> Iterator[tuple[dict[str, Any], float]]:
     """Options of ParallelConfig for `num_ranks` ranks, each with its distance from `now`."""
     experts = sizes["experts"] or 1
     limits = (ranks_per_host, sizes["layers"], 8, experts, 4 if experts > 1 else 1)
@@ -121,7 +128,7 @@ def _layouts(
         if rest or not dp or (tp * cp * dp) % (ep * etp):
             continue
         ratios = (tp / now.tp, pp / now.pp, cp / now.cp, ep / now.ep, etp / now.etp)
-        layout: dict[str, int | None] = {
+        layout: dict[str, Any] = {
             "tp": tp,
             "pp": pp,
             "cp": cp,
@@ -134,11 +141,12 @@ def _layouts(
         yield layout, sum(abs(log2(ratio)) for ratio in ratios)
 
 
-def _uneven(num_layers: int, pp: int) -> dict[str, int | None]:
+def _uneven(num_layers: int, pp: int) -> dict[str, Any]:
     """Options for `pp` stages; if `pp` does not divide the layers, the last stage takes fewer."""
-    last = num_layers - (pp - 1) * ceil(num_layers / pp)
+    most = ceil(num_layers / pp)
+    last = num_layers - (pp - 1) * most
     uneven = pp > 1 and num_layers % pp and last > 0
-    return {"vpp": None, "first_stage_layers": None, "last_stage_layers": last if uneven else None}
+    return {"vpp": None, "stage_layers": [most] * (pp - 1) + [last] if uneven else []}
 
 
 def _powers(largest: int) -> list[int]:

@@ -8,13 +8,14 @@ rollout, the reward function, who shares GPUs with whom.
 
 import json
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import (
+    ClusterConfig,
     Config,
     CriticConfig,
     OptimizerConfig,
@@ -24,9 +25,10 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.recipe import value_of
+from mcore_rl.config.tree import mappings_under, value_of
 from mcore_rl.data.arithmetic import prepare_arithmetic, vocabulary
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS
+from mcore_rl.device.upstream import megatron_needs_gpu, server_needs_gpu
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf.facts import ModelFacts
 
@@ -87,7 +89,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     policy = ModelFacts.read(config.model.path)
     inputs = _write_inputs(policy.config, layers, folder / "inputs")
     num_gpus = parallel.world_size if config.cluster.colocated else None
-    return replace(
+    rehearsal = replace(
         config,
         rehearse=False,
         run=replace(
@@ -110,14 +112,23 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         eval=replace(
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
         ),
-        cluster=replace(
-            config.cluster,
-            cpus_per_rank=0.1,
-            object_store_mib=128 if config.cluster.address is None else None,
-        ),
+        cluster=_smallest_cluster(config.cluster),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )
+    if names := _left_out(config, rehearsal):
+        print(f"a rehearsal leaves out what needs a GPU: {', '.join(names)}", file=sys.stderr)
+    return rehearsal
+
+
+def _left_out(config: Config, rehearsal: Config) -> list[str]:
+    """Return the upstream options that the rehearsal does not have."""
+    return [
+        f"{group}.{name}"
+        for group in mappings_under(Config)
+        for name in value_of(config, group)
+        if name not in value_of(rehearsal, group)
+    ]
 
 
 def replaced(config: Config, rehearsal: Config, given: Collection[str]) -> list[str]:
@@ -151,7 +162,7 @@ def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
         cp=_smallest(layout.cp),
         ep=_smallest(layout.ep),
         etp=_smallest(layout.etp),
-        last_stage_layers=1 if layout.last_stage_layers or layout.first_stage_layers else None,
+        stage_layers=_smallest_stages(layout),
     )
     if layout.dp_size == 1 or smallest.dp_size > 1 or smallest.world_size >= MOST_RANKS:
         return smallest
@@ -159,10 +170,21 @@ def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
 
 
 def _num_layers(layout: ParallelConfig) -> int:
-    """Return two layers for each model chunk, but one for the last stage if stages are uneven."""
-    if layout.last_stage_layers is not None:
-        return 2 * (layout.pp - 1) + layout.last_stage_layers
-    return 2 * layout.pp * (layout.vpp or 1)
+    """Return two layers for each model chunk, if stages do not have other numbers of them."""
+    return sum(layout.stage_layers) or 2 * layout.pp * (layout.vpp or 1)
+
+
+def _smallest_stages(layout: ParallelConfig) -> list[int]:
+    """Return two layers for each model chunk and one for the last, if stages are uneven."""
+    if len(set(layout.stage_layers)) < 2:
+        return []
+    num_chunks = SMALLEST * (SMALLEST if layout.vpp else 1)
+    return [2] * (num_chunks - 1) + [1]
+
+
+def _smallest_cluster(cluster: ClusterConfig) -> ClusterConfig:
+    store_mib = 128 if cluster.address is None else None
+    return replace(cluster, cpus_per_rank=0.1, object_store_mib=store_mib)
 
 
 def _smallest_train(train: TrainConfig) -> TrainConfig:
@@ -171,7 +193,15 @@ def _smallest_train(train: TrainConfig) -> TrainConfig:
         max_tokens_per_microbatch=MAX_TOKENS,
         mini_batches=min(train.mini_batches, SMALLEST),
         optimizer=_moving(train.optimizer),
+        megatron=_without_gpu(train.megatron, megatron_needs_gpu),
     )
+
+
+def _without_gpu(
+    options: Mapping[str, Any], needs_gpu: Callable[[str, object], bool]
+) -> dict[str, Any]:
+    """Return the options of an upstream class that also exist without a GPU."""
+    return {name: value for name, value in options.items() if not needs_gpu(name, value)}
 
 
 def _smallest_rollout(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
@@ -204,6 +234,7 @@ def _smallest_critic(critic: CriticConfig) -> CriticConfig:
         mini_batches=min(critic.mini_batches, SMALLEST),
         warmup_steps=0,
         optimizer=_moving(critic.optimizer),
+        megatron=_without_gpu(critic.megatron, megatron_needs_gpu),
     )
 
 
@@ -223,12 +254,14 @@ def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutCo
         attention_dp=_smallest(rollout.attention_dp),
         nodes_per_engine=0,
         quantization="none",
+        sglang=_without_gpu(rollout.sglang, server_needs_gpu),
     )
 
 
 def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
     """Shrink a served model's engines; a model at a url has none and stays as it is."""
-    return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN)
+    sglang = _without_gpu(model.sglang, server_needs_gpu)
+    return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN, sglang=sglang)
 
 
 def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

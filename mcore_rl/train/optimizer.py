@@ -1,6 +1,6 @@
 """Wraps model chunks in Megatron's DDP, and makes the optimizer and learning-rate schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import cos, pi
 from typing import Any
 
@@ -18,6 +18,13 @@ from megatron.core.transformer.module import Float16Module
 from mcore_rl.config import OptimizerConfig
 from mcore_rl.train.optimizer_state import write_whole_parameters
 
+DDP_DEFAULTS: Mapping[str, Any] = {
+    "grad_reduce_in_fp32": True,
+    "use_distributed_optimizer": True,
+    "check_for_nan_in_grad": True,
+}
+_DTYPE_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
+
 
 class ModelPrecision(Float16Module):
     """A Float16Module whose logits keep the model's precision: float32 ones take twice the memory.
@@ -31,21 +38,24 @@ class ModelPrecision(Float16Module):
 
 
 def wrap_chunks(
-    config: TransformerConfig, chunks: Sequence[torch.nn.Module]
+    config: TransformerConfig, chunks: Sequence[torch.nn.Module], ddp: Mapping[str, Any]
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Megatron's DDP; its parameters become views of DDP's buffers."""
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=True,
-        check_for_nan_in_grad=True,
-    )
+    """Wrap each chunk in Megatron's DDP; its parameters become views of DDP's buffers.
+
+    `ddp`: further fields of DistributedDataParallelConfig. With overlap_grad_reduce, a bucket of
+    gradients is reduced while the last micro-batch's backward pass still computes others.
+    """
+    ddp_config = DistributedDataParallelConfig(**{**DDP_DEFAULTS, **ddp})
     config.finalize_model_grads_func = finalize_model_grads
     inner = [ModelPrecision(config, c) for c in chunks] if config.bf16 else chunks
-    return [
+    wrapped = [
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)  # type: ignore[arg-type]
         for i, chunk in enumerate(inner)
     ]
+    if ddp_config.overlap_grad_reduce:
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]  # type: ignore[assignment]
+    return wrapped
 
 
 def make_optimizer(
@@ -54,7 +64,13 @@ def make_optimizer(
     """Return the distributed Adam: float32 main weights, decoupled decay, global norm clipping.
 
     Its moments are allocated at once, so a checkpoint can be saved before the first step.
+    `config.megatron` holds further fields of megatron-core's OptimizerConfig.
     """
+    dtypes = {
+        name: getattr(torch, config.megatron[name])
+        for name in _DTYPE_FIELDS
+        if name in config.megatron
+    }
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -67,10 +83,13 @@ def make_optimizer(
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
+        # The remainders of float32 weights would be all that a checkpoint holds of them.
+        store_param_remainders=False,
+        **{**config.megatron, **dtypes},
     )
     optimizer = get_megatron_optimizer(options, list(chunks))
     for part in parts_of(optimizer):
-        part.init_state_fn(part.optimizer)
+        part.init_state_fn(part.optimizer, options)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
         write_whole_parameters(part)

@@ -136,13 +136,30 @@ def _gather(
 
     The state is not copied if one rank updates the whole parameter.
     """
-    states = optimizer._get_main_param_and_optimizer_states(updated.parameter)
+    states = _states(optimizer, updated.parameter)
     owned = {kind: states[kind].detach() for kind in KINDS}
+    for kind, part in owned.items():
+        if part.dtype != torch.float32:
+            owned[kind] = readable(part).to("cpu", torch.float32)
     if len(updated.parts) > 1:
         owned = {kind: _gather_one(readable(part), updated, mine) for kind, part in owned.items()}
     if mine != updated.owner:
         return {}
     return {kind: whole.view(updated.parameter.shape) for kind, whole in owned.items()}
+
+
+def _states(optimizer: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, Tensor]:
+    """Return this rank's main weight and moments of a parameter where they lie, by KINDS.
+
+    megatron-core copies those of the precision-aware optimizer to float32, but they may have been
+    moved to host memory meanwhile.
+    """
+    if not optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return optimizer._get_main_param_and_optimizer_states(parameter)
+    group, place = optimizer.model_param_group_index_map[parameter]
+    shard = optimizer.optimizer.param_groups[group]["params"][place]
+    state = optimizer.optimizer.state[shard]
+    return {"param": state["master_param"], **state}
 
 
 def _gather_one(part: Tensor, updated: _Updated, mine: Part) -> Tensor:

@@ -33,7 +33,9 @@ class Routing:
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
         """Attach to the routers of this rank's chunks."""
         self._shape = (config.num_layers, config.moe_router_topk)
-        self._full_recompute = config.recompute_granularity == "full"
+        self._recomputes_routers = config.recompute_granularity == "full" or (
+            config.recompute_granularity == "selective" and "moe" in config.recompute_modules
+        )
         self.load = StepLoad(config.num_layers, config.num_moe_experts or 0)
         self._has_experts = bool(config.num_moe_experts)
         self._sequence_parallel = config.sequence_parallel
@@ -189,11 +191,12 @@ class Routing:
     def _run_of(self, layer_number: int) -> tuple[ChunkRun, bool]:
         """Return (the micro-batch that the router runs on, whether this is a recomputation).
 
-        Full activation recompute runs a layer without gradients in the forward pass and again, with
-        gradients, in the backward pass. Micro-batches are recomputed in the order of their forward
-        passes, but by then the schedule may have entered later ones; hence a queue per layer.
+        Recomputing layers, or their experts, runs a router without gradients in the forward pass
+        and again, with gradients, in the backward pass. Micro-batches are recomputed in the order
+        of their forward passes, but by then the schedule may have entered later ones; hence a queue
+        per layer.
         """
-        if self._full_recompute and not self._forward_only:
+        if self._recomputes_routers and not self._forward_only:
             waiting = self._to_recompute.setdefault(layer_number, deque())
             if torch.is_grad_enabled():
                 return waiting.popleft(), True

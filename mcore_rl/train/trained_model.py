@@ -79,7 +79,7 @@ class TrainedModel:
         self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
-        self.chunks = wrap_chunks(self._config, chunks)
+        self.chunks = wrap_chunks(self._config, chunks, train.ddp)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self._optimizer)

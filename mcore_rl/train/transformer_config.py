@@ -1,38 +1,42 @@
 """Turns config.json into megatron-core's TransformerConfig and GPTModel arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.config import ParallelConfig, TrainConfig
+from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
+from mcore_rl.device.upstream import refuse_without_gpu
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
 from mcore_rl.slices.layouts.check import check_layout
 
-RECOMPUTE: Mapping[str, dict[str, Any]] = {
-    "none": {},
-    "full": {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    },
+RECOMPUTE_LAYERS = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
 }
-
-
+EXPERTS_MODULES = ("moe", "moe_act", "shared_experts")
 ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 
 def make_transformer_config(
     config: HfConfig, parallel: ParallelConfig, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
-    """Return megatron-core's configuration; ValueError if `parallel` does not divide the model."""
+    """Return megatron-core's configuration, with `train.megatron` on top of this system's choices.
+
+    Raises ValueError if `parallel` does not divide the model, or if megatron-core or this machine
+    cannot do what `train.megatron` asks for.
+    """
     check_layout(config, parallel)
+    refuse_without_gpu(train.megatron)
     options = family_of(config).options(config)
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
     settings = {
@@ -45,13 +49,12 @@ def make_transformer_config(
         # the gradient norm needs.
         "perform_initialization": True,
         "calculate_per_token_loss": True,
-        # The only one for sequences of any length; megatron-core reads it for dense models, too.
+        # megatron-core reads it for dense models, too.
         "moe_token_dispatcher_type": "alltoall",
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         **megatron_options(),
         **_parallelism(parallel, dtype),
-        **_recompute(train.recompute, options),
         **options,
         "activation_func": ACTIVATIONS[options.get("activation_func", "silu")],
     }
@@ -61,7 +64,8 @@ def make_transformer_config(
     if options.get("rope_type") == "rope" or yarn:
         # The fused kernel for latent attention needs yarn; the one for other attention has no yarn.
         settings["apply_rope_fusion"] = False
-    transformer_config = kind(**settings)
+    settings |= {**_recompute(train, options), **_typed(train.megatron)}
+    transformer_config = _built(kind, settings, train.megatron)
     for name, value in yarn.items():
         # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
         setattr(transformer_config, name, value)
@@ -83,6 +87,42 @@ def rotary_options(config: HfConfig) -> dict[str, Any]:
     return options
 
 
+def _stages(stage_layers: Sequence[int]) -> list[list[str]] | None:
+    """Return what megatron-core puts on each pipeline stage, or on each model chunk."""
+    if not stage_layers:
+        return None
+    stages = [["decoder"] * num_layers for num_layers in stage_layers]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
+
+
+def _typed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TransformerConfig's values for options of a recipe, which spells kernels by name."""
+    typed = dict(options)
+    if "attention_backend" in typed:
+        names = [backend.name for backend in AttnBackend]
+        if typed["attention_backend"] not in names:
+            raise ValueError(
+                f"train.megatron.attention_backend={typed['attention_backend']}: one of"
+                f" {', '.join(names)}"
+            )
+        typed["attention_backend"] = AttnBackend[typed["attention_backend"]]
+    return typed
+
+
+def _built(
+    kind: type[TransformerConfig], settings: Mapping[str, Any], passed: Mapping[str, Any]
+) -> TransformerConfig:
+    try:
+        return kind(**settings)
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        if not passed:
+            raise
+        shown = ", ".join(f"{name}={value}" for name, value in passed.items())
+        raise ValueError(f"train.megatron with {shown}: megatron-core says {error}") from error
+
+
 def _yarn(config: HfConfig) -> dict[str, Any]:
     """Return the attributes that GPTModel reads for yarn scaling; {} without it."""
     rope = rope_of(config)
@@ -100,10 +140,13 @@ def _yarn(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: str, options: dict[str, Any]) -> dict[str, Any]:
-    if recompute != "selective":
-        return RECOMPUTE[recompute]
-    modules = ["layernorm"] + (["moe_act"] if "num_moe_experts" in options else [])
+def _recompute(train: TrainConfig, options: dict[str, Any]) -> dict[str, Any]:
+    if train.recomputed == WHOLE_LAYERS:
+        return RECOMPUTE_LAYERS
+    without = () if "num_moe_experts" in options else EXPERTS_MODULES
+    modules = [name for name in sorted(train.recomputed) if name not in without]
+    if not modules:
+        return {}
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
@@ -123,8 +166,7 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
         "sequence_parallel": parallel.tp > 1,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
-        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "pipeline_model_parallel_layout": _stages(parallel.stage_layers),
         "context_parallel_size": parallel.cp,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,

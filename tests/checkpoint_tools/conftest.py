@@ -19,7 +19,7 @@ from tests.support.distributed import run_ranks
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import NUM_TOKENS, make_actor, my_batches, token_loss
 
-LAYOUTS: Mapping[str, dict[str, int]] = {
+LAYOUTS: Mapping[str, dict[str, Any]] = {
     "qwen3_moe": {"tp": 2, "ep": 2},
     "mixed_moe": {"pp": 2},
     "qwen3": {"pp": 2, "vpp": 2},

@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.cluster.served_engines import served_engine_spec
 from mcore_rl.config import ServedModelConfig
 
-CONFIG = ServedModelConfig(path="/model", tp=2, sglang_args=["--x", "y"])
+CONFIG = ServedModelConfig(path="/model", tp=2, sglang={"schedule_policy": "lpm"})
 LOG = Path("/logs/judge_0.log")
 
 
@@ -20,7 +20,7 @@ def test_each_role_has_its_own_arguments(role: str, takes_text: bool, is_embeddi
     assert (spec.model_path, spec.log_path, spec.tp) == ("/model", "/logs/judge_0.log", 2)
     assert spec.tokenizer == takes_text
     assert ("--is-embedding" in spec.extra_args) == is_embedding
-    assert spec.extra_args[-2:] == ("--x", "y")
+    assert spec.extra_args[-2:] == ("--schedule-policy", "lpm")
     assert not spec.can_release_memory and "--enable-weights-cpu-backup" not in spec.extra_args
 
 

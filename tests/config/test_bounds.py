@@ -44,6 +44,7 @@ FREE_TEXTS = {
     *("path", "dir", "cache_dir", "template", "model_tokenizer", "revision"),  # files
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
     *("name", "correct_part", "verdict"),  # what the user's own functions and judges say
+    "recompute",  # modules, which tests/config/test_training.py checks
 }
 """Last parts of the names of options that take any text."""
 

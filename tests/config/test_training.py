@@ -1,5 +1,7 @@
 """Options of what is trained: sizes that fit each other, and options that exclude each other."""
 
+from typing import Any
+
 import pytest
 
 from mcore_rl.config import Config
@@ -19,7 +21,7 @@ from mcore_rl.config.training import CriticConfig, OptimizerConfig, ParallelConf
     ],
 )
 def test_data_parallel_size_is_the_smallest_that_fits_the_experts(
-    sizes: dict[str, int], dp: int, world: int
+    sizes: dict[str, Any], dp: int, world: int
 ) -> None:
     parallel = ParallelConfig(**sizes)
     assert (parallel.dp_size, parallel.world_size) == (dp, world)
@@ -31,19 +33,40 @@ def test_data_parallel_size_is_the_smallest_that_fits_the_experts(
         ({"ep": 4, "dp": 1}, r"critic.parallel.ep \* critic.parallel.etp = 4 does not divide"),
         ({"tp": 2, "dp": 3, "ep": 4}, r"does not divide tp \* cp \* dp = 6; change .*parallel.dp"),
         ({"vpp": 2}, "critic.parallel.vpp=2 with critic.parallel.pp=1: there is only one"),
-        ({"first_stage_layers": 3}, "critic.parallel.first_stage_layers=3 with .*pp=1"),
-        ({"last_stage_layers": 3}, "critic.parallel.last_stage_layers=3 with .*pp=1"),
+        ({"stage_layers": [3]}, r"critic.parallel.stage_layers=\[3\] with .*pp=1"),
+        ({"pp": 2, "vpp": 2, "stage_layers": [3, 3]}, "names 2 stages: .* makes 4"),
+        ({"pp": 2, "stage_layers": [3, 0]}, r"stage_layers=\[3, 0\]: every stage needs a layer"),
     ],
 )
 def test_sizes_that_contradict_one_another_are_refused_where_they_stand(
-    sizes: dict[str, int], message: str
+    sizes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelConfig(**sizes).check("critic.parallel")
 
 
+@pytest.mark.parametrize(
+    ("recompute", "modules"),
+    [
+        ("none", set()),
+        ("full", {"full"}),
+        ("selective", {"layernorm", "moe_act"}),
+        ("moe", {"moe"}),
+        ("layernorm+mla_up_proj", {"layernorm", "mla_up_proj"}),
+    ],
+)
+def test_what_is_recomputed(recompute: str, modules: set[str]) -> None:
+    assert TrainConfig(recompute=recompute).recomputed == modules
+
+
+@pytest.mark.parametrize("recompute", ["moee", "moe+full", "layernorm,moe"])
+def test_a_module_that_cannot_be_recomputed_is_named(recompute: str) -> None:
+    with pytest.raises(ValueError, match=r"train.recompute=.*joined by '\+' from core_attn"):
+        TrainConfig(recompute=recompute)
+
+
 def test_stages_of_other_sizes_need_a_pipeline() -> None:
-    ParallelConfig(pp=2, vpp=2, first_stage_layers=3, last_stage_layers=3).check("parallel")
+    ParallelConfig(pp=2, vpp=2, stage_layers=[3, 2, 2, 3]).check("parallel")
 
 
 @pytest.mark.parametrize(

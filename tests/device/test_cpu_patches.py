@@ -43,6 +43,7 @@ CHECKED_ALONE = {
     "recompute_without_fp8",
     "contiguous_collectives",
     "run_eagerly",
+    "allow_precision_aware_adam",
 }
 """Patches with a test_<name> of their own below."""
 
@@ -53,7 +54,7 @@ def train_without(
     port: int,
     without: str,
     path: str,
-    layout: dict[str, int],
+    layout: dict[str, Any],
     root: Path,
 ) -> float | None:
     """Take a step, save and load with all patches but one; return the loss."""
@@ -72,7 +73,7 @@ def train_without(
     return stats and stats.loss
 
 
-def run(path: str, root: Path, without: str, layout: dict[str, int]) -> list[float | None]:
+def run(path: str, root: Path, without: str, layout: dict[str, Any]) -> list[float | None]:
     world_size = ParallelConfig(**layout).world_size
     return run_ranks(train_without, world_size, without, path, layout, root, timeout_s=60)
 
@@ -102,7 +103,7 @@ def test_every_function_of_the_module_that_patches_is_in_the_list() -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize("layout", [EP, UNEVEN], ids=str)
 def test_all_patches_together_are_enough(
-    model_dir: str, tmp_path: Path, layout: dict[str, int]
+    model_dir: str, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     assert run(model_dir, tmp_path, "none", layout)[0] is not None
 
@@ -174,7 +175,19 @@ def _recomputes_in_fp8() -> bool:
     return CheckpointWithoutOutput().fp8
 
 
+def _moments_dtype() -> str:
+    from megatron.core.optimizer import OptimizerConfig
+
+    options = OptimizerConfig(
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype=torch.bfloat16,
+    )
+    return str(options.exp_avg_dtype)
+
+
 PROBES = {
+    "allow_precision_aware_adam": _moments_dtype,
     "define_router_gemm": _route,
     "report_missing_te_to_latent_attention": _is_te_linear,
     "recompute_without_fp8": _recomputes_in_fp8,
@@ -197,6 +210,10 @@ def test_report_missing_te_to_latent_attention() -> None:
 
 def test_recompute_without_fp8() -> None:
     check_outcomes("recompute_without_fp8", True, False)
+
+
+def test_allow_precision_aware_adam() -> None:
+    check_outcomes("allow_precision_aware_adam", "TypeError", "torch.bfloat16")
 
 
 def test_run_eagerly() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,12 @@ def test_logprobs_are_those_of_transformers_dense_and_sparse(smollm2: Path, spar
     ids = AutoTokenizer.from_pretrained(smollm2)(TEXT)["input_ids"]
     expected = transformers_logprobs(smollm2, batches=[batch_of(ids)])[0][1:]
     assert expected.mean() > -4, "the model does not know its language"
-    for path, layout in ((smollm2, {}), (smollm2, {"tp": 3}), (sparse, {"ep": 2})):
+    cases: list[tuple[Path, dict[str, Any]]] = [
+        (smollm2, {}),
+        (smollm2, {"tp": 3}),
+        (sparse, {"ep": 2}),
+    ]
+    for path, layout in cases:
         world_size = ParallelConfig(**layout).world_size
         answers = run_ranks(logprobs_of, world_size, str(path), layout, ids, timeout_s=150)
         (logprobs,) = [answer for answer in answers if answer is not None][:1]

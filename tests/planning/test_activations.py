@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.planning.activations import Activations, Pass
 from mcore_rl.slices.hf.config import read_hf_config
 
 QWEN = read_hf_config("recipes/model/qwen3_30b_a3b")
+DEEPSEEK = read_hf_config("recipes/model/deepseek_v3")
 
 
 def one_pass(tokens: int, **changes: Any) -> Pass:
@@ -18,7 +20,7 @@ def one_pass(tokens: int, **changes: Any) -> Pass:
         cp=1,
         etp=1,
         itemsize=2,
-        recompute="none",
+        recomputed=frozenset(),
         logprob_chunk=100,
         expert_load=1.0,
     )
@@ -35,13 +37,16 @@ def test_experts_make_most_of_a_layers_activations() -> None:
 
 
 def test_full_recompute_keeps_a_layers_input_and_needs_the_rest_while_it_runs() -> None:
-    def activations(recompute: str) -> Activations:
-        return Activations(QWEN, one_pass(512, tp=2, cp=2, recompute=recompute))
+    def activations(*recomputed: str) -> Activations:
+        return Activations(QWEN, one_pass(512, tp=2, cp=2, recomputed=frozenset(recomputed)))
 
-    full = activations("full")
-    none = activations("none")
+    full = activations(*WHOLE_LAYERS)
+    none = activations()
     assert full.kept(0) == 512 / 2 / 2 * 2048 * 2
     assert full.working(0) == pytest.approx(none.working(0) + none.kept(0))
+    # Modules that are computed again need what they don't keep.
+    some = activations("layernorm", "moe_act")
+    assert some.working(0) + some.kept(0) == pytest.approx(none.working(0) + none.kept(0))
 
 
 def test_logits_are_divided_by_tensor_and_context_parallelism() -> None:
@@ -50,3 +55,23 @@ def test_logits_are_divided_by_tensor_and_context_parallelism() -> None:
     assert Activations(QWEN, step).logits(1024) == 1024 / 4 * (own * 2 * 2 + 100 * 3 * 4)
     in_one = replace(step, logprob_chunk=1024)
     assert Activations(QWEN, in_one).logits(1024) == 1024 / 4 * own * (2 * 2 + 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "model", "layer", "saved"),
+    [
+        ("layernorm", QWEN, 0, 2 * 2048),
+        ("moe_act", QWEN, 0, 8 * 768),
+        ("moe", QWEN, 0, 8 * (2048 + 4 * 768) + 2 * 128 * 2),
+        ("core_attn", QWEN, 0, 0),
+        ("mla_up_proj", DEEPSEEK, 0, 2 * 128 * 192 + 128 * 256 + 128 * 128),
+        ("mlp", DEEPSEEK, 0, 3 * 18432),
+        ("shared_experts", DEEPSEEK, 3, 3 * 2048),
+    ],
+)
+def test_what_a_recomputed_module_does_not_keep(
+    module: str, model: Any, layer: int, saved: float
+) -> None:
+    none = Activations(model, one_pass(256))
+    without = Activations(model, one_pass(256, recomputed=frozenset({module})))
+    assert none.kept(layer) - without.kept(layer) == pytest.approx(256 * 2 * saved)

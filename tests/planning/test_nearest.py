@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_told_with_a_remedy(capsys: pytest.CaptureFixture[s
     assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=40"]) == 1
     out, error = capsys.readouterr()
     assert "does not fit: trainer ranks 0-15 are" in out
-    assert "most is optimizer" in out
+    assert "most is gradients" in out
     assert "The nearest layout that fits: " in out
     assert "does not fit its GPUs" in error
     assert main(["plan", f"recipe={QWEN}", "plan.gpu_memory_gib=6"]) == 1

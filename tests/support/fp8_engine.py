@@ -28,7 +28,7 @@ from mcore_rl.stream.wire import Command, Link
 from tests.support.sglang_layout_checks import engine_model
 
 
-def main(hf_dir: str, sizes: dict[str, int], rank: int) -> None:
+def main(hf_dir: str, sizes: dict[str, Any], rank: int) -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # SGLang prints
     use_cpu([])

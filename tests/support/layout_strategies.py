@@ -82,7 +82,9 @@ def megatron_sizes(draw: st.DrawFn, config: dict[str, Any], max_ranks: int = 8) 
     layers = config["num_hidden_layers"]
     pp = draw(st.sampled_from([1, 2]))
     vpp = draw(st.sampled_from([None, 2])) if pp == 2 and layers == 4 else None
-    first = draw(st.sampled_from([None, 1])) if pp == 2 and vpp is None else None
+    num_layers = config["num_hidden_layers"]
+    uneven = (1, num_layers - 1)
+    stages = draw(st.sampled_from([(), uneven])) if pp == 2 and vpp is None else ()
     left = max_ranks // pp
     tp = draw(st.sampled_from([n for n in (1, 2, 4) if n <= left]))
     cp = draw(st.sampled_from([n for n in (1, 2) if n * tp <= left]))
@@ -96,7 +98,15 @@ def megatron_sizes(draw: st.DrawFn, config: dict[str, Any], max_ranks: int = 8) 
     ep, etp = draw(st.sampled_from(experts))
     padded = -(-config["vocab_size"] // (4 * tp)) * 4 * tp
     return MegatronSizes(
-        padded_vocab=padded, tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp, first_layers=first
+        padded_vocab=padded,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        dp=dp,
+        ep=ep,
+        etp=etp,
+        stage_layers=stages,
     )
 
 

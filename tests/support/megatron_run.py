@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -56,7 +56,7 @@ TIMEOUT_S = 60.0
 
 
 def make_config(
-    hf_dir: Path, layout: Mapping[str, int], steps: int = 1, *, routed_experts: bool = True
+    hf_dir: Path, layout: Mapping[str, Any], steps: int = 1, *, routed_experts: bool = True
 ) -> Config:
     """A GRPO recipe; the router's expert bias is trained if the family has one.
 
@@ -82,7 +82,7 @@ def make_config(
 
 
 def start_engines(
-    config: Config, folder: Path, sizes: Sequence[Mapping[str, int]]
+    config: Config, folder: Path, sizes: Sequence[Mapping[str, Any]]
 ) -> list[EngineProcess]:
     """Start an engine for each of `sizes`, which are options of RolloutConfig."""
     policy = ModelFacts.read(config.model.path)

@@ -62,7 +62,7 @@ def batch_of(ids: list[int]) -> TrainBatch:
 
 
 def logprobs_of(
-    rank: int, world_size: int, port: int, path: str, layout: dict[str, int], ids: list[int]
+    rank: int, world_size: int, port: int, path: str, layout: dict[str, Any], ids: list[int]
 ) -> Any:
     """Return log-probs of the tokens `ids`, as ranks in `layout` compute them; for run_ranks."""
     actor = make_actor(rank, world_size, port, ModelConfig(path=path), ParallelConfig(**layout))

@@ -46,6 +46,10 @@ class ProcessGroupStub:
 def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the number of ranks checked and the errors found."""
     use_cpu([])
+    from sglang.srt.layers.moe.fused_moe_triton import layer as moe_layer
+
+    # DeepEP's sends tokens between GPUs; it holds no weights.
+    moe_layer.create_moe_dispatcher = lambda *_, **__: None
     errors, num_ranks = [], 0
     for case in cases:
         sizes, dtype = SGLangSizes(**case["sizes"]), case["dtype"]
@@ -79,6 +83,7 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     """Build SGLang's model of this engine rank, quantized as config.json says, without weights."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.model_loader.loader import _get_quantization_config, _initialize_model
     from sglang.srt.runtime_context import (
         SpawnRanks,
@@ -97,9 +102,16 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     }
     options |= {"--pp-size": sizes.pp, "--attn-dp-size": sizes.dp}
     arguments = [str(part) for item in options.items() for part in item]
+    if sizes.head_by_dp:
+        arguments.append("--enable-dp-lm-head")
+    if sizes.whole_dense_layers:
+        arguments += ["--moe-dense-tp-size", "1"]
+    if sizes.whole_shared_experts:
+        arguments += ["--moe-a2a-backend", "deepep"]
     server_args = prepare_server_args([*use_cpu(arguments), "--skip-tokenizer-init"])
     reset_context()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank))
+    initialize_moe_config()
     parallel = get_parallel()
     names = ("pp", "tp", "attn_tp", "moe_ep", "moe_tp")
     groups = {

@@ -23,7 +23,7 @@ from tests.support.tiny_training import (
     write_hf_model,
 )
 
-TP_EP = {"tp": 2, "ep": 2}
+TP_EP: dict[str, Any] = {"tp": 2, "ep": 2}
 
 
 def logprobs_of(actor: Actor, *, reference: bool = False) -> list[Tensor] | None:

@@ -18,7 +18,7 @@ from tests.support.distributed import run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_training import NUM_TOKENS, make_batches, my_batches, write_hf_model
 
-Layout = dict[str, int]
+Layout = dict[str, Any]
 TWO_RANKS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"cp": 2}, {"dp": 2}]
 LOSS = partial(value_loss, clip=0.2)
 

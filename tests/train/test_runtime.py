@@ -1,5 +1,7 @@
 """Process groups of the training ranks and the place of each rank in them."""
 
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
@@ -9,7 +11,7 @@ from mcore_rl.train.coordinate import RankCoordinate
 from mcore_rl.train.runtime import init_distributed
 from tests.support.distributed import run_ranks
 
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}]
+LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}]
 
 
 def regroup(rank: int, world_size: int, port: int) -> list[tuple[RankCoordinate, int, int]]:

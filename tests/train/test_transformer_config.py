@@ -95,7 +95,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_that_do_not_divide_the_model_are_refused(
-    layout: dict[str, int], message: str
+    layout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(CONFIG, ParallelConfig(**layout))

@@ -3,13 +3,12 @@
     parallel.tp  divides num_attention_heads         parallel.ep   divides the number of experts
     parallel.pp  divides num_hidden_layers           parallel.etp  divides an expert's width
 
-Uneven pipeline stages are checked by the layers they leave over.
+Pipeline stages that are given one by one must have all of the model's layers.
 """
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.layouts.megatron import layers_of_chunks
 
 
 def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:
@@ -18,12 +17,15 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
     `name` is the group of options that `parallel` comes from, for the error.
     """
     sizes = family_of(config).sizes(config)
-    first = parallel.first_stage_layers
-    last = parallel.last_stage_layers
     stages = parallel.pp * (parallel.vpp or 1)
-    if first is not None or last is not None:
-        layers_of_chunks(sizes["layers"], parallel.pp, parallel.vpp, first, last)
-        stages = 1  # checked just now
+    if parallel.stage_layers:
+        if sum(parallel.stage_layers) != sizes["layers"]:
+            raise ValueError(
+                f"{name}.stage_layers={parallel.stage_layers} are"
+                f" {sum(parallel.stage_layers)} layers together, but num_hidden_layers="
+                f"{sizes['layers']} in config.json"
+            )
+        stages = 1
     sized = [
         (f"{name}.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
         (f"{name}.pp * {name}.vpp", stages, "num_hidden_layers", sizes["layers"]),

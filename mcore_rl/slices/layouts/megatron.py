@@ -10,8 +10,9 @@
 Source: megatron-core's parallel_state.RankGenerator, order tp-cp-ep-dp-pp.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
@@ -52,9 +53,8 @@ A bias is cut where the rows of its weight are.
 class MegatronSizes:
     """The sizes that Megatron lays out a model by.
 
-    padded_vocab                rows of the embedding, padding included
-    first_layers, last_layers   layers of the first and the last pipeline stage, if they differ from
-                                the others
+    padded_vocab   rows of the embedding, padding included
+    stage_layers   layers of each pipeline stage, or of each model chunk; empty: equally many
     """
 
     padded_vocab: int
@@ -65,8 +65,7 @@ class MegatronSizes:
     dp: int = 1
     ep: int = 1
     etp: int = 1
-    first_layers: int | None = None
-    last_layers: int | None = None
+    stage_layers: tuple[int, ...] = ()
 
     @staticmethod
     def of(parallel: ParallelConfig, hf_config: HfConfig) -> "MegatronSizes":
@@ -80,8 +79,7 @@ class MegatronSizes:
             dp=parallel.dp_size,
             ep=parallel.ep,
             etp=parallel.etp,
-            first_layers=parallel.first_stage_layers,
-            last_layers=parallel.last_stage_layers,
+            stage_layers=tuple(parallel.stage_layers),
         )
 
     @property
@@ -98,9 +96,7 @@ class MegatronLayout(StagedLayout):
         tensors = Tensors(family, hf_config, dtype)
         divide(tensors.num_heads, sizes.tp, "attention heads", "tp")
         self._sizes = sizes
-        self._layers = layers_of_chunks(
-            tensors.num_layers, sizes.pp, sizes.vpp, sizes.first_layers, sizes.last_layers
-        )
+        self._layers = layers_of_chunks(tensors.num_layers, sizes.pp, sizes.vpp, sizes.stage_layers)
         stage_of = {
             layer: chunk % sizes.pp for chunk, layers in enumerate(self._layers) for layer in layers
         }
@@ -223,35 +219,20 @@ def _split_axis(rule: Rule) -> int | None:
 
 
 def layers_of_chunks(
-    num_layers: int, pp: int, vpp: int | None, first_layers: int | None, last_layers: int | None
+    num_layers: int, pp: int, vpp: int | None, stage_layers: Sequence[int]
 ) -> list[range]:
     """Return the layers of each model chunk, in the order of the chunks.
 
-    `first_layers` and `last_layers` are those of the first and last pipeline stage, None if they do
-    not differ from the others. Source: megatron-core's get_num_layers_to_build. Raises ValueError
-    naming the two numbers that do not divide.
+    `stage_layers` are their numbers of layers; empty: equally many. Source: megatron-core's
+    get_num_layers_to_build. Raises ValueError naming the two numbers that do not fit.
     """
-    stages = [first_layers, *[None] * (pp - 2), last_layers] if pp > 1 else [None]
-    given = sum(n for n in stages if n is not None)
-    num_other_stages = sum(n is None for n in stages)
-    if num_other_stages:
-        left = num_layers - given
-        each = divide(left, num_other_stages, "layers left", "pipeline stages left")
-    elif given != num_layers:
+    num_chunks = pp * (vpp or 1)
+    each = 0 if stage_layers else divide(num_layers, num_chunks, "layers", "pp * vpp")
+    counts = stage_layers or [each] * num_chunks
+    if sum(counts) != num_layers or len(counts) != num_chunks:
         raise ValueError(
-            f"the first and last stage have {given} layers together, the model has {num_layers}"
+            f"{len(counts)} stages with {sum(counts)} layers together: pp * vpp = {num_chunks}, and"
+            f" the model has {num_layers} layers"
         )
-    else:
-        each = 0
-    num_chunks = vpp or 1
-    per_chunk = [
-        divide(each if n is None else n, num_chunks, "layers of a pipeline stage", "vpp")
-        for n in stages
-    ]
-    chunks = []
-    first = 0
-    for _ in range(num_chunks):
-        for count in per_chunk:
-            chunks.append(range(first, first + count))
-            first += count
-    return chunks
+    stops = list(accumulate(counts))
+    return [range(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]

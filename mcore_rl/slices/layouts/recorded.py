@@ -49,7 +49,8 @@ class RecordedLayouts:
     @staticmethod
     def decode(text: str) -> "RecordedLayouts":
         fields = json.loads(text)
-        trainer = MegatronSizes(**fields["trainer"])
+        stage_layers = tuple(fields["trainer"].pop("stage_layers"))
+        trainer = MegatronSizes(**fields["trainer"], stage_layers=stage_layers)
         engines = SGLangSizes(**fields["engines"])
         return RecordedLayouts(
             fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"]

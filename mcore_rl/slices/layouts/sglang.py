@@ -18,12 +18,14 @@ from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.sglang_models import (
     COLUMNS,
+    DENSE_MLP,
     DTYPES,
     EMBEDDING_ON_EVERY_STAGE,
     EXPERT_AXIS,
     HEAD_ON_EVERY_STAGE,
     RULES,
     RULES_OF,
+    SHARED_EXPERTS,
     WHOLE,
     EngineRule,
     SGLangSizes,
@@ -129,6 +131,13 @@ class SGLangLayout(StagedLayout):
         if kind == "e_score_correction_bias":
             return WHOLE
         module = "self_attn.sinks" if kind == "sinks" else module
+        sizes = self._sizes
+        if module == "lm_head" and sizes.head_by_dp:
+            return EngineRule("attention")
+        if sizes.whole_dense_layers and module in DENSE_MLP:
+            return WHOLE
+        if sizes.whole_shared_experts and module.startswith(SHARED_EXPERTS):
+            return WHOLE
         own = RULES_OF.get(self._tensors.family.architecture, {})
         rule = own.get(module) or RULES.get(module)
         if rule is None:

@@ -72,6 +72,31 @@ RULES_OF: Mapping[str, Mapping[str, EngineRule]] = {
 }
 """Architecture -> rules that replace those in RULES."""
 
+DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+SHARED_EXPERTS = ("mlp.shared_experts.", "mlp.shared_expert.")
+# Architectures whose SGLang model has the option.
+WITH_HEAD_BY_DP = {
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "GptOssForCausalLM",
+    "Qwen3ForCausalLM",
+}
+WITH_WHOLE_DENSE_LAYERS = {
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+}
+WITH_DEEPEP = {
+    "Qwen3MoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+}
+
 EXPERT_AXIS: Mapping[str, int | None] = {
     "gate_proj.weight": ROWS,
     "up_proj.weight": ROWS,
@@ -138,8 +163,11 @@ WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"}
 class SGLangSizes:
     """The sizes of `engines` equal engines, each of tp * pp ranks.
 
-    dp   groups within the tp ranks that each have a replica of attention
-         (--enable-dp-attention --dp-size)
+    dp                    groups within the tp ranks that each have a replica of attention
+                          (--enable-dp-attention --dp-size)
+    head_by_dp            each of these groups has the whole output layer (--enable-dp-lm-head)
+    whole_dense_layers    every rank has the dense layers' whole MLP (--moe-dense-tp-size 1)
+    whole_shared_experts  every rank has the whole shared experts (--moe-a2a-backend deepep)
     """
 
     engines: int = 1
@@ -147,6 +175,9 @@ class SGLangSizes:
     ep: int = 1
     pp: int = 1
     dp: int = 1
+    head_by_dp: bool = False
+    whole_dense_layers: bool = False
+    whole_shared_experts: bool = False
 
     @property
     def engine_ranks(self) -> int:
@@ -207,6 +238,13 @@ def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[st
         yield f"ep = {sizes.ep}", problem
     if sizes.dp > 1 and architecture in WITHOUT_ATTENTION_DP:
         yield f"attention dp = {sizes.dp}", "has no DP attention"
+    for option, is_set, known in (
+        ("enable_dp_lm_head", sizes.head_by_dp, WITH_HEAD_BY_DP),
+        ("moe_dense_tp_size", sizes.whole_dense_layers, WITH_WHOLE_DENSE_LAYERS),
+        ("moe_a2a_backend", sizes.whole_shared_experts, WITH_DEEPEP),
+    ):
+        if is_set and architecture not in known:
+            yield f"rollout.sglang.{option}", "does not read it, or not right: leave it out"
     if tied and architecture in WITHOUT_TIED_HEAD:
         yield "tie_word_embeddings = true", "has an output layer of its own"
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:

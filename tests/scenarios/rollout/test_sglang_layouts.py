@@ -35,6 +35,24 @@ CASES = [
     ("llama", TIED, {"tp": 4}),
 ]
 """(family, changes to its config.json, sizes of an engine)"""
+HEAD, DENSE, DEEPEP = (
+    {"head_by_dp": True},
+    {"whole_dense_layers": True},
+    {"whole_shared_experts": True},
+)
+WITH_DP = {"tp": 4, "ep": 4, "dp": 2}
+CASES += [
+    ("deepseek_v3", {}, WITH_DP | HEAD | DENSE),
+    ("deepseek_v3", {}, WITH_DP | DEEPEP),
+    ("glm4_moe", {}, WITH_DP | HEAD | DENSE),
+    ("glm4_moe", {}, WITH_DP | DEEPEP),
+    ("qwen3_moe", {}, WITH_DP | HEAD),
+    ("qwen3_moe", {}, WITH_DP | DEEPEP),
+    ("qwen2_moe", {}, WITH_DP | HEAD | DEEPEP),
+    ("gpt_oss", {}, {"tp": 4, "dp": 2} | HEAD),
+    ("qwen3", {}, {"tp": 4, "dp": 2} | HEAD),
+]
+"""The same with SGLang's options that place tensors otherwise."""
 BFLOAT16 = [
     ("deepseek_v3", {}, {}),
     ("glm4_moe", {}, {"tp": 2}),

@@ -90,7 +90,7 @@ PROJECTION = re.compile(
 class EngineRanks:
     """The ranks of an engine with FP8 weights, each in a process of its own."""
 
-    def __init__(self, hf_dir: Path, sizes: Mapping[str, int]) -> None:
+    def __init__(self, hf_dir: Path, sizes: Mapping[str, Any]) -> None:
         self._processes = [
             subprocess.Popen(
                 [
@@ -180,7 +180,7 @@ def quantize_gathered(
     return folder / "expected.safetensors"
 
 
-def make_config(hf_dir: Path, layout: Mapping[str, int]) -> Config:
+def make_config(hf_dir: Path, layout: Mapping[str, Any]) -> Config:
     return Config(
         model=ModelConfig(path=str(hf_dir), dtype="bfloat16"),
         parallel=ParallelConfig(**layout),
@@ -191,7 +191,7 @@ def make_config(hf_dir: Path, layout: Mapping[str, int]) -> Config:
 
 def make_link(store: LinkStore, config: Config) -> Link:
     layouts = record_layouts(
-        config, ModelFacts.read(config.model.path), SGLangSizes(**ENGINE)
+        config, ModelFacts.read(config.model.path), SGLangSizes(tp=ENGINE["tp"], ep=ENGINE["ep"])
     ).encode()
     return Link(
         "fp8", "127.0.0.1", store.port, 4, ENGINE["tp"], 1 << 16, TIMEOUT_S, layouts=layouts

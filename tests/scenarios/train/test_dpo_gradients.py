@@ -89,7 +89,7 @@ def one_step(
     world_size: int,
     port: int,
     model: ModelConfig,
-    layout: dict[str, int],
+    layout: dict[str, Any],
     max_tokens: int,
 ) -> Any:
     """Take a step of a policy whose weights are STRETCH times the reference's.

@@ -30,7 +30,7 @@ from tests.support.tiny_training import (
     transformers_logprobs,
 )
 
-Layout = dict[str, int]
+Layout = dict[str, Any]
 Case = tuple[str, int, Layout]
 """(kind of model, number of the layout, layout)"""
 LAYOUTS: Mapping[str, list[Layout]] = {

@@ -24,7 +24,7 @@ from tests.support.tiny_training import (
 
 BATCHES = "batches.pt"
 
-Layout = dict[str, int]
+Layout = dict[str, Any]
 TWO_RANKS: list[Layout] = [
     {"tp": 2},
     {"pp": 2},

@@ -21,15 +21,18 @@ from tests.support.distributed import run_ranks
 from tests.support.tiny_models import write_model
 
 NUM_RANKS = 8
-Layouts = list[Mapping[str, int]]
+Layouts = list[Mapping[str, Any]]
 CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
     "qwen3_moe": (
         "qwen3_moe",
-        {"mlp_only_layers": [1]},
+        {"mlp_only_layers": [1], "num_hidden_layers": 6},
         [
             {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
-            {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 2, "dp": 2},
-            {"pp": 4, "first_stage_layers": 1, "last_stage_layers": 1, "dp": 2},
+            {
+                **{"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 2, "dp": 2},
+                "stage_layers": [2, 1, 1, 2],
+            },
+            {"pp": 4, "stage_layers": [1, 2, 2, 1], "dp": 2},
         ],
     ),
     "qwen3_moe_tied": (
@@ -43,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
         [
             {"tp": 2, "cp": 2, "pp": 2, "ep": 4},
             {"tp": 2, "etp": 4, "ep": 2, "dp": 4},
-            {"pp": 2, "first_stage_layers": 1, "tp": 2, "ep": 2, "dp": 2},
+            {"pp": 2, "stage_layers": [1, 3], "tp": 2, "ep": 2, "dp": 2},
         ],
     ),
     "qwen2_moe": ("qwen2_moe", {"mlp_only_layers": [2]}, [{"tp": 4, "pp": 2, "ep": 2, "etp": 2}]),
@@ -57,7 +60,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Layouts]] = {
     "qwen3": (
         "qwen3",
         {"tie_word_embeddings": True},
-        [{"tp": 2, "cp": 2, "pp": 2, "vpp": 2}, {"pp": 2, "last_stage_layers": 3, "dp": 4}],
+        [{"tp": 2, "cp": 2, "pp": 2, "vpp": 2}, {"pp": 2, "stage_layers": [1, 3], "dp": 4}],
     ),
 }
 """Name -> (family, changes to its config.json, layouts of eight ranks)."""

@@ -33,7 +33,7 @@ from tests.support.tiny_training import (
 
 BATCHES = "replayed.pt"
 TOP_K = {"qwen3_moe": 2, "deepseek_v3": 4, "qwen2_moe": 4, "glm4_moe": 4}
-Case = tuple[str, dict[str, int], str, str]
+Case = tuple[str, dict[str, Any], str, str]
 """(model, layout, recompute, router_replay)"""
 ALONE: list[Case] = [
     ("qwen3_moe", {}, "none", "engine"),

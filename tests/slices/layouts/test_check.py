@@ -18,11 +18,11 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
         {},
         {"tp": 4, "ep": 2, "etp": 2},
         {"pp": 3},
-        {"pp": 2, "first_stage_layers": 1},
-        {"pp": 2, "last_stage_layers": 1},
+        {"pp": 2, "stage_layers": [1, 2]},
+        {"pp": 2, "stage_layers": [2, 1]},
     ],
 )
-def test_layouts_that_divide_the_model_pass(layout: dict[str, int]) -> None:
+def test_layouts_that_divide_the_model_pass(layout: dict[str, Any]) -> None:
     check_layout(model_config(), ParallelConfig(**layout))
 
 
@@ -31,6 +31,11 @@ def test_layouts_that_divide_the_model_pass(layout: dict[str, int]) -> None:
     [
         ({}, {"tp": 3}, r"critic.tp=3 does not divide num_attention_heads=4"),
         ({}, {"pp": 2}, r"critic.pp \* critic.vpp=2 does not divide num_hidden_layers=3"),
+        (
+            {},
+            {"pp": 2, "stage_layers": [2, 2]},
+            r"critic.stage_layers=\[2, 2\] are 4 layers together, but num_hidden_layers=3",
+        ),
         ({}, {"tp": 3, "ep": 3}, r"critic.tp=3 does not divide"),
         (
             {"num_experts": 6},
@@ -52,7 +57,7 @@ def test_layouts_that_divide_the_model_pass(layout: dict[str, int]) -> None:
     ],
 )
 def test_sizes_that_do_not_divide_are_named_with_both_numbers(
-    changes: dict[str, Any], layout: dict[str, int], message: str
+    changes: dict[str, Any], layout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(model_config(**changes), ParallelConfig(**layout), "critic")

@@ -23,7 +23,7 @@ def test_every_rank_holds_what_the_rule_says(data: st.DataObject) -> None:
         "tie_word_embeddings": tied,
     }
     sizes = data.draw(megatron_sizes(config))
-    if sizes.first_layers is not None:
+    if sizes.stage_layers:
         return
     layout = megatron_layout(config, sizes)
     by_hand = TrainLayout(
@@ -65,12 +65,16 @@ def test_fewer_groups_than_ranks_are_cut_by_rows_of_the_fused_tensor() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (MegatronSizes(16, pp=2), "pipeline stages left = 2 does not divide layers left = 3"),
+        (MegatronSizes(16, pp=2), r"pp \* vpp = 2 does not divide layers = 3"),
         (
-            MegatronSizes(16, pp=2, first_layers=1, last_layers=1),
-            "have 2 layers together, the model has 3",
+            MegatronSizes(16, pp=2, stage_layers=(1, 1)),
+            "2 stages with 2 layers together: .* the model has 3 layers",
         ),
-        (MegatronSizes(16, pp=3, vpp=2), "vpp = 2 does not divide layers of a pipeline stage = 1"),
+        (
+            MegatronSizes(16, pp=2, stage_layers=(1, 1, 1)),
+            r"3 stages with 3 layers together: pp \* vpp = 2",
+        ),
+        (MegatronSizes(16, pp=3, vpp=2), r"pp \* vpp = 6 does not divide layers = 3"),
         (MegatronSizes(16, ep=3, dp=3), "ep = 3 does not divide experts = 4"),
         (MegatronSizes(16, tp=2, ep=4), r"ep \* etp = 4 does not divide tp \* cp \* dp = 2"),
         (MegatronSizes(15, tp=2), "tp = 2 does not divide padded vocabulary = 15"),

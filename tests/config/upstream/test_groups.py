@@ -1,0 +1,95 @@
+"""Options for upstream stand in their groups, agree with the recipe's others, and can be unset."""
+
+import time
+
+import pytest
+
+from mcore_rl.cli import main
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.config.upstream.groups import check_upstream
+
+DEEPSEEK = "deepseek_v3_grpo_128"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "message"),
+    [
+        (DEEPSEEK, "train.megatron.num_layers=3", "train.megatron.num_layers=3: the model's"),
+        (DEEPSEEK, "train.ddp.average_in_collective=true", "train.ddp.average_in_collective=true"),
+        (DEEPSEEK, "train.optimizer.megatron.adam_eps=1", "set train.optimizer.eps"),
+        (DEEPSEEK, "sft.optimizer.megatron.lr=1", "set sft.optimizer.lr"),
+        (DEEPSEEK, "judge.sglang.tp_size=2 judge.path=/m", "judge.sglang.tp_size=2: set judge.tp"),
+        (
+            "mixtral_8x7b_ppo_16",
+            "critic.megatron.context_parallel_size=2",
+            "set critic.parallel.cp",
+        ),
+        (
+            DEEPSEEK,
+            "train.megatron.recompute_num_layers=2",
+            "megatron-core reads it only with train.recompute=full",
+        ),
+        (
+            DEEPSEEK,
+            "train.megatron.moe_shared_expert_overlap=true",
+            "overlaps shared experts with the alltoall dispatcher only",
+        ),
+        (
+            "qwen3_30b_a3b_grpo_8",
+            "train.megatron.moe_flex_dispatcher_backend=hybridep",
+            "only the flex dispatcher reads it",
+        ),
+        (
+            DEEPSEEK,
+            "train.optimizer.megatron.use_precision_aware_optimizer=false",
+            "only the precision-aware optimizer has moments",
+        ),
+        (DEEPSEEK, "rollout.attention_dp=1", "SGLang has it for DP attention only"),
+        (DEEPSEEK, "rollout.ep=16", "set rollout.ep=32"),
+        (
+            "qwen3_30b_a3b_grpo_8",
+            "rollout.sglang.speculative_algorithm=NGRAM",
+            "drift.routed_experts=true: .*; set drift.routed_experts=false",
+        ),
+        (
+            DEEPSEEK,
+            "rollout.sglang.speculative_algorithm=NGRAM",
+            "rollout.attention_dp=4: .*only without DP attention",
+        ),
+    ],
+)
+def test_what_contradicts_the_rest_is_named(recipe: str, setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_recipe(recipe, setting.split())
+
+
+def test_a_recipe_without_such_options_passes() -> None:
+    check_upstream(Config())
+
+
+def test_options_are_set_and_unset_on_the_command_line() -> None:
+    config = load_recipe(
+        DEEPSEEK,
+        [
+            "train.megatron.moe_z_loss_coeff=0.001",
+            "train.megatron.moe_flex_dispatcher_backend=null",
+            "++rollout.sglang.chunked_prefill_size=4096",
+            "rollout.sglang.moe_dense_tp_size=null",
+        ],
+    )
+    assert config.train.megatron == {
+        "moe_token_dispatcher_type": "flex",
+        "moe_z_loss_coeff": 0.001,
+    }
+    assert config.rollout.sglang["chunked_prefill_size"] == 4096
+    assert "moe_dense_tp_size" not in config.rollout.sglang
+
+
+def test_a_wrong_field_is_refused_within_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert main(["train", f"recipe={DEEPSEEK}", "rollout.sglang.mem_fraction=0.5"]) == 2
+    assert time.monotonic() - start < 2
+    error = capsys.readouterr().err
+    assert "rollout.sglang.mem_fraction=0.5: ServerArgs has no such field." in error
+    assert "Did you mean mem_fraction_static?" in error

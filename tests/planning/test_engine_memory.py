@@ -1,0 +1,49 @@
+"""Memory of an engine's ranks: weights where SGLang puts them, KV cache in its precision."""
+
+from typing import Any
+
+import pytest
+
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.engine_memory import engine_uses, sync_buffer_bytes
+from mcore_rl.planning.models import read_models
+
+DEEPSEEK = "deepseek_v3_grpo_128"
+LAYERS, DENSE_LAYERS = 61, 3
+
+
+def uses_of(*settings: str) -> dict[str, Any]:
+    config = load_recipe(DEEPSEEK, list(settings))
+    (uses,) = engine_uses(config, read_models(config).policy)
+    return uses
+
+
+def test_fp8_halves_the_kv_cache() -> None:
+    plain, fp8 = uses_of(), uses_of("rollout.sglang.kv_cache_dtype=fp8_e4m3")
+    assert plain["KV cache"] == 300_000 * LAYERS * 576 * 2
+    assert fp8["KV cache"] == plain["KV cache"] / 2
+    assert fp8["weights"] == plain["weights"]
+
+
+@pytest.mark.parametrize(
+    ("option", "whole"),
+    [
+        ("moe_dense_tp_size", DENSE_LAYERS * 3 * 18432 * 7168),
+        ("moe_a2a_backend", (LAYERS - DENSE_LAYERS) * 3 * 2048 * 7168),
+    ],
+)
+def test_weights_that_every_rank_has_whole(option: str, whole: int) -> None:
+    cut = uses_of(f"rollout.sglang.{option}=null")["weights"]
+    assert uses_of()["weights"] - cut == pytest.approx(2 * whole * 31 / 32)
+
+
+def test_the_head_of_an_attention_group_is_cut_by_its_ranks() -> None:
+    by_all = uses_of("rollout.sglang.enable_dp_lm_head=null")["weights"]
+    rows = 129280
+    assert uses_of()["weights"] - by_all == pytest.approx(
+        2 * 7168 * rows * (1 / 8 - 1 / 32), rel=0.01
+    )
+
+
+def test_buffers_of_a_link() -> None:
+    assert sync_buffer_bytes(load_recipe(DEEPSEEK, ["sync.bucket_mib=2"])) == 4 * 2 * 2**20
