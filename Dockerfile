@@ -12,6 +12,7 @@ FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 
 ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
 ARG APEX_REF=25.09
+ARG DEEPEP_REF=v1.2.1
 ARG MAX_JOBS=16
 
 ENV DEBIAN_FRONTEND=noninteractive \
@@ -37,6 +38,11 @@ RUN git clone --depth 1 --branch $APEX_REF https://github.com/NVIDIA/apex /tmp/a
     APEX_CPP_EXT=1 APEX_CUDA_EXT=1 MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST \
     pip install --no-build-isolation /tmp/apex && \
     rm -rf /tmp/apex
+
+# The recipes for several hosts send tokens to experts by DeepEP, in training and in engines. It finds NVSHMEM in torch's wheels.
+RUN git clone --depth 1 --branch $DEEPEP_REF https://github.com/deepseek-ai/DeepEP /tmp/deepep && \
+    MAX_JOBS=$MAX_JOBS TORCH_CUDA_ARCH_LIST=$TORCH_CUDA_ARCH_LIST pip install --no-build-isolation /tmp/deepep && \
+    rm -rf /tmp/deepep
 
 WORKDIR /opt/mcore_rl
 COPY pyproject.toml setup.py README.md LICENSE ./

@@ -4,6 +4,7 @@ A rehearsal leaves them out, and a run without CUDA refuses them.
 """
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from mcore_rl.device import has_cuda
@@ -57,11 +58,18 @@ def server_needs_gpu(name: str, value: object) -> bool:
     return name in _SERVER or name.startswith(_SERVER_PREFIXES)
 
 
-def refuse_without_gpu(options: Mapping[str, Any]) -> None:
-    """Raise ValueError on a machine without CUDA, naming the first field that needs it."""
+def refuse_unavailable(options: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first field that needs a GPU, or a package, that is not here."""
     for name, value in options.items():
         if megatron_needs_gpu(name, value) and value and not has_cuda():
             raise ValueError(
                 f"train.megatron.{name}={value}: there is no GPU here, and only its kernels have"
                 " it; leave it out, or run the recipe with rehearse=true, which does"
             )
+    if options.get("moe_token_dispatcher_type") == "flex" and find_spec("deep_ep") is None:
+        raise ValueError(
+            "train.megatron.moe_token_dispatcher_type=flex: its kernels come from DeepEP, which is"
+            " not installed here (see the Dockerfile); install it, or set"
+            " train.megatron.moe_token_dispatcher_type=alltoall and"
+            " train.megatron.moe_flex_dispatcher_backend=null"
+        )

@@ -81,22 +81,29 @@ class RankBatch:
         return replace(self, batch=fields_on_device(self.batch) if targets else self.batch, **moved)
 
 
-def padded_lens(lens_N: tuple[int, ...], cp_size: int, tp_size: int) -> tuple[int, ...]:
+def padded_lens(
+    lens_N: tuple[int, ...], cp_size: int, tp_size: int, rows: int = 1
+) -> tuple[int, ...]:
     """Return lengths that split into 2 * cp_size chunks each, and whose sum splits over all ranks.
 
     Each length is rounded up; the last one also grows until every tensor-parallel rank gets the
-    same number of tokens.
+    same number of tokens, a multiple of `rows`.
     """
     multiple = 2 * cp_size if cp_size > 1 else 1
     lens = [math.ceil(num_tokens / multiple) * multiple for num_tokens in lens_N]
-    missing = -sum(lens) % (multiple * tp_size)
+    missing = -sum(lens) % math.lcm(multiple * tp_size, rows * cp_size * tp_size)
     lens[-1] += missing
     return tuple(lens)
 
 
-def make_rank_batch(batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int) -> RankBatch:
-    """Return the padded part of the micro-batch on context-parallel rank `cp_rank` of `cp_size`."""
-    padded_N = padded_lens(batch.lens_N, cp_size, tp_size)
+def make_rank_batch(
+    batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
+) -> RankBatch:
+    """Return the padded part of the micro-batch on context-parallel rank `cp_rank` of `cp_size`.
+
+    Each of its tensor-parallel ranks gets a multiple of `rows` tokens.
+    """
+    padded_N = padded_lens(batch.lens_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
     lens_T = torch.tensor(batch.lens_N)[sequence_T]
     start_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]

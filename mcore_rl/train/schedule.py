@@ -12,10 +12,12 @@ from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
+from mcore_rl.train.pipeline import KnownShapes, stage_groups
 
 Report = dict[str, Any]
 OutputFn = Callable[[RankBatch, Tensor], tuple[Tensor, Report]]
@@ -44,6 +46,7 @@ def run_schedule(
     """
     iterators = [iter(batches) for _ in chunks]
     virtual = len(chunks) > 1
+    config = unwrap_model(chunks[0]).config
     # megatron-core's forward_only alone keeps activations and counts the router's auxiliary loss.
     with torch.set_grad_enabled(not forward_only):
         reports = get_forward_backward_func()(
@@ -51,13 +54,28 @@ def run_schedule(
             data_iterator=iterators if virtual else iterators[0],
             model=list(chunks) if virtual else chunks[0],
             num_microbatches=len(batches),
-            seq_length=1,  # shapes travel with the activations (variable_seq_lengths)
+            seq_length=1,  # without meaning: micro-batches differ in length
             micro_batch_size=1,
             forward_only=forward_only,
+            **_hops(config, batches, len(chunks)),
         )
     for iterator in iterators:
         assert next(iterator, None) is None, "the schedule did not run all micro-batches"
     return reports
+
+
+def _hops(
+    config: TransformerConfig, batches: Sequence[RankBatch], num_chunks: int
+) -> dict[str, Any]:
+    """Return the arguments by which stages know what they exchange; none without a pipeline."""
+    if config.pipeline_model_parallel_size == 1:
+        return {}
+    parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    shapes = [[len(batch.tokens_T) // parts, 1, config.hidden_size] for batch in batches]
+    return {
+        "p2p_communicator": KnownShapes(config, shapes, num_chunks),
+        "pg_collection": stage_groups(),
+    }
 
 
 def _forward_step(

@@ -35,7 +35,7 @@ from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.stats import reduce_sums
-from mcore_rl.train.transformer_config import make_transformer_config
+from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
 
@@ -211,7 +211,8 @@ class TrainedModel:
         tp_size = ps.get_tensor_model_parallel_world_size()
         cp_size = ps.get_context_parallel_world_size()
         cp_rank = ps.get_context_parallel_rank()
-        return [make_rank_batch(batch, cp_rank, cp_size, tp_size) for batch in microbatches]
+        rows = token_multiple(self._config)
+        return [make_rank_batch(batch, cp_rank, cp_size, tp_size, rows) for batch in microbatches]
 
     def _balance(self, num_tokens: int) -> dict[str, float]:
         """Steer the experts' bias by the step's load; return metrics of load and balance losses."""

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
-from mcore_rl.device.upstream import refuse_without_gpu
+from mcore_rl.device.upstream import refuse_unavailable
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
@@ -24,6 +24,7 @@ RECOMPUTE_LAYERS = {
     "recompute_num_layers": 1,
 }
 EXPERTS_MODULES = ("moe", "moe_act", "shared_experts")
+ROWS_OF_A_BLOCK = {"blockwise": 128, "mxfp8": 32, "nvfp4": 32}
 ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 
@@ -36,7 +37,7 @@ def make_transformer_config(
     cannot do what `train.megatron` asks for.
     """
     check_layout(config, parallel)
-    refuse_without_gpu(train.megatron)
+    refuse_unavailable(train.megatron)
     options = family_of(config).options(config)
     kind = MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig
     settings = {
@@ -70,6 +71,18 @@ def make_transformer_config(
         # GPTModel reads these attributes, but megatron-core's dataclass has no such fields.
         setattr(transformer_config, name, value)
     return transformer_config
+
+
+def token_multiple(config: TransformerConfig) -> int:
+    """Return the number of which every rank's tokens must be a multiple.
+
+    Matrix products in FP8 and FP4 take rows by the blocks of their scales, others by 16 rows
+    (Transformer Engine's quantizers and cuBLAS).
+    """
+    if not (config.fp8 or config.fp4):
+        return 1
+    recipe = config.fp4_recipe if config.fp4 else config.fp8_recipe
+    return ROWS_OF_A_BLOCK.get(str(recipe), 16)
 
 
 def rotary_options(config: HfConfig) -> dict[str, Any]:
@@ -171,7 +184,10 @@ def _parallelism(parallel: ParallelConfig, dtype: torch.dtype) -> dict[str, Any]
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.etp,
         "pipeline_dtype": dtype,
+        # Each micro-batch has its own length; train/pipeline.py knows them.
         "variable_seq_lengths": parallel.pp > 1,
+        # megatron-core would wait for the device on every hop, for the sake of old torch versions.
+        "batch_p2p_sync": False,
     }
     if parallel.vpp:
         # With two stages the next rank is also the previous one, and batched sends would mix up the

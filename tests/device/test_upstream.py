@@ -4,7 +4,7 @@ import pytest
 
 from mcore_rl.config.upstream.fields import SERVER, TRANSFORMER, read_fields
 from mcore_rl.device import upstream
-from mcore_rl.device.upstream import megatron_needs_gpu, refuse_without_gpu, server_needs_gpu
+from mcore_rl.device.upstream import megatron_needs_gpu, refuse_unavailable, server_needs_gpu
 
 
 def test_the_names_are_upstreams() -> None:
@@ -25,6 +25,12 @@ def test_which_options_need_a_gpu() -> None:
 
 @pytest.mark.skipif(upstream.has_cuda(), reason="there is a GPU")
 def test_they_are_refused_without_one() -> None:
-    refuse_without_gpu({"moe_permute_fusion": False, "deterministic_mode": True})
+    refuse_unavailable({"moe_permute_fusion": False, "deterministic_mode": True})
     with pytest.raises(ValueError, match=r"train.megatron.fp8=hybrid: there is no GPU here"):
-        refuse_without_gpu({"deterministic_mode": True, "fp8": "hybrid"})
+        refuse_unavailable({"deterministic_mode": True, "fp8": "hybrid"})
+
+
+def test_deepep_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "has_cuda", lambda: True)
+    with pytest.raises(ValueError, match=r"type=flex: its kernels come from DeepEP.*=alltoall"):
+        refuse_unavailable({"moe_token_dispatcher_type": "flex"})

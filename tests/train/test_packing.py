@@ -74,6 +74,18 @@ def test_padding_is_no_more_than_needed(
     assert padded_lens(lens_N, cp, tp) == wanted
 
 
+@pytest.mark.parametrize(
+    ("cp", "tp", "wanted"), [(1, 1, (5, 11)), (1, 2, (5, 27)), (2, 1, (8, 24)), (2, 2, (8, 56))]
+)
+def test_every_rank_gets_a_multiple_of_the_rows_that_its_products_take(
+    cp: int, tp: int, wanted: tuple[int, ...]
+) -> None:
+    assert padded_lens((5, 3), cp, tp, rows=16) == wanted
+    batch = make_batch((5, 3))
+    for rank in range(cp):
+        assert len(make_rank_batch(batch, rank, cp, tp, rows=16).tokens_T) // tp % 16 == 0
+
+
 def test_experts_belong_to_the_token_itself_and_padding_has_none() -> None:
     experts_TLK = torch.arange(5 * 2 * 3, dtype=torch.int16).view(5, 2, 3)
     batch = replace(make_batch((5,)), routed_experts_TLK=experts_TLK)

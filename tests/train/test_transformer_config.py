@@ -2,17 +2,21 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.slices.hf.config import padded_vocab_size, read_hf_config
 from mcore_rl.slices.layouts.check import check_layout
 from mcore_rl.train.transformer_config import (
+    _typed,
     make_transformer_config,
     rotary_options,
+    token_multiple,
 )
 from tests.support.tiny_models import write_model
 
@@ -131,3 +135,60 @@ def test_gpt_oss_has_windows_sinks_and_a_clamped_gate(tmp_path: Path) -> None:
     assert made.add_bias_linear and not made.apply_rope_fusion
     assert made.yarn_correction_range_round_to_int is False
     assert rotary_options(config)["position_embedding_type"] == "yarn"
+
+
+def test_a_recipe_passes_fields_on_and_they_win(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    train = TrainConfig(megatron={"moe_z_loss_coeff": 0.25, "moe_router_dtype": "fp64"})
+    built = make_transformer_config(config, ParallelConfig(), torch.float32, train)
+    assert (built.moe_z_loss_coeff, built.moe_router_dtype) == (0.25, "fp64")
+
+
+def test_what_megatron_core_refuses_is_told_with_what_was_passed(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    train = TrainConfig(megatron={"fp16": True})
+    with pytest.raises(ValueError, match=r"train.megatron with .*fp16=True: megatron-core says"):
+        make_transformer_config(config, ParallelConfig(), torch.bfloat16, train)
+
+
+def test_an_attention_kernel_has_one_of_megatrons_names() -> None:
+    assert _typed({"attention_backend": "flash"})["attention_backend"] is AttnBackend.flash
+    with pytest.raises(ValueError, match="attention_backend=fa9: one of flash, fused, unfused"):
+        _typed({"attention_backend": "fa9"})
+
+
+@pytest.mark.parametrize(
+    ("recompute", "granularity", "modules"),
+    [
+        ("none", None, None),
+        ("selective", "selective", ["layernorm", "moe_act"]),
+        ("moe+mlp", "selective", ["mlp", "moe"]),
+    ],
+)
+def test_modules_to_recompute(
+    tmp_path: Path, recompute: str, granularity: str | None, modules: list[str] | None
+) -> None:
+    train = TrainConfig(recompute=recompute)
+    built = make_transformer_config(read(tmp_path), ParallelConfig(), torch.float32, train)
+    assert built.recompute_granularity == granularity
+    assert modules is None or built.recompute_modules == modules
+    dense = read_hf_config(write_model("qwen3", tmp_path / "dense"))
+    of_dense = make_transformer_config(dense, ParallelConfig(), torch.float32, train)
+    left = [name for name in modules or () if not name.startswith("moe")]
+    assert of_dense.recompute_modules == left or not left
+
+
+@pytest.mark.parametrize(
+    ("fp8", "recipe", "multiple"),
+    [
+        (None, "delayed", 1),
+        ("hybrid", "delayed", 16),
+        ("e4m3", "blockwise", 128),
+        ("e4m3", "mxfp8", 32),
+    ],
+)
+def test_tokens_of_a_rank_fill_the_blocks_of_fp8(
+    fp8: str | None, recipe: str, multiple: int
+) -> None:
+    config: Any = SimpleNamespace(fp8=fp8, fp8_recipe=recipe, fp4=None)
+    assert token_multiple(config) == multiple
