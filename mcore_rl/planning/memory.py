@@ -6,7 +6,7 @@ shared GPUs   the fullest of several moments, each with what nobody has released
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.algo.choice import needs_of
@@ -95,36 +95,8 @@ def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     }
     if critic or engines or served:
         offload = config.cluster.offload
-        checks = _sync_checks(config, models.policy.config)
-        return shared_gpus(parallel, offload, trainer, critic, engines, served, checks)
+        return shared_gpus(parallel, offload, trainer, critic, engines, served)
     return _own_gpus("trainer", trainer, parallel)
-
-
-def _sync_checks(config: Config, hf_config: HfConfig) -> list[float]:
-    """Bytes of each stage's forward pass over the sequences that check a weight sync."""
-    parallel = config.parallel
-    if not config.canary.sequences:
-        return [0.0] * parallel.pp
-    sizes = MegatronSizes.of(parallel, hf_config)
-    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, config.model.dtype)
-    num_tokens = config.canary.sequences * (
-        config.data.max_prompt_len + config.rollout.max_response_len
-    )
-    train = replace(
-        config.train,
-        max_tokens_per_microbatch=min(num_tokens, config.train.max_tokens_per_microbatch),
-        recompute="none",
-    )
-    step = _pass(config.model.dtype, parallel, train, config.plan.expert_load)
-    activations = Activations(hf_config, step)
-    checks = []
-    for stage in range(parallel.pp):
-        layers = [layer for run in layout.stage_layers(stage) for layer in run]
-        num_bytes = max(activations.working(layer) for layer in layers)
-        if stage == parallel.pp - 1:
-            num_bytes += activations.logits(sizes.padded_vocab)
-        checks.append(num_bytes)
-    return checks
 
 
 def _critic(config: Config, models: RecipeModels) -> list[Uses]:

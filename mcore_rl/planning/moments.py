@@ -1,6 +1,6 @@
 """Finds the fullest moment of each GPU that several processes share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.planning.rank_memory import RankMemory, Uses, stage_name
@@ -15,7 +15,6 @@ def shared_gpus(
     critic: list[Uses],
     engines: list[Uses],
     colocated: Uses,
-    checks: Sequence[float],
 ) -> Iterable[RankMemory]:
     """The GPUs of each trainer stage at their fullest moment.
 
@@ -25,25 +24,23 @@ def shared_gpus(
     offload     trainer and critic release their state while others use the GPU
     trainer     bytes per purpose of each pipeline stage; critic and engines likewise, if they share
     colocated   role of a served model -> bytes of its weights
-    checks      bytes of each trainer stage's forward pass that checks a weight sync
 
     Evaluation holds what generation does. Checkpoints and exports are written from host memory, so
-    they hold no more, and neither does a pass for log-probs hold more than a train step.
+    they hold no more. Passes for log-probs, and the one that checks a weight sync before it begins,
+    hold less than a train step.
     """
     colocated_critic = max(critic, key=lambda uses: sum(uses.values()), default={})
     colocated_engine = max(engines, key=lambda uses: sum(uses.values()), default={})
     num_processes = 1 + bool(critic) + bool(engines) + len(colocated)
     for stage, uses in enumerate(trainer):
-        moments = _moments(
-            offload, uses, colocated_critic, colocated_engine, colocated, checks[stage]
-        )
+        moments = _moments(offload, uses, colocated_critic, colocated_engine, colocated)
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         who = stage_name("trainer", stage, len(trainer), parallel)
         yield RankMemory("trainer", who, moment, moments[moment], num_processes)
 
 
 def _moments(
-    offload: bool, trainer: Uses, critic: Uses, engine: Uses, colocated: Uses, check: float
+    offload: bool, trainer: Uses, critic: Uses, engine: Uses, colocated: Uses
 ) -> dict[str, Uses]:
     """Return by moment what the processes on one GPU hold; see `shared_gpus`."""
     own = {f"trainer's {what}": size for what, size in trainer.items()}
@@ -52,16 +49,14 @@ def _moments(
     own_idle = {} if offload else _only(own, "trainer's", STATE)
     other_idle = {} if offload else _only(other, "critic's", STATE)
     idle = {**own_idle, **other_idle}
-    sync = {
-        **idle,
-        **_only(own, "trainer's", ("weights", "sync buffers")),
-        **_without(served, "engine's KV cache"),
-    }
     return {
         "train step": {**own, **other_idle},
         "critic's train step": {**other, **own_idle} if other else {},
-        "weight sync": sync,
-        "check of a sync": {**sync, "trainer's forward pass": check},
+        "weight sync": {
+            **idle,
+            **_only(own, "trainer's", ("weights", "sync buffers")),
+            **_without(served, "engine's KV cache"),
+        },
         "generation": {**idle, **served},
         "scoring": {
             **idle,

@@ -5,10 +5,9 @@ yet, so they come from the run's prompts (`make_probe`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,32 +71,28 @@ class Canary:
         config: CanaryConfig,
         dtype: str,
         timeout_s: float,
-        watched: Callable[[Coroutine[Any, Any, Any]], Any],
         ready: Callable[[], Awaitable[None]],
     ) -> None:
-        """`ready` is awaited after the trainer has scored and before the engines do."""
+        """`ready` is awaited before the engines score."""
         self._trainer = trainer
         self._config = config
         self._tolerance = TOLERANCE[dtype] if config.tolerance is None else config.tolerance
         self._timeout_s = timeout_s
-        self._watched = watched
         self._ready = ready
         self._probe: ScoredProbe | None = None
 
-    def check(self, version: WeightVersion, batch: TrainBatch, urls: Sequence[str]) -> CanaryReport:
-        """Score the first sequences of `batch` on the trainer and on the engines at `urls`.
+    def score_on_trainer(self, version: WeightVersion, batch: TrainBatch) -> None:
+        """Score the first sequences of `batch` on the trainer, whose weights are `version`.
 
-        The engines should serve `version`. The report is empty if there is nothing to score.
+        Call it before the weights are sent: engines with GPUs of their own go on meanwhile.
         """
-        self._probe = self._score_on_trainer(version, batch)
-        return self._watched(self.recheck(urls))
+        self._probe = self._scored(version, batch)
 
-    async def recheck(self, urls: Sequence[str]) -> CanaryReport:
-        """Score the sequences of the last `check` on the engines at `urls`.
+    async def check(self, urls: Sequence[str]) -> CanaryReport:
+        """Score the same sequences on the engines at `urls`, which should serve these weights.
 
-        The trainer's log-probs of that check are used again. That is right between a sync and the
-        next optimizer step, which is when an engine that died returns. The report is empty if there
-        is nothing to score.
+        The trainer's log-probs stay right until its next optimizer step, so an engine that returns
+        meanwhile is checked against them, too. The report is empty if there is nothing to score.
         """
         if self._probe is None:
             return CanaryReport()
@@ -105,7 +100,7 @@ class Canary:
         answers = await self._score_on_engines(urls, self._probe.sequences)
         return self._judge(self._probe, dict(zip(urls, answers, strict=True)))
 
-    def _score_on_trainer(self, version: WeightVersion, batch: TrainBatch) -> ScoredProbe | None:
+    def _scored(self, version: WeightVersion, batch: TrainBatch) -> ScoredProbe | None:
         num_sequences = min(self._config.sequences, len(batch.lens_N))
         if not num_sequences:
             return None

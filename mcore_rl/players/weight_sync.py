@@ -1,7 +1,7 @@
 """Brings the trainer's weights to the engines that serve them, and links lost engines again.
 
-The order of one sync: link new engines -> send weights -> trainer and engines score the same
-sequences -> requests go to the engines that agree.
+The order of one sync: the trainer scores a few sequences -> link new engines -> send weights ->
+engines score the same sequences -> requests go to the engines that agree.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mcore_rl.players.canary import Canary, CanaryReport
-from mcore_rl.players.colocation import SharedGpus
+from mcore_rl.players.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
 from mcore_rl.roles import Watched
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.stream.controller.sync import SyncError
@@ -73,10 +73,12 @@ class EngineSync:
         Returns metrics of the sync. Raises SyncError if no engine took the weights, or none of
         those that did agrees with the trainer.
         """
+        self._memory.load(TRAINER, WEIGHTS_ONLY)
+        self._canary.score_on_trainer(version, probe)
         while True:
             report, reasons = self._watched(self._bring(version))
             holding = self._holding()
-            checked = self._canary.check(version, probe, holding)
+            checked = self._watched(self._canary.check(holding))
             self._memory.prepare_rollout()
             serving = self._admit(holding, reasons, checked)
             if serving:
@@ -97,7 +99,7 @@ class EngineSync:
             _, reasons = await self._bring(self._version)
             await self._memory.for_rollout()
             holding = self._holding()
-            checked = await self._canary.recheck(holding)
+            checked = await self._canary.check(holding)
             if self._admit(holding, reasons, checked):
                 return True
             await self._expect_another(checked)

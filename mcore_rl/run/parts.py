@@ -139,7 +139,7 @@ def make_sync(
         relay=config.sync.relay,
         record=partial(record_layouts, config, policy),
     )
-    canary = Canary(packed, config.canary, config.model.dtype, timeout_s, watched, gpus.for_rollout)
+    canary = Canary(packed, config.canary, config.model.dtype, timeout_s, gpus.for_rollout)
     return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 

@@ -72,8 +72,8 @@ def test_shared_gpus_hold_what_nobody_has_given_up() -> None:
     assert not any("engine" in what for rank in away for what in rank.uses)
     assert all(rank.num_processes == 2 for rank in away + at_hand)
     small = ["rollout.kv_cache_len=12288", "cluster.offload=false"]
-    checked = predict(QWEN, *colocated, *small)
-    assert {rank.moment for rank in checked} == {"check of a sync"}
+    sent = predict(QWEN, *colocated, *small)
+    assert {rank.moment for rank in sent} == {"weight sync"}
 
 
 def test_a_reward_model_on_shared_gpus_counts_while_it_scores(tmp_path: Path) -> None:

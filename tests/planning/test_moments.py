@@ -19,8 +19,7 @@ ENGINE: Uses = {"weights": 10, "KV cache": 50, "sync buffers": 1}
 def moment_of(offload: bool, engine: Uses = ENGINE, **more: object) -> tuple[str, float, int]:
     critic: list[Uses] = more.get("critic", [])  # type: ignore[assignment]
     served: Uses = more.get("served", {})  # type: ignore[assignment]
-    check: float = more.get("check", 0.0)  # type: ignore[assignment]
-    [rank] = shared_gpus(ParallelConfig(), offload, [TRAINER], critic, [engine], served, [check])
+    [rank] = shared_gpus(ParallelConfig(), offload, [TRAINER], critic, [engine], served)
     return rank.moment, rank.num_bytes, rank.num_processes
 
 
@@ -43,8 +42,3 @@ def test_a_critic_and_a_served_model_have_moments_of_their_own() -> None:
     critic = [{"weights": 10.0}, {"weights": 10.0, "activations": 90.0}]
     assert moment_of(True, critic=critic) == ("critic's train step", 100, 3)
     assert moment_of(True, served={"judge": 80}) == ("scoring", 90, 3)
-
-
-def test_the_pass_that_checks_a_sync_lies_beside_the_engines_weights() -> None:
-    engine = {"weights": 60.0, "KV cache": 0.0}
-    assert moment_of(True, engine, check=7.0) == ("check of a sync", 10 + 1 + 60 + 7, 2)

@@ -91,19 +91,20 @@ def test_the_probe_is_made_of_the_first_prompts_that_can_be_scored() -> None:
 def test_without_a_sequence_to_score_nothing_is_asked(sequences: int) -> None:
     """Neither trainer nor engine exists: a call to one of them would fail."""
     nobody: Any = None
-    canary = Canary(nobody, CanaryConfig(sequences=sequences), "float32", 1.0, asyncio.run, ready)
+    canary = Canary(nobody, CanaryConfig(sequences=sequences), "float32", 1.0, ready)
     batch = make_probe([make_prompt(5)], 2) if sequences else make_batch()
-    report = canary.check(WeightVersion(0), batch, ["http://127.0.0.1:9"])
+    canary.score_on_trainer(WeightVersion(0), batch)
+    report = asyncio.run(canary.check(["http://127.0.0.1:9"]))
     assert report.failed == {} and report.metrics() == {}
-    assert asyncio.run(canary.recheck(["http://127.0.0.1:9"])) == report
 
 
 @pytest.mark.e2e
 def test_engines_that_compute_otherwise_are_named(model_path: str, engine: EngineProcess) -> None:
     model = Qwen3MoeForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-    canary = Canary(TransformersTrainer(model), CanaryConfig(), "float32", 20.0, asyncio.run, ready)
+    canary = Canary(TransformersTrainer(model), CanaryConfig(), "float32", 20.0, ready)
     absent = "http://127.0.0.1:9"
-    report = canary.check(WeightVersion(5), make_batch(), [engine.url, absent])
+    canary.score_on_trainer(WeightVersion(5), make_batch())
+    report = asyncio.run(canary.check([engine.url, absent]))
     assert report.differences[engine.url] < 1e-4
     assert (
         set(report.failed) == {absent}
@@ -113,7 +114,8 @@ def test_engines_that_compute_otherwise_are_named(model_path: str, engine: Engin
 
     with torch.no_grad():
         model.get_parameter("model.layers.1.self_attn.o_proj.weight").add_(0.05)
-    report = canary.check(WeightVersion(6), make_batch(), [engine.url])
+    canary.score_on_trainer(WeightVersion(6), make_batch())
+    report = asyncio.run(canary.check([engine.url]))
     assert report.differences[engine.url] > 1e-3
     assert (
         "claims weights 6" in report.failed[engine.url]
@@ -161,9 +163,8 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
     links.corrupt, links.other_checkpoint = [bad.url], stage.checkpoints[1]
     model = Qwen3MoeForCausalLM.from_pretrained(stage.checkpoints[0], dtype=torch.float32).eval()
     gpus = SharedGpus(EngineMemory((), 30.0), loop.run)
-    canary = Canary(
-        TransformersTrainer(model), CanaryConfig(), "float32", 30.0, loop.run, gpus.for_rollout
-    )
+    trainer = TransformersTrainer(model)
+    canary = Canary(trainer, CanaryConfig(), "float32", 30.0, gpus.for_rollout)
     weights = EngineSync(links, canary, health, look, loop.run, gpus)
     weights.sync(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
     assert health.serving == [good.url]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,7 @@ class Stage:
         self.health = EngineHealth(self.urls)
         watched = self.loop.run
         gpus = SharedGpus(EngineMemory((), 1.0), watched)
-        canary = Canary(
-            self.trainer, CanaryConfig(), "float32", 5.0, watched, ready=gpus.for_rollout
-        )
+        canary = Canary(self.trainer, CanaryConfig(), "float32", 5.0, gpus.for_rollout)
         self.weights = EngineSync(self.links, canary, self.health, self._look, watched, gpus)
 
     async def _look(self) -> None:
@@ -71,6 +70,26 @@ def test_the_first_sync_admits_the_engines_that_agree(stage: Stage) -> None:
     assert stage.health.serving == stage.urls
     assert metrics["sync/engines_failed"] == 0.0
     assert metrics["sync/canary_diff"] < 1e-6
+    assert [engine.num_requests for engine in stage.engines] == [2, 2]
+
+
+def test_the_trainer_scores_before_weights_are_sent(stage: Stage) -> None:
+    """Engines with GPUs of their own go on decoding meanwhile."""
+    order: list[str] = []
+    score, sync = stage.trainer.compute_logprobs, stage.links.sync
+
+    def scored(*args: Any) -> Any:
+        order.append("trainer scores")
+        return score(*args)
+
+    async def sent(*args: Any) -> Any:
+        order.append("weights are sent")
+        return await sync(*args)
+
+    stage.trainer.compute_logprobs = scored  # type: ignore[method-assign]
+    stage.links.sync = sent  # type: ignore[method-assign]
+    stage.weights.sync(FIRST, PROBE)
+    assert order == ["trainer scores", "weights are sent"]
     assert [engine.num_requests for engine in stage.engines] == [2, 2]
 
 

@@ -167,7 +167,6 @@ class MegatronRun:
             self.config.canary,
             self.config.model.dtype,
             TIMEOUT_S,
-            watched,
             gpus.for_rollout,
         )
         weights = EngineSync(self.sync_controller, canary, health, self._look, watched, gpus)
