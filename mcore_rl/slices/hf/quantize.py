@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mcore_rl.device.fp8_kernel import has_kernel, quantize_blocks
 from mcore_rl.slices.hf.fp8 import BLOCK
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -20,8 +21,11 @@ def quantize_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> N
 
     `weights_NK` must begin where a block begins. The scale of a block is max(largest magnitude,
     1e-4) / 448, as in DeepGEMM's per_block_cast_to_fp8. NaN and infinity stay visible: they become
-    NaN. Peak memory: two rows of blocks in float32.
+    NaN. On a GPU one kernel does it; elsewhere two rows of blocks are in memory as float32.
     """
+    if has_kernel(weights_NK):
+        quantize_blocks(weights_NK, values_NK, scales_nk, BLOCK, _FP8_MAX, _MIN_AMAX)
+        return
     num_columns = weights_NK.shape[1]
     for first, scales_k in zip(range(0, len(weights_NK), BLOCK), scales_nk, strict=True):
         band_RK = weights_NK[first : first + BLOCK].to(torch.float32)
