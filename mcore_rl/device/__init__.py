@@ -36,6 +36,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available() and not _cpu_patches_installed
 
 
+def has_transformer_engine() -> bool:
+    """Return whether Transformer Engine is installed."""
+    return find_spec("transformer_engine") is not None
+
+
 def device() -> torch.device:
     """Return the device of this rank's parameters: the current CUDA device, or the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
@@ -229,7 +234,7 @@ def setup_device() -> None:
 
 
 def _require_transformer_engine() -> None:
-    if find_spec("transformer_engine") is None:
+    if not has_transformer_engine():
         raise ValueError(
             "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
         )

@@ -3,9 +3,11 @@
 from mcore_rl.doctor.check import Check, Stage
 from mcore_rl.doctor.megatron_checks import MEGATRON
 from mcore_rl.doctor.probe_checks import PROBES
+from mcore_rl.doctor.step_checks import STEP
 from mcore_rl.doctor.sync_checks import SYNC
+from mcore_rl.doctor.te_checks import TE
 
-STAGES: tuple[Stage, ...] = (SYNC, PROBES, MEGATRON)
+STAGES: tuple[Stage, ...] = (SYNC, PROBES, MEGATRON, TE, STEP)
 
 
 def choose_stages(names: str) -> tuple[Stage, ...]:

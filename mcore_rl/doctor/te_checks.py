@@ -1,0 +1,188 @@
+"""Stage "te": a rank in training with Transformer Engine's kernels, as runs on GPUs have it.
+
+On a CPU the same checks run with the torch modules that take its place there.
+"""
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.config import OptimizerConfig, TrainConfig
+from mcore_rl.device import (
+    empty_cache,
+    has_cuda,
+    has_transformer_engine,
+    peak_bytes,
+    peak_flops,
+    synchronize,
+)
+from mcore_rl.doctor.check import Check, Figures, MissedTarget, SkipCheck, Stage, expect
+from mcore_rl.doctor.lone_rank import (
+    LEARNING_RATE,
+    LoneRank,
+    compare_with_plan,
+    deepseek_v3,
+    difference_from_transformers,
+    expect_same,
+    qwen3_moe,
+)
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import training_flops
+
+NEEDED = ("megatron", "zlib_ng")
+LEAST_MFU = 0.35
+"""Target on a GPU whose peak is known."""
+MICROBATCHES = 4
+RECOMPUTE = ("none", "selective", "layernorm+moe", "full")
+LATENT = "layernorm+mlp+moe+mla_up_proj"
+BFLOAT16_MOMENTS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16",
+}
+
+
+@contextmanager
+def _rank(hf_config: Mapping[str, Any], **options: Any) -> Iterator[LoneRank]:
+    if has_cuda() and not has_transformer_engine():
+        raise SkipCheck("Transformer Engine is not installed")
+    with tempfile.TemporaryDirectory() as folder:
+        yield LoneRank(Path(folder, "model"), hf_config, **options)
+
+
+def _logprobs(hf_config: Mapping[str, Any]) -> Figures:
+    with _rank(hf_config) as rank, tempfile.TemporaryDirectory() as folder:
+        largest, mean = difference_from_transformers(rank, Path(folder, "hf"))
+    limit = 0.05 if has_cuda() else 1e-4  # bfloat16 against float32; float32 against float32
+    expect(mean < limit, f"log-probs differ by {mean} in the mean")
+    return {"largest": largest, "mean": mean}
+
+
+def qwen3_logprobs() -> Figures:
+    """Log-probs of a Qwen3-MoE are those of transformers."""
+    return _logprobs(qwen3_moe())
+
+
+def deepseek_logprobs() -> Figures:
+    """Log-probs of a model with latent attention and shared experts are those of transformers."""
+    return _logprobs(deepseek_v3())
+
+
+def speed() -> Figures:
+    """Tokens and operations per second of a step over four micro-batches."""
+    with _rank(qwen3_moe(), train=TrainConfig(recompute="selective")) as rank:
+        rank.step(MICROBATCHES)
+        seconds = _seconds(rank, num_steps=5)
+        facts = ModelFacts.read(rank.recipe.model.path)
+    flops = training_flops(facts, rank.batch.lens_N) * MICROBATCHES / seconds
+    tokens = len(rank.batch.token_ids_T) * MICROBATCHES
+    figures: Figures = {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "tflops": round(flops / 1e12, 3),
+        "peak_gib": round(peak_bytes() / 2**30, 3),
+    }
+    peak = peak_flops()
+    if peak is not None:
+        figures["mfu"] = round(flops / peak, 4)
+        if figures["mfu"] < LEAST_MFU:
+            raise MissedTarget(f"MFU {figures['mfu']}, target {LEAST_MFU}", figures)
+    return figures
+
+
+def _seconds(rank: LoneRank, num_steps: int) -> float:
+    synchronize()
+    began_s = time.monotonic()
+    for _ in range(num_steps):
+        rank.step(MICROBATCHES)
+    synchronize()
+    return (time.monotonic() - began_s) / num_steps
+
+
+def recompute() -> Figures:
+    """The same step, whatever is computed again; on a GPU its memory is near the plan's."""
+    figures: Figures = {}
+    missed = []
+    for hf_config, kinds in ((qwen3_moe(), RECOMPUTE), (deepseek_v3(), ("none", LATENT, "full"))):
+        losses = []
+        for kind in kinds:
+            name = f"{hf_config['model_type']}_{kind}"
+            with _rank(hf_config, train=TrainConfig(recompute=kind)) as rank:
+                rank.step()
+                losses.append(rank.step().loss)
+                figures[f"{name}_s"] = round(_seconds(rank, num_steps=2), 3)
+                if has_cuda():
+                    missed += _memory(rank, name, figures)
+            del rank
+            gc.collect()
+            empty_cache()
+        spread = max(losses) - min(losses)
+        expect(spread < (0.02 if has_cuda() else 1e-4), f"losses {losses} by {', '.join(kinds)}")
+    if missed:
+        raise MissedTarget("; ".join(missed), figures)
+    return figures
+
+
+def _memory(rank: LoneRank, name: str, figures: Figures) -> list[str]:
+    """Add the memory of the last step to `figures`; return in what it misses its target."""
+    try:
+        measured = compare_with_plan(rank)
+    except MissedTarget as missed:
+        figures |= {f"{name}_{key}": value for key, value in missed.figures.items()}
+        return [f"{name}: {missed}"]
+    figures |= {f"{name}_{key}": value for key, value in measured.items()}
+    return []
+
+
+def bfloat16_moments() -> Figures:
+    """Moments in bfloat16 train, move to host memory and come back from a checkpoint."""
+    optimizer = OptimizerConfig(lr=LEARNING_RATE, megatron=BFLOAT16_MOMENTS)
+    with _rank(qwen3_moe(), optimizer=optimizer) as rank, tempfile.TemporaryDirectory() as folder:
+        first = rank.step().loss
+        rank.actor.hold(())
+        rank.actor.save(Path(folder, "saved"), {})
+        rank.actor.finish_save()
+        rank.actor.hold(("weights", "training"))
+        rank.step()
+        expected = rank.weights()
+        rank.actor.load(Path(folder, "saved"))
+        rank.step()
+        expect_same(rank.weights(), expected)
+        last = [rank.step().loss for _ in range(6)][-1]
+    expect(last < first - 0.1, f"loss from {first} to {last}")
+    held = rank.actor.held_bytes
+    return {"loss_first": round(first, 4), "loss_last": round(last, 4), "held_gb": held / 1e9}
+
+
+def fp8_training() -> Figures:
+    """Matrix products in FP8 by blocks: the loss falls as it does in bfloat16, and how fast."""
+    train = TrainConfig(megatron={"fp8": "e4m3", "fp8_recipe": "blockwise"})
+    with _rank(qwen3_moe(), train=train) as rank:
+        first = rank.step(MICROBATCHES).loss
+        seconds = _seconds(rank, num_steps=5)
+        last = rank.step(MICROBATCHES).loss
+    expect(last < first - 0.1, f"loss from {first} to {last}")
+    tokens = len(rank.batch.token_ids_T) * MICROBATCHES
+    return {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "loss_first": round(first, 4),
+        "loss_last": round(last, 4),
+    }
+
+
+WITH_TRANSFORMERS = (*NEEDED, "transformers")
+TE = Stage(
+    "te",
+    "a training rank with Transformer Engine",
+    (
+        Check("Qwen3 as transformers", qwen3_logprobs, 240, modules=WITH_TRANSFORMERS),
+        Check("DeepSeek as transformers", deepseek_logprobs, 240, modules=WITH_TRANSFORMERS),
+        Check("speed", speed, 240, modules=NEEDED),
+        Check("recompute", recompute, 400, modules=NEEDED),
+        Check("moments in bfloat16", bfloat16_moments, 240, modules=NEEDED),
+        Check("FP8 training", fp8_training, 240, gpu=True, modules=NEEDED),
+    ),
+)
