@@ -85,12 +85,15 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as every optimizer does, but keep the dtypes of the state, not the parameters'."""
+        """Load as every optimizer does, but keep the dtypes of the state, not the parameters'.
+
+        As with Transformer Engine, the state lies in new memory afterwards.
+        """
         super().load_state_dict(state_dict)
         params = [param for group in self.param_groups for param in group["params"]]
         for number, state in state_dict["state"].items():
             for name, value in state.items():
-                self.state[params[number]][name] = value.to(params[number].device)
+                self.state[params[number]][name] = value.to(params[number].device, copy=True)
 
     @property
     def _is_precision_aware(self) -> bool:

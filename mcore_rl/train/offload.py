@@ -32,9 +32,18 @@ class DeviceMemory:
     def __init__(
         self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
     ) -> None:
-        weights = _storages(local_tensors(chunks).values())
-        gradients = _storages(_gradients(chunks), has_values=False)
-        state = _storages(_optimizer_tensors(optimizer))
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self.find_storages()
+
+    def find_storages(self) -> None:
+        """Look where everything lies now; an optimizer may allocate anew when it loads its state.
+
+        Call it while everything is held.
+        """
+        weights = _storages(local_tensors(self._chunks).values())
+        gradients = _storages(_gradients(self._chunks), has_values=False)
+        state = _storages(_optimizer_tensors(self._optimizer))
         known = {memory.key for memory in [*weights, *gradients]}
         training = [*gradients, *(memory for memory in state if memory.key not in known)]
         self._parts = {WEIGHTS: weights, TRAINING: training}

@@ -124,6 +124,7 @@ class TrainedModel:
     def load(self, folder: Path, *, verify: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint of the same model in any layout; return its `extra`."""
         self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
+        self._memory.find_storages()
         return extra
 
     def export_hf(self, out_dir: Path) -> None:

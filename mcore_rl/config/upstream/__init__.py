@@ -24,6 +24,7 @@ from mcore_rl.config.upstream.fields import (
     TRANSFORMER,
     UpstreamClass,
     UpstreamField,
+    is_installed,
     read_fields,
 )
 from mcore_rl.config.upstream.owned_megatron import DDP_RULES, OPTIMIZER_RULES, TRANSFORMER_RULES
@@ -53,14 +54,22 @@ TO_SERVED = OpenGroup(SERVER, SERVED_RULES)
 def check_passed(group: str, options: Passed, kind: OpenGroup, owners: Mapping[str, str]) -> None:
     """Raise ValueError naming the first of `options` that the upstream class cannot be given.
 
+    Where upstream is not installed, as SGLang on a machine that only plans, names and values are
+    not checked.
+
     group     dotted name of the options ("train.megatron")
     owners    what {parallel}, {optimizer} and {engine} stand for in the rules' texts
     """
-    fields = read_fields(kind.upstream) if options else {}
+    knows_fields = bool(options) and is_installed(kind.upstream)
+    fields = read_fields(kind.upstream) if knows_fields else {}
     for name, value in options.items():
-        problem = _problem(name, value, kind, fields)
+        problem = kind.rules.refusal(name)
         if problem is not None:
-            raise ValueError(f"{group}.{name}={shown(value)}: {problem.format(**owners)}")
+            problem = problem.format(**owners)
+        elif knows_fields:
+            problem = _problem(name, value, kind, fields)
+        if problem is not None:
+            raise ValueError(f"{group}.{name}={shown(value)}: {problem}")
 
 
 def _problem(
@@ -72,9 +81,6 @@ def _problem(
         close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]}?" if close else ""
         return f"{upstream} has no such field.{hint}"
-    why = kind.rules.refusal(name)
-    if why is not None:
-        return why
     if is_code(found.kind):
         return f"{upstream}.{name} takes a Python object, which a recipe cannot give"
     if not fits(found.kind, value):

@@ -75,6 +75,11 @@ SERVER = UpstreamClass("ServerArgs", "sglang", ("srt/arg_groups/fields",))
 _SERVER_CHOICES = "srt/arg_groups/choices.py"
 
 
+def is_installed(upstream: UpstreamClass) -> bool:
+    """Return whether the package that declares the class is installed here."""
+    return find_spec(upstream.package) is not None
+
+
 @cache
 def read_fields(upstream: UpstreamClass) -> Mapping[str, UpstreamField]:
     """Return the fields of an upstream class by name.
@@ -83,9 +88,7 @@ def read_fields(upstream: UpstreamClass) -> Mapping[str, UpstreamField]:
     """
     root = _package_dir(upstream)
     paths = [root / file for file in upstream.files]
-    modules = [
-        p for path in paths for p in (sorted(path.glob("*.py")) if path.is_dir() else [path])
-    ]
+    modules = [module for path in paths for module in _modules(path)]
     lists = _lists_of(root / _SERVER_CHOICES) if upstream is SERVER else {}
     fields = {
         field.name: field
@@ -109,9 +112,12 @@ def _package_dir(upstream: UpstreamClass) -> Path:
             f"{upstream.package} is not installed here, so options of {upstream.name} cannot be"
             " checked: install mcore_rl with an extra, see README.md"
         )
-    return next(
-        (Path(p) for p in places if (Path(p) / upstream.files[0]).exists()), Path(places[0])
-    )
+    roots = [Path(place) for place in places]  # several for a namespace package, such as megatron
+    return next((root for root in roots if (root / upstream.files[0]).exists()), roots[0])
+
+
+def _modules(path: Path) -> list[Path]:
+    return sorted(path.glob("*.py")) if path.is_dir() else [path]
 
 
 def _classes_of(module: Path, names: Sequence[str]) -> Iterator[ast.ClassDef]:
@@ -140,9 +146,7 @@ def _fields_of(
             _choices(keywords.get("choices"), lists),
             _text(keywords.get("cli_name")) or "--" + name.replace("_", "-"),
             has_cli=_is_marked(statement.annotation) and "no_cli" not in keywords,
-            is_json="json" in ast.unparse(keywords["type_parser"])
-            if "type_parser" in keywords
-            else False,
+            is_json="type_parser" in keywords and "json" in ast.unparse(keywords["type_parser"]),
         )
 
 

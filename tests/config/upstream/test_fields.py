@@ -13,6 +13,7 @@ from mcore_rl.config.upstream.fields import (
     SERVER,
     TRANSFORMER,
     UpstreamClass,
+    is_installed,
     read_fields,
 )
 
@@ -94,6 +95,7 @@ def test_what_is_known_of_a_field(name: str, choices: bool, is_flag: bool, is_js
 
 def test_a_package_that_is_missing_or_has_changed_is_named() -> None:
     missing = UpstreamClass("Options", "no_such_package", ("options.py",))
+    assert is_installed(DDP) and not is_installed(missing)
     with pytest.raises(ValueError, match="no_such_package is not installed here"):
         read_fields(missing)
     moved = UpstreamClass("Elsewhere", "megatron", DDP.files, ("Elsewhere",))

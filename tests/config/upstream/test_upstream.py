@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config import upstream
 from mcore_rl.config.upstream import (
     TO_DDP,
     TO_ENGINES,
@@ -35,6 +36,13 @@ OWNERS = {
 )
 def test_fields_of_upstream_may_be_set(kind: OpenGroup, options: dict[str, Any]) -> None:
     check_passed("group", options, kind, OWNERS)
+
+
+def test_without_sglang_only_owners_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "is_installed", lambda cls: False)
+    check_passed("rollout.sglang", {"mem_fraction_static": "much"}, TO_ENGINES, OWNERS)
+    with pytest.raises(ValueError, match=r"rollout.sglang.tp_size=2: set judge.tp"):
+        check_passed("rollout.sglang", {"tp_size": 2}, TO_ENGINES, OWNERS)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.train.optimizer import parts_of
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -100,7 +101,20 @@ def steps_with_a_save(
     actor.hold(("weights", "training"))
     second = step()
     actor.load(folder)
+    actor.hold(())  # also what the load has put into new memory
+    assert not any(tensor.untyped_storage().nbytes() for tensor in optimizer_tensors(actor))
+    actor.hold(("weights", "training"))
     return [second, step()]
+
+
+def optimizer_tensors(actor: Any) -> list[torch.Tensor]:
+    return [
+        value
+        for part in parts_of(actor._optimizer)
+        for state in part.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
 
 
 @pytest.mark.gloo
