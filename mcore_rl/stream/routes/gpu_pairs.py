@@ -32,6 +32,24 @@ _ABORT_S = 5.0
 """How long `close` waits for NCCL, whose abort may itself hang."""
 
 
+def meeting_order(
+    rank: int, peers: Iterable[int], num_senders: int, num_receivers: int
+) -> list[int]:
+    """Return the peers in the order in which `rank` meets them.
+
+    Pairs meet in rounds, as in a tournament: in round k, sender s meets receiver s + k. All pairs
+    of a round meet at once, and since every rank goes through the rounds in one order, no ring of
+    ranks waits for itself.
+    """
+    num_rounds = max(num_senders, num_receivers)
+
+    def round_of(peer: int) -> int:
+        sender, receiver = sorted((rank, peer))
+        return (receiver - num_senders - sender) % num_rounds
+
+    return sorted(peers, key=round_of)
+
+
 @dataclass(frozen=True)
 class _Message:
     work: Any
@@ -58,7 +76,8 @@ class GpuPairTransport:
         self._device = end.device
         self._groups: dict[int, Any] = {}
         self._started: list[_Message] = []
-        self._unmet = sorted(peers)
+        link = end.link
+        self._unmet = meeting_order(end.rank, peers, link.num_senders, link.num_receivers)
         self._is_closed = False
         if not end.link.staged:
             self._meet_all(end.deadline_s)
@@ -72,9 +91,8 @@ class GpuPairTransport:
         # a client of their own.
         meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).tcp_store)
         try:
-            # All ranks meet their peers in one order, so that no ring of ranks waits for itself.
-            # One after the other: setting up a pair may wait for the GPU, where another pair's
-            # first message waits for its peer.
+            # A rank meets one peer at a time: setting up a pair may wait for the GPU, where another
+            # pair's first message waits for its peer. Other ranks meet theirs meanwhile.
             for peer in peers:
                 self._connect(meeting_store, peer, deadline_s)
         except TransferError:
