@@ -92,6 +92,8 @@ class StandInSync:
 
         self._engine = engine
         self._trainer = trainer
+        self.gb_per_s = 0.0
+        """Rate of the last sync."""
         self._sender = WeightSender(*rank.actor.weight_layout(), 0)
         self._store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
         bucket_bytes = 64 << 20 if has_cuda() else 1 << 16
@@ -110,8 +112,8 @@ class StandInSync:
         difference = self._difference(probe)
         limit = LEAST_AGREEMENT[has_cuda()]
         expect(difference < limit, f"version {version}: log-probs differ by {difference}")
-        gb_per_s = received.num_bytes / 1e9 / max(received.seconds, 1e-9)
-        return {"sync/canary_diff": difference, "sync/gb_per_s": gb_per_s}
+        self.gb_per_s = received.num_bytes / 1e9 / max(received.seconds, 1e-9)
+        return {"sync/canary_diff": difference}
 
     def _difference(self, probe: TrainBatch) -> float:
         from mcore_rl.data.batch import select, split_by_lens
@@ -207,7 +209,7 @@ def grpo() -> Figures:
                 log=log,
             )
             train(config, roles)
-    return _figures(log, first)
+    return {**_figures(log, first), "sync_gb_per_s": round(weights.gb_per_s, 2)}
 
 
 def _figures(log: Rows, first: Mapping[str, float]) -> Figures:
@@ -221,7 +223,6 @@ def _figures(log: Rows, first: Mapping[str, float]) -> Figures:
         "reward_last": round(rewards[-1], 3),
         "logprob_diff": drift,
         "canary_diff": max(first["sync/canary_diff"], *(row["sync/canary_diff"] for row in rows)),
-        "sync_gb_per_s": round(rows[-1]["sync/gb_per_s"], 2),
         "train_s": round(rows[-1]["time/train"], 3),
     }
 

@@ -18,7 +18,7 @@ def rows(**last: float) -> Rows:
     log = Rows()
     for step in range(1, STEPS + 1):
         row = {"reward/mean": step / 10, "logprob_diff/mean": 1e-7, "sync/canary_diff": 1e-7}
-        log.log(step, row | {"sync/gb_per_s": 2.0, "time/train": 0.5})
+        log.log(step, row | {"time/train": 0.5})
     log.log(STEPS, last)
     return log
 

@@ -21,6 +21,7 @@ OTHERS = (
     "docs/doctor.md",
     "docs/checkpoints.md",
     "docs/debugging.md",
+    "docs/upstream_options.md",
     "CONTRIBUTING.md",
 )
 MODULES = {"mcore-rl": "mcore_rl.cli", "mcore-rl-ckpt": "checkpoint_tools.cli"}
