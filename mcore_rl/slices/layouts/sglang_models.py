@@ -74,7 +74,7 @@ RULES_OF: Mapping[str, Mapping[str, EngineRule]] = {
 
 DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 SHARED_EXPERTS = ("mlp.shared_experts.", "mlp.shared_expert.")
-# Architectures whose SGLang model has the option.
+# Architectures whose SGLang model reads the option; tests compare the layout with the model.
 WITH_HEAD_BY_DP = {
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
@@ -244,7 +244,7 @@ def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[st
         ("moe_a2a_backend", sizes.whole_shared_experts, WITH_DEEPEP),
     ):
         if is_set and architecture not in known:
-            yield f"rollout.sglang.{option}", "does not read it, or not right: leave it out"
+            yield f"rollout.sglang.{option}", "does not read it: leave it out"
     if tied and architecture in WITHOUT_TIED_HEAD:
         yield "tie_word_embeddings = true", "has an output layer of its own"
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:

@@ -34,6 +34,21 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
             "no 'use_qk_norm' in config.json: .*MiniMaxM2ForCausalLM takes that for another model",
         ),
         (
+            {"architectures": ["MixtralForCausalLM"]},
+            SGLangSizes(head_by_dp=True),
+            "rollout.sglang.enable_dp_lm_head: SGLang's MixtralForCausalLM does not read it",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            SGLangSizes(whole_dense_layers=True),
+            "rollout.sglang.moe_dense_tp_size: SGLang's Qwen3MoeForCausalLM does not read it",
+        ),
+        (
+            GPT_OSS,
+            SGLangSizes(whole_shared_experts=True),
+            "rollout.sglang.moe_a2a_backend: SGLang's GptOssForCausalLM does not read it",
+        ),
+        (
             GPT_OSS,
             SGLangSizes(tp=2, ep=2),
             "ep = 2: SGLang's GptOssForCausalLM loads .* on every rank",
