@@ -39,7 +39,7 @@ GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
             "rollout.sglang.enable_dp_lm_head: SGLang's MixtralForCausalLM does not read it",
         ),
         (
-            {"architectures": ["Qwen3MoeForCausalLM"]},
+            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": []},
             SGLangSizes(whole_dense_layers=True),
             "rollout.sglang.moe_dense_tp_size: SGLang's Qwen3MoeForCausalLM does not read it",
         ),
