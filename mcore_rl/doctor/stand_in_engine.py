@@ -65,7 +65,7 @@ class StandInEngine:
         """Return 0: nobody looks how long this engine waits."""
         return 0.0
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of each sequence's tokens but the first, at temperature 1."""
         self._pipe.send(("score", (sequences,)))
         return self._answer()
@@ -150,13 +150,13 @@ class _Engine:
         return answers
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         scored = []
         for sequence in sequences:
             tokens_T = torch.tensor(sequence, device=device())
             logits_TV = self._model(tokens_T[None]).logits[0, :-1].float()
             chosen_T = logits_TV.log_softmax(-1).gather(1, tokens_T[1:, None])[:, 0]
-            scored.append(chosen_T.cpu())
+            scored.append(chosen_T.tolist())
         return scored
 
 

@@ -117,14 +117,13 @@ class StandInSync:
 
     def _difference(self, probe: TrainBatch) -> float:
         from mcore_rl.data.batch import select, split_by_lens
+        from mcore_rl.players.canary import mean_difference
 
         few = select(probe, range(2))
         options = LogprobOptions(temperature=1.0)
         ours = split_by_lens(self._trainer.compute_logprobs(few, options).logprobs_T, few.lens_N)
         sequences = [ids.tolist() for ids in split_by_lens(few.token_ids_T, few.lens_N)]
-        theirs = self._engine.score(sequences)
-        pairs = zip(ours, theirs, strict=True)
-        return float(torch.cat([(own.cpu()[1:] - other).abs() for own, other in pairs]).mean())
+        return mean_difference([own.cpu()[1:] for own in ours], self._engine.score(sequences))
 
 
 class Rows:

@@ -30,8 +30,8 @@ from mcore_rl.doctor.lone_rank import (
     expect_same,
     qwen3_moe,
 )
+from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import training_flops
 
 NEEDED = ("megatron", "zlib_ng")
 LEAST_MFU = 0.35
@@ -78,16 +78,14 @@ def speed() -> Figures:
         rank.step(MICROBATCHES)
         seconds = _seconds(rank, num_steps=5)
         facts = ModelFacts.read(rank.recipe.model.path)
-    flops = training_flops(facts, rank.batch.lens_N) * MICROBATCHES / seconds
-    tokens = len(rank.batch.token_ids_T) * MICROBATCHES
+    measured = TrainSpeed(facts, 1, peak_flops()).metrics(rank.batch.lens_N * MICROBATCHES, seconds)
     figures: Figures = {
-        "tokens_per_s": round(tokens / seconds, 1),
-        "tflops": round(flops / 1e12, 3),
+        "tokens_per_s": round(measured["train/tokens_per_second_per_gpu"], 1),
+        "tflops": round(measured["train/tflops_per_gpu"], 3),
         "peak_gib": round(peak_bytes() / 2**30, 3),
     }
-    peak = peak_flops()
-    if peak is not None:
-        figures["mfu"] = round(flops / peak, 4)
+    if "train/mfu" in measured:
+        figures["mfu"] = round(measured["train/mfu"], 4)
         if figures["mfu"] < LEAST_MFU:
             raise MissedTarget(f"MFU {figures['mfu']}, target {LEAST_MFU}", figures)
     return figures

@@ -133,7 +133,7 @@ class Canary:
             if isinstance(answer, RolloutError):
                 report.failed[url] = str(answer)
                 continue
-            difference = _mean_difference(probe.trainer_logprobs, answer)
+            difference = mean_difference(probe.trainer_logprobs, answer)
             report.differences[url] = difference
             if not difference <= self._tolerance:  # a NaN fails, too
                 report.failed[url] = (
@@ -145,7 +145,8 @@ class Canary:
         return report
 
 
-def _mean_difference(expected: Sequence[Tensor], answer: Sequence[Sequence[float]]) -> float:
+def mean_difference(expected: Sequence[Tensor], answer: Sequence[Sequence[float]]) -> float:
+    """Return the mean |difference| of log-probs over the tokens of all sequences."""
     differences = [
         (want - torch.tensor(got, dtype=want.dtype)).abs()
         for want, got in zip(expected, answer, strict=True)

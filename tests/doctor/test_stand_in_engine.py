@@ -48,6 +48,6 @@ def test_samples_have_the_log_probs_that_it_scores(tmp_path: Path) -> None:
         for sample in samples:
             [scored] = engine.score([[*prompt.token_ids, *sample.response_ids]])
             own = torch.tensor(sample.logprobs)
-            torch.testing.assert_close(scored[2:], own, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(scored)[2:], own, rtol=0, atol=1e-5)
         with pytest.raises(RuntimeError, match="the stand-in engine raised"):
             engine.score([["no token"]])  # type: ignore[list-item]

@@ -22,6 +22,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.doctor.step_checks import share_of_even_tokens
 from mcore_rl.loops.rl import train
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players.canary import Canary, make_probe
@@ -104,11 +105,6 @@ def make_prompts() -> list[Prompt]:
         ids = torch.randint(0, VOCAB, (num_tokens,), generator=generator).tolist()
         prompts.append(Prompt(index, tuple(ids), (), "random", None))
     return prompts
-
-
-def share_of_even_tokens(samples: Sequence[Sample]) -> Scores:
-    shares = [[token % 2 == 0 for token in sample.response_ids] for sample in samples]
-    return Scores([sum(share) / len(share) for share in shares])
 
 
 @dataclass

@@ -75,6 +75,7 @@ SERVER = UpstreamClass("ServerArgs", "sglang", ("srt/arg_groups/fields",))
 _SERVER_CHOICES = "srt/arg_groups/choices.py"
 
 
+@cache
 def is_installed(upstream: UpstreamClass) -> bool:
     """Return whether the package that declares the class is installed here."""
     return find_spec(upstream.package) is not None
