@@ -13,6 +13,7 @@ from mcore_rl import __version__
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -24,7 +25,11 @@ RECIPE_COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit status: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run a command.
+
+    Returns its exit status: 0 done, 1 failed, 2 wrong input, 75 saved and stopped on request (the
+    same command continues), 130 interrupted.
+    """
     args = make_parser().parse_args(argv)
     keep_interrupts()
     _show_data_counts()
@@ -34,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except RuntimeError as error:
         return _fail(error, 1)
+    except StoppedEarly as stopped:
+        return _fail(stopped, EXIT_STATUS)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     return 0
@@ -174,6 +181,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _run_recipe(args: argparse.Namespace) -> None:
+    watch_for_stop_requests()
     config = _load_settings(args.settings, args.command)
     with without_collector():
         from mcore_rl.run import commands  # imports Ray, which --help need not wait for

@@ -8,6 +8,7 @@ here (algo/preferences.py).
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -21,7 +22,7 @@ from mcore_rl.algo.preferences import (
 )
 from mcore_rl.config import Config, PreferenceConfig
 from mcore_rl.data.summary import summarize_steps
-from mcore_rl.loops.rl import is_due
+from mcore_rl.loops.saving import is_due, save_if_due
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
 from mcore_rl.types import LogprobOptions, TrainBatch
@@ -51,9 +52,8 @@ def optimize_preferences(
         log.log(step, {**summarize_steps([stats]), **loss, **metrics, **speed, **timer.metrics()})
         if held_out and is_due(step, config.eval.every_steps, last_step):
             log.log(step, evaluate_pairs(held_out, trainer, options))
-        if is_due(step, config.checkpoint.every_steps, last_step):
-            with timer("checkpoint"):
-                trainer.save(step, {"step": step, "pairs": pairs.state_dict()})
+        save = partial(trainer.save, step, {"step": step, "pairs": pairs.state_dict()})
+        save_if_due(step, config.checkpoint.every_steps, last_step, save)
 
 
 def evaluate_pairs(

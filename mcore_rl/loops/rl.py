@@ -5,6 +5,8 @@ Its roles are Protocols; the loop does not know whether Ray actors on many nodes
 play them.
 """
 
+from functools import partial
+
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
@@ -12,6 +14,7 @@ from mcore_rl.data.batch import make_train_batch, without_truncated
 from mcore_rl.data.summary import summarize_samples
 from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.sampling import WAITING, sample_step, sync_weights
+from mcore_rl.loops.saving import is_due, save_if_due
 from mcore_rl.loops.training import StepOptions, add_logprobs_and_values, train_policy_and_critic
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
@@ -48,9 +51,9 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
-        if is_due(step, config.checkpoint.every_steps, config.run.steps):
-            # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
-            save_checkpoint(roles, timer, step)
+        # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
+        save = partial(save_checkpoint, roles, timer, step)
+        save_if_due(step, config.checkpoint.every_steps, config.run.steps, save)
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:
@@ -84,10 +87,3 @@ def save_checkpoint(roles: Roles, timer: PhaseTimer, step: int) -> None:
             roles.critic.save(step)
         roles.trainer.save(step, {"step": step, **state})
     roles.log.log(step, {"time/checkpoint": timer.seconds["checkpoint"]})
-
-
-def is_due(step: int, every_steps: int, last_step: int) -> bool:
-    """Return whether `step` is the last step or a multiple of `every_steps` (0: no multiple is
-    due).
-    """
-    return step == last_step or (every_steps > 0 and step % every_steps == 0)

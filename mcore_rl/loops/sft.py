@@ -1,8 +1,10 @@
 """The supervised fine-tuning loop: conversations -> packed batch -> Megatron step."""
 
+from functools import partial
+
 from mcore_rl.config import CheckpointConfig, SftConfig
 from mcore_rl.data.summary import summarize_steps
-from mcore_rl.loops.rl import is_due
+from mcore_rl.loops.saving import save_if_due
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import BatchStream, Log, Trainer
 
@@ -22,6 +24,5 @@ def fine_tune(
             stats = trainer.train_step(batches.next_batch(sft.batch_size))
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
         log.log(step, {**summarize_steps([stats]), **speed, **timer.metrics()})
-        if is_due(step, checkpoint.every_steps, sft.steps):
-            with timer("checkpoint"):
-                trainer.save(step, {"step": step, "prompts": batches.state_dict()})
+        save = partial(trainer.save, step, {"step": step, "prompts": batches.state_dict()})
+        save_if_due(step, checkpoint.every_steps, sft.steps, save)

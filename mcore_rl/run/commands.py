@@ -34,6 +34,7 @@ from mcore_rl.run.inputs import (
     without_replay,
 )
 from mcore_rl.run.parts import (
+    completing_saves,
     connect,
     finish,
     finish_training,
@@ -100,7 +101,8 @@ def run_train(config: Config) -> None:
                 critic=make_critic(config, started, folder),
                 both=in_turn if config.critic.colocated else at_once,
             )
-            train(config, roles, start_step)
+            with completing_saves(started.trainer, started.critic):
+                train(config, roles, start_step)
         finish(config, started, folder)
     make_report(folder.path)
 
@@ -117,7 +119,8 @@ def run_sft(config: Config) -> None:
         trainer.wait_built()
         start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
         packed = pack(config, policy, trainer, folder)
-        with make_log(config, folder, options.steps, start_step) as log:
+        log = make_log(config, folder, options.steps, start_step)
+        with log, completing_saves(trainer):
             fine_tune(options, config.checkpoint, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
     print(folder.export)
@@ -146,7 +149,8 @@ def run_dpo(config: Config) -> None:
             trainer.snapshot_reference()
         start_step = resume(trainer, config.checkpoint, {"pairs": stream}, newest)
         packed = pack(config, policy, trainer, folder)
-        with make_log(config, folder, options.steps, start_step) as log:
+        log = make_log(config, folder, options.steps, start_step)
+        with log, completing_saves(trainer):
             optimize_preferences(config, stream, batches, packed, log, start_step)
         finish_training(config.checkpoint, trainer, folder)
     print(folder.export)

@@ -1,8 +1,8 @@
 """Makes the parts that loops work with, from a recipe and the processes of a run."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.algo.choice import needs_of
+from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
@@ -32,6 +33,7 @@ from mcore_rl.players.colocation import (
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.process.stop_request import StoppedEarly
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Critic, Watched
 from mcore_rl.rollout.client import RolloutClient
@@ -234,6 +236,18 @@ def make_log(
         mlflow_uri=log.mlflow_uri,
         config=asdict(config),
     )
+
+
+@contextmanager
+def completing_saves(trainer: TrainerGroup, critic: CriticGroup | None = None) -> Iterator[None]:
+    """If the block is stopped on request, complete the saves in progress before it is left."""
+    try:
+        yield
+    except StoppedEarly:
+        if critic is not None:
+            critic.finish_save()
+        trainer.finish_save()
+        raise
 
 
 def finish_training(checkpoint: CheckpointConfig, trainer: TrainerGroup, folder: RunFolder) -> None:

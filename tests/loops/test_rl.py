@@ -21,7 +21,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.loops.rl import is_due, train
+from mcore_rl.loops.rl import train
 from mcore_rl.roles import Roles
 from mcore_rl.types import Prompt
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
@@ -105,13 +105,6 @@ def test_checkpoints_hold_what_a_later_run_continues_from() -> None:
 def test_cut_off_responses_can_be_left_out_of_the_loss() -> None:
     policy, _ = run(AlgorithmConfig(filter_overlong=True), steps=1)
     assert all(batch.loss_mask_T.any() for batch in policy.batches)
-
-
-@pytest.mark.parametrize(
-    ("every_steps", "due"), [(0, [6]), (1, [1, 2, 3, 4, 5, 6]), (4, [4, 6]), (6, [6]), (9, [6])]
-)
-def test_the_last_step_is_always_due(every_steps: int, due: list[int]) -> None:
-    assert [step for step in range(1, 7) if is_due(step, every_steps, 6)] == due
 
 
 def test_a_drift_beyond_its_bound_ends_the_run() -> None:
