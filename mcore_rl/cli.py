@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import launch.cli
 from mcore_rl import __version__
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
@@ -83,6 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
             "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
         )
         command.set_defaults(run=_run_recipe, command=name)
+    launch.cli.add_commands(commands, _load_settings)
     _add_plan(commands)
     _add_serve(commands)
     _add_report(commands)

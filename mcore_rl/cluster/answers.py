@@ -28,12 +28,17 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank as error messages name it; `place` describes its coordinate; empty until known."""
+    """A rank as error messages name it.
+
+    place   describes its coordinate; empty until known
+    node    the name of its node; empty if the cluster has no other
+    """
 
     role: str
     index: int
     log_path: Path
     place: str = ""
+    node: str = ""
 
     def placed(self, place: str) -> "Rank":
         return replace(self, place=place)
@@ -43,8 +48,14 @@ class Rank:
         return f"{self.role} rank {self.index}"
 
     def __str__(self) -> str:
-        where = ", ".join(filter(None, [self.role, self.place, f"log {self.log_path}"]))
+        where = ", ".join(filter(None, [self.role, self.where, f"log {self.log_path}"]))
         return f"rank {self.index} ({where})"
+
+    @property
+    def where(self) -> str:
+        """Its coordinate and its node, as far as they are known."""
+        on_node = f"node {self.node}" if self.node else ""
+        return ", ".join(filter(None, [self.place, on_node]))
 
 
 class Answers:
@@ -138,7 +149,7 @@ def cause_of_death(report: str) -> str:
 
 
 def _death_message(rank: Rank, cause: str, method: str) -> str:
-    place = f" ({rank.place})" if rank.place else ""
+    place = f" ({rank.where})" if rank.where else ""
     return f"{rank.name}{place} died ({cause}) during {method}; log {rank.log_path}"
 
 

@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
 from mcore_rl.cluster.environment import compare_environments
+from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.rank_actor import RankActor
 
@@ -50,7 +51,12 @@ class RankGroup:
         """
         envs = runtime_envs or {}
         self.role = role
-        self.ranks = [Rank(role, k, log_dir / f"{role}_rank{k}.log") for k in range(len(slots))]
+        nodes = alive_nodes()
+        names = {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
+        self.ranks = [
+            Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))
+            for k, slot in enumerate(slots)
+        ]
         self._actors = [
             _start_actor(rank, slot, envs.get(rank.index))
             for rank, slot in zip(self.ranks, slots, strict=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 
+from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.planning.bundles import Bundle, make_bundle
 
 
@@ -104,25 +105,25 @@ def _is_one_node(slots: Sequence[Slot], num_ranks: int) -> bool:
 
 def gpus_per_node() -> int:
     """Return the GPUs of the cluster's largest node; 0 if no node has one."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return max((int(node["Resources"].get("GPU", 0)) for node in alive), default=0)
+    return max((node.gpus for node in alive_nodes()), default=0)
 
 
 def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Slot]]:
     """Reserve all bundles or none, packed on few nodes; return the slots of each plan.
 
-    Neighbors in a plan share a node where possible. Raises ValueError naming what is needed and
-    what is free if that does not suffice within `timeout_s`.
+    Neighbors in a plan share a node where possible, and nodes follow in their order. Raises
+    ValueError naming what is needed and what is free if that does not suffice within `timeout_s`.
     """
     bundles = [bundle for plan in plans for bundle in plan]
     group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     if not group.wait(timeout_s):
         raise ValueError(_shortage(bundles, timeout_s))
     nodes = placement_group_table(group)["bundles_to_node_id"]
+    order = {node.id: position for position, node in enumerate(alive_nodes())}
     slots = []
     first = 0
     for plan in plans:
-        indices = sorted(range(first, first + len(plan)), key=lambda i: (nodes[i], i))
+        indices = sorted(range(first, first + len(plan)), key=lambda i: (order[nodes[i]], i))
         slots.append([Slot(group, i, bundles[i], nodes[i]) for i in indices])
         first += len(plan)
     return slots
@@ -133,6 +134,9 @@ def _shortage(bundles: Sequence[Bundle], timeout_s: float) -> str:
     total = ray.cluster_resources()
     free = ray.available_resources()
     have = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind}" for kind in needed)
+    kinds = {kind for bundle in bundles for kind in bundle}
+    if missing := sorted(kinds - total.keys()):
+        have += f"; no node has Ray's resource {' or '.join(missing)}"
     return (
         f"the run needs {needed['CPU']:g} CPU and {needed['GPU']:g} GPU in {len(bundles)} bundles;"
         f" after {timeout_s:g} s the Ray cluster has free: {have}. Lower cluster.cpus_per_rank,"

@@ -4,7 +4,8 @@ All of them are gone when the block of `run_processes` ends.
 """
 
 import json
-from collections.abc import Awaitable, Iterator, Sequence
+import logging
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,8 @@ from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_group import ModelSpec
+from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.seating import describe
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.slots import reserve_slots
@@ -37,6 +40,8 @@ from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.stream.controller.engine_control import LOADER
+
+_log = logging.getLogger(__name__)
 
 
 class RunProcesses:
@@ -159,42 +164,32 @@ def run_processes(
     config: Config,
     policy: ModelFacts,
     log_dir: Path,
-    *,
-    with_engines: bool,
-    with_trainer: bool,
-    with_critic: bool = False,
-    served: Sequence[str] = (),
+    command: str,
 ) -> Iterator[RunProcesses]:
     """Start Ray and the processes of ranks and engines; end them with the block, whatever happened.
 
-    `served` names the roles of the served models that the command needs. Those that the recipe has
-    begin to start here. Raises ValueError if such a model cannot be started or found, or if the
-    cluster is too small.
+    The served models that `command` needs and the recipe has begin to start here. Raises ValueError
+    if such a model cannot be started or found, or if the cluster is too small.
     """
-    models = {role: model for role, model in config.served_models.items() if role in served}
+    size = RunSize.of(config, command)
+    models = size.served
     for role, model in models.items():
         if model.path:
             check_served_path(role, model)
     remote = {role: find_endpoint(role, model) for role, model in models.items() if model.url}
-    size = RunSize.of(
-        config,
-        models,
-        with_engines=with_engines,
-        with_trainer=with_trainer,
-        with_critic=with_critic,
-    )
     timeout_s = config.run.call_timeout_s
     num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
-    with ray_session(config.cluster, num_cpus):
-        slots = reserve_slots(
-            size, config.rollout, config.cluster.cpus_per_rank, config.run.startup_timeout_s
-        )
+    startup_s = config.run.startup_timeout_s
+    with ray_session(config.cluster, num_cpus, startup_s):
+        slots = reserve_slots(size, config.rollout, config.cluster, startup_s)
+        for line in describe(slots, alive_nodes()):
+            _log.info(line)
         trainer = None
-        if with_trainer:
+        if size.trainer:
             nsys = nsys_environments(config.profile, log_dir.parent / "profile")
             trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys)
-        critic = CriticGroup(slots.critic, log_dir, timeout_s) if with_critic else None
-        engines = EngineGroup(slots.engines, log_dir, timeout_s) if with_engines else None
+        critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
+        engines = EngineGroup(slots.engines, log_dir, timeout_s) if size.engines else None
         served_engines = ServedEngines(
             models, slots.served, log_dir, timeout_s, remote, size.colocated_served
         )

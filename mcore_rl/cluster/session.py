@@ -3,12 +3,9 @@
 import logging
 import math
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,34 +18,37 @@ import ray._private.worker
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.cluster.environment import set_defaults, variables_for_workers
+from mcore_rl.cluster.marked import marked_processes, ray_temp_dir, uninterrupted
+from mcore_rl.cluster.nodes import wait_for_nodes
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 
-TEMP_PREFIX = "mcore_rl_ray_"
 JOIN_TIMEOUT_S = 10.0
-LONGEST_TEMP_ROOT = 20
-"""In characters: Ray appends 67 for its sockets, and a socket's path may have 107."""
 
 
 @contextmanager
-def ray_session(config: ClusterConfig, num_cpus: float = 0.0) -> Iterator[None]:
+def ray_session(
+    config: ClusterConfig, num_cpus: float = 0.0, startup_timeout_s: float = 240.0
+) -> Iterator[None]:
     """Join Ray at `config.address`, or start it on this machine with room for `num_cpus`.
 
     However the block is left (end, exception, Ctrl-C, SIGTERM), the ranks and what they started are
     ended; killing this process has the same effect. Only the main thread may call this. Raises
-    ValueError if no Ray answers at the address.
+    ValueError if no Ray answers at the address, or if nodes are missing after `startup_timeout_s`.
     """
     set_defaults()
     ray._private.worker._worker_logs_enabled = False  # RankError alone reports a rank's death
     if config.address is not None:
         with _shut_down():
             _join(config.address)
+            if config.num_nodes > 1:
+                wait_for_nodes(config.num_nodes, startup_timeout_s)
             yield
         return
     with (
         _exit_if_ray_is_lost(),
-        _temp_dir() as temp_dir,
-        _marked_processes(str(temp_dir)),
+        ray_temp_dir() as temp_dir,
+        marked_processes(str(temp_dir)),
         _shut_down(),
     ):
         _start(config, num_cpus, temp_dir)
@@ -152,50 +152,5 @@ def _shut_down() -> Iterator[None]:
 
 def _disconnect() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with _uninterrupted():
+    with uninterrupted():
         ray.shutdown()
-
-
-@contextmanager
-def _marked_processes(session: str) -> Iterator[None]:
-    """Mark the processes that the block starts and end them afterwards.
-
-    If this process dies first, a watchdog ends them. Their temporary files go to the session's
-    folder and are removed with it; compile caches are kept.
-    """
-    command = [sys.executable, "-I", watchdog.__file__, session, str(os.getpid())]
-    watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    before = dict(os.environ)
-    os.environ[watchdog.MARK] = os.environ["TMPDIR"] = session
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
-    try:
-        yield
-    finally:
-        with _uninterrupted():
-            watchdog.end_session(session)
-            watchdog_process.kill()
-            watchdog_process.wait()
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C during an orderly end of a few seconds: a second one would leave orphans."""
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
-
-
-@contextmanager
-def _temp_dir() -> Iterator[Path]:
-    """Make a folder for Ray's logs and sockets, whose paths must be short."""
-    root = Path(tempfile.gettempdir())
-    root = root if len(str(root)) <= LONGEST_TEMP_ROOT else Path("/tmp")
-    path = Path(tempfile.mkdtemp(prefix=TEMP_PREFIX, dir=root))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

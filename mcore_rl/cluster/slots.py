@@ -1,8 +1,8 @@
 """Reserves a slot for each process of a run, given the sizes of its ranks and engines."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 from mcore_rl.cluster.placement import (
     Slot,
@@ -13,8 +13,8 @@ from mcore_rl.cluster.placement import (
     gpus_per_node,
     reserve,
 )
-from mcore_rl.config import RolloutConfig
-from mcore_rl.planning.bundles import Bundle, plan_engine, plan_ranks, plan_served
+from mcore_rl.config import ClusterConfig, RolloutConfig
+from mcore_rl.planning.bundles import Bundle, plan_run
 from mcore_rl.planning.run_size import RunSize
 
 
@@ -33,35 +33,22 @@ class RunSlots:
 
 
 def reserve_slots(
-    size: RunSize, rollout: RolloutConfig, cpus_per_rank: float, timeout_s: float
+    size: RunSize, rollout: RolloutConfig, cluster: ClusterConfig, timeout_s: float
 ) -> RunSlots:
     """Reserve room for the processes; colocated ones share that of the trainer's ranks.
 
     Raises ValueError if there is not enough room after `timeout_s`, if colocated engines do not fit
     or if a tensor-parallel group would lie on two nodes.
     """
-    gpus = gpus_per_node()
-    engine_bundles = plan_engine(
-        rollout.engine_ranks, cpus_per_rank, gpus, rollout.nodes_per_engine
-    )
-    served_bundles = plan_served(
-        {role: m for role, m in size.served.items() if role not in size.colocated_served},
-        cpus_per_rank,
-        gpus,
-    )
-    plans: list[Sequence[Bundle]] = [
-        plan_ranks(size.trainer, cpus_per_rank, gpus),
-        plan_ranks(0 if size.critic_colocated else size.critic, cpus_per_rank, gpus),
-        *[engine_bundles] * (0 if size.engines_colocated else size.engines),
-    ]
-    num_own = len(plans)
-    reserved = reserve([*plans, *chain(*served_bundles.values())], timeout_s)
+    bundles = plan_run(size, rollout, cluster, gpus_per_node())
+    num_own = len(bundles.of_models)
+    reserved = reserve([*bundles.of_models, *bundles.of_served], timeout_s)
     trainer = divide(reserved[0], size.tenants)
     critic = reserved[1]
     check_tensor_parallel(trainer, size.trainer_tp, "parallel.tp")
     check_tensor_parallel(critic, size.critic_tp, "critic.parallel.tp")
     engines = reserved[2:num_own]
-    served = _by_role(served_bundles, iter(reserved[num_own:]))
+    served = _by_role(bundles.served, iter(reserved[num_own:]))
     if size.critic_colocated:
         critic = colocate_ranks(trainer, size.critic)
     if size.engines_colocated:

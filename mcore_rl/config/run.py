@@ -192,6 +192,11 @@ class ProfileConfig(Options, group="profile"):
 class ClusterConfig(Options, group="cluster"):
     address: str | None = None
     """Ray address to join; None: start Ray on this machine for the length of the run."""
+    num_nodes: int = bounded(1, least=1)
+    """Nodes of the joined cluster to wait for before anything is placed."""
+    separate_nodes: bool = False
+    """Trainer and critic run on other nodes than engines: those with Ray's resources trainer_node
+    and engine_node, which `mcore-rl submit` gives them."""
     colocated: bool = False
     """Engines run on the trainer ranks' GPUs, rank by rank, and release their memory during
     training."""

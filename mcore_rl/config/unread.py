@@ -66,6 +66,11 @@ def _unread(config: "Config") -> Iterator[Unread]:
         context = f"cluster.address={config.cluster.address}"
         remedy = "give it to `ray start --object-store-memory`"
         yield Unread(("cluster.object_store_mib",), context, remedy)
+    else:
+        options = ("cluster.num_nodes", "cluster.separate_nodes")
+        yield Unread(
+            options, "cluster.address=null", "submit the run, or join a Ray by its address"
+        )
     if not config.profile.steps:
         options = ("profile.ranks", "profile.tool")
         yield Unread(options, "profile.steps=[]", "set profile.steps=[3]")

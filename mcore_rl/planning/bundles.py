@@ -1,10 +1,71 @@
 """Turns numbers of ranks and engines into Ray bundles: one per rank, or per node of an engine."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from mcore_rl.config import ServedModelConfig
+from mcore_rl.config import ClusterConfig, RolloutConfig, ServedModelConfig
+from mcore_rl.planning.run_size import RunSize
 
 Bundle = Mapping[str, float]
+TRAINER_NODE = "trainer_node"
+ENGINE_NODE = "engine_node"
+"""Ray resources of the nodes of each kind, where cluster.separate_nodes keeps them apart."""
+_NODE_SHARE = 0.001
+"""A bundle takes so much of the one that a node has."""
+
+
+@dataclass(frozen=True)
+class RunBundles:
+    """The bundles of each role, without those that share the trainer ranks'.
+
+    engines   for each engine of the policy, one bundle per node that it spans
+    served    the same for each judge, reward model and teacher, by role
+    """
+
+    trainer: list[Bundle]
+    critic: list[Bundle]
+    engines: list[list[Bundle]]
+    served: dict[str, list[list[Bundle]]]
+
+    @property
+    def of_models(self) -> list[list[Bundle]]:
+        """The plans of trainer, critic and engines, in this order."""
+        return [self.trainer, self.critic, *self.engines]
+
+    @property
+    def of_served(self) -> list[list[Bundle]]:
+        return [engine for engines in self.served.values() for engine in engines]
+
+
+def plan_run(
+    size: RunSize, rollout: RolloutConfig, cluster: ClusterConfig, gpus_per_node: int
+) -> RunBundles:
+    """The bundles of a run. Raises ValueError as `plan_engine` does."""
+    cpus = cluster.cpus_per_rank
+    engine = plan_engine(rollout.engine_ranks, cpus, gpus_per_node, rollout.nodes_per_engine)
+    own = {role: model for role, model in size.served.items() if role not in size.colocated_served}
+    bundles = RunBundles(
+        plan_ranks(size.trainer, cpus, gpus_per_node),
+        plan_ranks(0 if size.critic_colocated else size.critic, cpus, gpus_per_node),
+        [engine] * (0 if size.engines_colocated else size.engines),
+        plan_served(own, cpus, gpus_per_node),
+    )
+    return _on_nodes_of_their_own(bundles) if cluster.separate_nodes else bundles
+
+
+def _on_nodes_of_their_own(bundles: RunBundles) -> RunBundles:
+    def on(kind: str, plan: list[Bundle]) -> list[Bundle]:
+        return [{**bundle, kind: _NODE_SHARE} for bundle in plan]
+
+    return RunBundles(
+        on(TRAINER_NODE, bundles.trainer),
+        on(TRAINER_NODE, bundles.critic),
+        [on(ENGINE_NODE, engine) for engine in bundles.engines],
+        {
+            role: [on(ENGINE_NODE, engine) for engine in engines]
+            for role, engines in bundles.served.items()
+        },
+    )
 
 
 def plan_ranks(num_ranks: int, cpus_per_rank: float, gpus_per_node: int) -> list[Bundle]:

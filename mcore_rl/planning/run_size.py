@@ -3,7 +3,28 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, ServedModelConfig
+
+_REWARD_MODELS = ("judge", "reward_model")
+
+
+@dataclass(frozen=True)
+class CommandParts:
+    """The parts of a recipe that a command starts; `served` are roles of served models."""
+
+    trainer: bool = False
+    engines: bool = False
+    served: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": CommandParts(True, True, (*_REWARD_MODELS, "teacher")),
+    "sft": CommandParts(trainer=True),
+    "dpo": CommandParts(trainer=True),
+    "pairs": CommandParts(engines=True, served=_REWARD_MODELS),
+    "eval": CommandParts(engines=True, served=_REWARD_MODELS),
+}
 
 
 @dataclass(frozen=True)
@@ -20,21 +41,17 @@ class RunSize:
     critic_tp: int = 1
 
     @staticmethod
-    def of(
-        config: Config,
-        models: Mapping[str, ServedModelConfig],
-        *,
-        with_engines: bool,
-        with_trainer: bool,
-        with_critic: bool,
-    ) -> "RunSize":
+    def of(config: Config, command: str) -> "RunSize":
+        """The sizes that `command`, one of COMMANDS, needs of the recipe."""
+        parts = COMMANDS[command]
+        has_critic = command == "train" and needs_of(config.algorithm).critic
         return RunSize(
-            trainer=config.parallel.world_size if with_trainer else 0,
-            critic=config.critic.parallel.world_size if with_critic else 0,
-            engines=config.rollout.engines if with_engines else 0,
-            served=models,
-            engines_colocated=config.cluster.colocated and with_engines and with_trainer,
-            critic_colocated=config.critic.colocated and with_critic,
+            trainer=config.parallel.world_size if parts.trainer else 0,
+            critic=config.critic.parallel.world_size if has_critic else 0,
+            engines=config.rollout.engines if parts.engines else 0,
+            served={r: m for r, m in config.served_models.items() if r in parts.served},
+            engines_colocated=config.cluster.colocated and parts.engines and parts.trainer,
+            critic_colocated=config.critic.colocated and has_critic,
             trainer_tp=config.parallel.tp,
             critic_tp=config.critic.parallel.tp,
         )

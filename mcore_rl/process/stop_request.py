@@ -19,10 +19,14 @@ class StoppedEarly(Exception):
 
 
 def watch_for_stop_requests() -> None:
-    """From now on SIGUSR1 is noted instead of ending the process. Only for the main thread."""
+    """From now on SIGUSR1 is noted instead of ending the process. Only for the main thread.
+
+    One that came while the signal was blocked is noted as well.
+    """
     global _requested
     _requested = False
     signal.signal(SIGNAL, _note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
 
 
 def stop_requested() -> bool:

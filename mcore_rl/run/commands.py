@@ -1,7 +1,7 @@
 """Carries out the commands: makes the parts of a run, hands them to loops, fills a run folder."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from mcore_rl.loops.pairs import sample_pairs, write_pairs
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.checks import check_engines
+from mcore_rl.planning.run_size import RunSize
 from mcore_rl.players.colocation import SharingScorer, SharingTrainer
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.process.threads import at_once
@@ -62,16 +63,7 @@ def run_train(config: Config) -> None:
     prompts = inputs.prompts
     scorer = inputs.scorer
     needs = needs_of(config.algorithm)
-    served = ("judge", "reward_model", "teacher")
-    run = _run(
-        config,
-        inputs.policy,
-        with_engines=True,
-        with_trainer=True,
-        with_critic=needs.critic,
-        served=served,
-    )
-    with run as (folder, newest, processes), scorer:
+    with _run(config, inputs.policy, "train") as (folder, newest, processes), scorer:
         started = start_training(config, processes, inputs.loss)
         gpus = started.gpus
         served_models = connect(scorer, processes)
@@ -114,7 +106,7 @@ def run_sft(config: Config) -> None:
     options = config.sft
     cache_dir = token_cache_dir(config.data)
     batches = SftStream(options.data, tokenizer, options.max_len, config.run.seed, cache_dir)
-    with _run(config, policy, with_trainer=True) as (folder, newest, processes):
+    with _run(config, policy, "sft") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()
         start_step = resume(trainer, config.checkpoint, {"prompts": batches}, newest)
@@ -142,7 +134,7 @@ def run_dpo(config: Config) -> None:
     loss = make_policy_loss(
         AlgorithmConfig(loss="policy_gradient", preference=config.algorithm.preference)
     )
-    with _run(config, policy, with_trainer=True) as (folder, newest, processes):
+    with _run(config, policy, "dpo") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         trainer.wait_built()
         if needs_reference(config.algorithm.preference):
@@ -169,11 +161,7 @@ def run_pairs(config: Config) -> None:
     scorer = make_scorer(config)
     num_samples = config.rollout.samples_per_prompt
     num_pairs = config.dpo.pairs_per_prompt
-    served = ("judge", "reward_model")
-    with (
-        _run(config, policy, "pairs", with_engines=True, served=served) as (folder, _, processes),
-        scorer,
-    ):
+    with _run(config, policy, "pairs") as (folder, _, processes), scorer:
         client = make_client(config, policy, processes.start_engines(), tokenizer)
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
@@ -192,11 +180,7 @@ def run_eval(config: Config) -> None:
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
     scorer = make_scorer(config)
     correctness = Correctness.of(config.eval, config.reward)
-    served = ("judge", "reward_model")
-    with (
-        _run(config, policy, "eval", with_engines=True, served=served) as (folder, _, processes),
-        scorer,
-    ):
+    with _run(config, policy, "eval") as (folder, _, processes), scorer:
         client = make_client(config, policy, processes.start_engines(), tokenizer)
         connect(scorer, processes)
         generator = EngineGenerator(client, config.rollout, processes.watched)
@@ -218,27 +202,16 @@ def run_eval(config: Config) -> None:
 def _run(
     config: Config,
     policy: ModelFacts,
-    subfolder: str = ".",
-    *,
-    with_engines: bool = False,
-    with_trainer: bool = False,
-    with_critic: bool = False,
-    served: Sequence[str] = (),
+    command: str,
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
-    if with_engines:
+    size = RunSize.of(config, command)
+    if size.engines:
         check_engines(config, policy)
-    folder = RunFolder(Path(config.run.dir) / subfolder, with_critic)
+    path = Path(config.run.dir)
+    folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
     with folder.locked():
         newest = folder.prepare(config)
         _log.info("start-up")
-        with run_processes(
-            config,
-            policy,
-            folder.logs,
-            with_engines=with_engines,
-            with_trainer=with_trainer,
-            with_critic=with_critic,
-            served=served,
-        ) as processes:
+        with run_processes(config, policy, folder.logs, command) as processes:
             yield folder, newest, processes

@@ -7,7 +7,7 @@ from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.slots import RunSlots, reserve_slots
-from mcore_rl.config import RolloutConfig, ServedModelConfig
+from mcore_rl.config import ClusterConfig, RolloutConfig, ServedModelConfig
 from mcore_rl.planning.run_size import RunSize
 from tests.support.imaginary_gpus import four_imaginary_gpus
 
@@ -17,6 +17,7 @@ SIZE = RunSize(
     trainer=2, critic=1, engines=1, served={}, engines_colocated=False, critic_colocated=False
 )
 ROLLOUT = RolloutConfig(tp=1)
+CLUSTER = ClusterConfig(cpus_per_rank=0.5)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,7 +29,7 @@ def four_gpus() -> Iterator[None]:
 @pytest.fixture
 def reserved(request: pytest.FixtureRequest) -> Iterator[RunSlots]:
     """The slots of the size that the test is parametrized with."""
-    slots = reserve_slots(request.param, ROLLOUT, cpus_per_rank=0.5, timeout_s=20)
+    slots = reserve_slots(request.param, ROLLOUT, CLUSTER, timeout_s=20)
     yield slots
     remove_placement_group(slots.trainer[0].group)
 
@@ -72,4 +73,4 @@ def test_processes_that_share_gpus_share_the_trainers_bundles(reserved: RunSlots
 def test_what_does_not_fit_is_refused() -> None:
     five_gpus = RunSize(5, 0, 0, {}, engines_colocated=False, critic_colocated=False)
     with pytest.raises(ValueError, match=r"needs 2.5 CPU and 5 GPU in 5 bundles; after 1 s"):
-        reserve_slots(five_gpus, ROLLOUT, cpus_per_rank=0.5, timeout_s=1)
+        reserve_slots(five_gpus, ROLLOUT, CLUSTER, timeout_s=1)

@@ -68,7 +68,7 @@ def test_docstrings_and_comments_begin_like_sentences() -> None:
 def test_module_docstrings_say_what_flows_in_and_out_with_verbs() -> None:
     found = [
         f"{path}: {text}"
-        for path in python_files("mcore_rl", "checkpoint_tools", "benchmarks")
+        for path in python_files("mcore_rl", "checkpoint_tools", "launch", "benchmarks")
         for paragraph in (ast.get_docstring(parse(path)) or "").split("\n\n")
         if IN_OUT.search(text := " ".join(paragraph.split()))
     ]
@@ -114,7 +114,7 @@ def test_every_module_says_what_it_is_for() -> None:
 def test_no_two_public_classes_share_a_name() -> None:
     """Stand-ins keep the names of what they stand for."""
     places: dict[str, list[str]] = defaultdict(list)
-    for path in python_files("mcore_rl", "checkpoint_tools"):
+    for path in python_files("mcore_rl", "checkpoint_tools", "launch"):
         if "standins" in path.parts:
             continue
         for node in parse(path).body:
@@ -127,7 +127,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 def test_only_device_names_cuda_libraries() -> None:
     found = [
         f"{path}:{line}: {word}"
-        for path in python_files("mcore_rl", "checkpoint_tools", "benchmarks")
+        for path in python_files("mcore_rl", "checkpoint_tools", "launch", "benchmarks")
         if not path.as_posix().startswith(DEVICE)
         for line, word in device_words(parse(path))
     ]

@@ -19,7 +19,7 @@ STANDINS = "mcore_rl/device/standins/"
 
 def test_every_module_with_logic_has_a_test_file_that_imports_it() -> None:
     problems = []
-    for path in python_files("mcore_rl", "checkpoint_tools"):
+    for path in python_files("mcore_rl", "checkpoint_tools", "launch"):
         if str(path) in GLUE or str(path).startswith(STANDINS) or not has_logic(parse(path)):
             continue
         mirror = mirror_of(path)
@@ -31,7 +31,9 @@ def test_every_module_with_logic_has_a_test_file_that_imports_it() -> None:
 
 
 def test_every_test_file_is_the_mirror_of_a_module_or_lies_with_the_scenarios() -> None:
-    mirrors = {str(mirror_of(path)) for path in python_files("mcore_rl", "checkpoint_tools")}
+    mirrors = {
+        str(mirror_of(path)) for path in python_files("mcore_rl", "checkpoint_tools", "launch")
+    }
     strays = [
         str(path)
         for path in python_files("tests")

@@ -11,13 +11,15 @@ import pytest
 from mcore_rl import __version__
 from tests.support.policy import ROOT, tracked
 
+PACKAGED = {"mcore_rl", "checkpoint_tools", "launch", "recipes"}
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which the wheel of this tree was installed, without its requirements."""
     folder = tmp_path_factory.mktemp("wheel")
     for path in tracked():
-        if path.parts[0] in {"mcore_rl", "checkpoint_tools", "recipes"} or len(path.parts) == 1:
+        if path.parts[0] in PACKAGED or len(path.parts) == 1:
             copy = folder / "source" / path
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, copy)

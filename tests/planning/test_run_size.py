@@ -8,8 +8,8 @@ from mcore_rl.planning.run_size import RunSize
 
 def test_only_a_command_that_trains_the_critic_makes_room_for_it() -> None:
     config = load_recipe("tiny_moe_ppo", ["critic.parallel.tp=2"])
-    trained = RunSize.of(config, {}, with_engines=True, with_trainer=True, with_critic=True)
-    tuned = RunSize.of(config, {}, with_engines=False, with_trainer=True, with_critic=False)
+    trained = RunSize.of(config, "train")
+    tuned = RunSize.of(config, "sft")
     assert (trained.critic, tuned.critic) == (2, 0)
     assert (
         trained.num_cpus(0.5, ranks_per_engine=1) - tuned.num_cpus(0.5, ranks_per_engine=1) == 1.5
@@ -21,13 +21,11 @@ def test_a_reward_model_on_the_trainers_gpus_takes_none_of_its_own() -> None:
     colocated = load_recipe(
         "tiny_moe_grpo", [*settings, "reward_model.colocated=true", "cluster.offload=true"]
     )
-    needs = {"with_engines": True, "with_trainer": True, "with_critic": False}
-    size = RunSize.of(colocated, colocated.served_models, **needs)
+    size = RunSize.of(colocated, "train")
     assert (list(size.colocated_served), size.tenants) == (["reward_model"], 2)
     assert size.num_cpus(0.5, ranks_per_engine=1) == (2 + 1 + 1) * 0.5  # ranks, engine, judge
-    without_trainer = RunSize.of(
-        colocated, colocated.served_models, **needs | {"with_trainer": False}
-    )
+    without_trainer = RunSize.of(colocated, "eval")
+    assert list(without_trainer.served) == ["judge", "reward_model"]
     assert not without_trainer.colocated_served
     for changed, message in (
         ("reward_model.restarts=1", "reward_model.colocated=true with reward_model.url='' and"),

@@ -1,0 +1,58 @@
+"""A run as it is to be submitted: its command, its folder and the nodes that it needs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.options import LaunchOptions
+from mcore_rl.config import Config
+from mcore_rl.planning.node_needs import NodeNeeds, NodeSize, plan_nodes
+
+FOLDER = "launch"
+"""Below the run's folder: what was submitted, what the job printed, the notes of its nodes."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A command of `mcore-rl` with its settings, and what it needs.
+
+    settings   recipe=<name> and overrides, as they were given
+    """
+
+    command: str
+    settings: Sequence[str]
+    run_dir: Path
+    needs: NodeNeeds
+
+    @property
+    def name(self) -> str:
+        return f"{self.command}-{self.run_dir.name}"
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / FOLDER
+
+    @property
+    def arguments(self) -> list[str]:
+        """Arguments of `mcore-rl` in the job, with the run's folder as a whole path."""
+        kept = [word for word in self.settings if not word.startswith("run.dir=")]
+        return [self.command, *kept, f"run.dir={self.run_dir}"]
+
+
+def make_submission(
+    command: str, settings: Sequence[str], config: Config, options: LaunchOptions
+) -> Submission:
+    """The submission of a recipe. Raises ValueError if it needs more nodes than there are to be."""
+    gpus = config.plan.ranks_per_host if options.gpus_per_node is None else options.gpus_per_node
+    size = NodeSize(gpus, options.cpus_per_node)
+    needs = plan_nodes(config, command, size)
+    if options.nodes is not None and options.nodes < needs.nodes:
+        raise ValueError(
+            f"launch.nodes={options.nodes}, but the recipe needs {needs.nodes} nodes of"
+            f" {gpus} GPUs and {needs.cpus_per_node} CPUs: give it as many, or lower parallel.*,"
+            " rollout.engines or cluster.cpus_per_rank"
+        )
+    nodes = options.nodes or needs.nodes
+    cpus = options.cpus_per_node or needs.cpus_per_node
+    needs = NodeNeeds(nodes, needs.trainer_nodes, gpus, cpus)
+    return Submission(command, list(settings), Path(config.run.dir).absolute(), needs)

@@ -1,0 +1,113 @@
+"""Submits a recipe: writes what the target needs into the run's folder, and starts the job."""
+
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from launch.compose import load_launch
+from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
+from launch.submission import FOLDER, Submission, make_submission
+from launch.targets import TARGETS
+from mcore_rl.config import Config
+from mcore_rl.planning.run_size import COMMANDS
+
+RECIPE = "recipe.yaml"
+_ADDRESS = "cluster.address=auto"
+"""Stands for the address that the job finds out."""
+_POLL_S = 2.0
+
+
+def submit(
+    words: Sequence[str], load_settings: Callable[[Sequence[str], str], Config], dry_run: bool
+) -> None:
+    """Submit what `words` say: a command (train if there is none), recipe=, launch=, overrides.
+
+    `load_settings` reads a recipe and overrides for a command. With `dry_run` everything is written
+    and nothing submitted. Raises ValueError if the words are wrong, or the recipe does not fit.
+    """
+    command, launch, overrides, settings = split(words)
+    options = load_launch(launch, overrides)
+    config = load_settings([*settings, _ADDRESS], command)
+    submission = make_submission(command, settings, config, options)
+    target = TARGETS[options.target]
+    files = target.make_files(submission, options)
+    submission.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (submission.folder / name).write_text(text)
+    OmegaConf.save(OmegaConf.structured(config), submission.folder / RECIPE)
+    print(_describe(submission, files))
+    if dry_run:
+        print(f"submit it with: {shlex.join(target.submit_command(submission))}")
+        return
+    job = SubmittedJob(
+        options.target, target.submit(submission), submission.name, str(submission.folder)
+    )
+    remember(job)
+    print(f"submitted as {options.target} job {job.id}")
+    for verb in ("status", "logs -f", "cancel"):
+        print(f"  mcore-rl {verb} {submission.run_dir}")
+
+
+def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
+    """(command, launch file, overrides of the launch file, settings of the recipe).
+
+    Raises ValueError naming the word that is none of these.
+    """
+    commands = [word for word in words if "=" not in word]
+    if commands[1:] or (commands and commands[0] not in COMMANDS):
+        raise ValueError(
+            f"{commands[-1]}: expected at most one command ({', '.join(COMMANDS)}) and key=value"
+        )
+    launches = [w.partition("=")[2] for w in words if w.startswith("launch=")]
+    if len(launches) != 1:
+        raise ValueError(f"give one launch=<{'|'.join(TARGETS)} or file>, got {len(launches)}")
+    overrides = [word for word in words if word.startswith("launch.")]
+    settings = [w for w in words if "=" in w and not w.startswith(("launch=", "launch."))]
+    if given := [word for word in settings if word.startswith("cluster.address=")]:
+        raise ValueError(f"{given[0]}: a submitted job starts its own Ray; leave it out")
+    return (commands or ["train"])[0], launches[0], overrides, settings
+
+
+def _describe(submission: Submission, files: Iterable[str]) -> str:
+    needs = submission.needs
+    parts = f"{needs.nodes} nodes of {needs.gpus_per_node} GPUs and {needs.cpus_per_node} CPUs"
+    if needs.trainer_nodes:
+        parts += f" ({needs.trainer_nodes} for the trainer, {needs.engine_nodes} for engines)"
+    return (
+        f"{submission.name}: {parts}; written to {submission.folder}: {', '.join(files)}, {RECIPE}"
+    )
+
+
+def show_status(run_dir: Path) -> State:
+    """Print the state of the run's job, and return it."""
+    job = find_job(run_dir, FOLDER)
+    state = TARGETS[job.target].state_of(job)
+    print(state.text)
+    return state
+
+
+def show_logs(run_dir: Path, follow: bool) -> None:
+    """Print what the job printed; with `follow` until it ends."""
+    job = find_job(run_dir, FOLDER)
+    target = TARGETS[job.target]
+    shown = subprocess.Popen(target.log_command(job, follow), stdin=subprocess.DEVNULL)
+    try:
+        while follow and shown.poll() is None and target.state_of(job).phase != ENDED:
+            time.sleep(_POLL_S)
+        if follow:
+            time.sleep(_POLL_S)  # the last lines
+            shown.terminate()
+        shown.wait()
+    finally:
+        shown.kill()
+
+
+def cancel(run_dir: Path) -> None:
+    """Cancel the run's job. It saves before it ends if it has the time."""
+    job = find_job(run_dir, FOLDER)
+    TARGETS[job.target].cancel(job)
+    print(f"canceled {job.target} job {job.id}")

@@ -1,0 +1,237 @@
+"""Brings a node of a job into its Ray, runs the command on the first one, and ends with it.
+
+node 0                                 other nodes
+Ray's head --> head.json ------------> Ray joins
+waits until all have joined
+the command --> done.json -----------> Ray ends
+Ray ends once the others have left
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mcore_rl.cluster.environment import set_defaults
+from mcore_rl.cluster.marked import marked_processes, ray_temp_dir
+from mcore_rl.cluster.node_agent.address import interface_of, own_address
+from mcore_rl.cluster.node_agent.command import RunCommand
+from mcore_rl.cluster.node_agent.job import Job
+from mcore_rl.cluster.node_agent.joined_nodes import JoinedNodes
+from mcore_rl.cluster.node_agent.local_ray import LocalRay, NodeFacts
+from mcore_rl.cluster.node_agent.rendezvous import FAILED, LEFT, STARTED, Note, Rendezvous
+from mcore_rl.cluster.node_agent.signals import StopSignals
+from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
+from mcore_rl.process.stop_request import EXIT_STATUS
+
+POLL_S = 0.5
+FAREWELL_S = 20.0
+"""How long node 0 waits for the others to leave, and for a command to name a lost node itself."""
+
+
+class Unready(RuntimeError):
+    """The job's nodes did not come together; the message names the one that is missing."""
+
+
+def run_node(job: Job) -> int:
+    """Run this node's part of the job; return its exit status.
+
+    On node 0 that is the command's: 75 if the run saved and stopped on request. On the others it is
+    0 once the command ended, however it did. It is 1, with a message on stderr, if nodes are
+    missing or lost. All processes that this one started are gone when it returns.
+    """
+    stops = StopSignals()
+    rendezvous = Rendezvous(job.folder)
+    rendezvous.open()
+    rendezvous.note(job.rank, Note(STARTED))
+    facts = _facts(job)
+    _set_environment(rendezvous, facts.address, job)
+    with ray_temp_dir() as temp_dir, marked_processes(str(temp_dir)):
+        try:
+            if job.rank == 0:
+                return _lead(job, facts, rendezvous, stops, temp_dir)
+            return _follow(job, facts, rendezvous, stops, temp_dir)
+        except Unready as error:
+            rendezvous.note(job.rank, Note(FAILED, str(error)))
+            print(f"mcore-rl: {error}", file=sys.stderr)
+            return 1
+
+
+def _facts(job: Job) -> NodeFacts:
+    peer = job.addresses[1 if job.rank == 0 else 0] if job.num_nodes > 1 else None
+    kind = TRAINER_NODE if job.rank < job.trainer_nodes else ENGINE_NODE
+    return NodeFacts(
+        name=job.name,
+        order=f"{job.order}.{job.rank:06d}".removeprefix("."),
+        address=own_address(job.interface, job.addresses[job.rank], peer),
+        num_cpus=job.num_cpus,
+        num_gpus=job.num_gpus,
+        object_store_mib=job.object_store_mib,
+        resources={kind: 1.0} if job.trainer_nodes else {},
+    )
+
+
+def _set_environment(rendezvous: Rendezvous, address: str, job: Job) -> None:
+    """Set what Ray's processes and all below them inherit, before Ray is imported."""
+    set_defaults()
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(rendezvous.token)
+    os.environ.pop("RAY_ADDRESS", None)
+    if job.num_nodes > 1 and (interface := interface_of(address)):
+        for library in ("NCCL", "GLOO"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+
+
+def _lead(
+    job: Job, facts: NodeFacts, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
+) -> int:
+    rendezvous.make_token()
+    ray = LocalRay(facts, None, temp_dir, job.folder / f"ray_{job.name}.log")
+    status = 1
+    try:
+        rendezvous.publish(ray.head_address)
+        if not _nodes_come(job, rendezvous, ray, stops):
+            status = EXIT_STATUS
+        else:
+            status = _run_command(job, rendezvous, ray, stops)
+    finally:
+        rendezvous.finish(status)
+        if status not in (0, EXIT_STATUS):
+            ray.keep_logs()
+        _wait_for_farewells(job, rendezvous)
+        ray.stop()
+    rendezvous.note(job.rank, Note(LEFT))
+    return status
+
+
+def _nodes_come(job: Job, rendezvous: Rendezvous, ray: LocalRay, stops: StopSignals) -> bool:
+    """Wait until all nodes are in Ray; return False if the job is asked to stop before.
+
+    Raises Unready naming the nodes that are missing after the timeout, and what is known of them.
+    """
+    until = time.monotonic() + job.timeout_s
+    joined = JoinedNodes(ray.head_address, job.num_nodes, job.folder)
+    try:
+        while len(names := joined.names()) < job.num_nodes:
+            if stops.count or rendezvous.is_asked_to_stop():
+                return False
+            _check_ray(job.name, ray)
+            for rank in range(1, job.num_nodes):
+                if (note := rendezvous.note_of(rank)) and note.phase == FAILED:
+                    raise Unready(f"node {job.names[rank]}: {note.text}")
+            if time.monotonic() > until:
+                raise Unready(_missing(job, rendezvous, names))
+            time.sleep(POLL_S)
+    finally:
+        joined.end()
+    return True
+
+
+def _missing(job: Job, rendezvous: Rendezvous, joined: Sequence[str]) -> str:
+    lines = [f"after {job.timeout_s:g} s {len(joined)} of {job.num_nodes} nodes are in Ray."]
+    for rank, name in enumerate(job.names):
+        if name in joined:
+            continue
+        if rendezvous.note_of(rank) is None:
+            lines.append(
+                f"Node {name} has not started: it wrote nothing to {job.folder}. Is the node up,"
+                " and does it see this folder?"
+            )
+        else:
+            lines.append(
+                f"Node {name} has started, but did not join: {job.folder}/ray_{name}.log says why"
+            )
+    return " ".join(lines)
+
+
+def _run_command(job: Job, rendezvous: Rendezvous, ray: LocalRay, stops: StopSignals) -> int:
+    """Run the job's command to its end and return its exit status.
+
+    The command has FAREWELL_S to end by itself once a node is lost.
+    """
+    joining = [f"cluster.address={ray.head_address}", f"cluster.num_nodes={job.num_nodes}"]
+    command = RunCommand([*job.command, *joining])
+    handled = 0
+    lost_at: float | None = None
+    while (status := command.status()) is None:
+        asked = stops.count + rendezvous.is_asked_to_stop()
+        if asked > handled:
+            (command.end if handled else command.ask_to_save)()
+            handled = asked
+        if lost_at is None and (lost := _lost_node(job, rendezvous, ray)):
+            lost_at = time.monotonic()
+            print(f"mcore-rl: {lost}", file=sys.stderr)
+        if lost_at is not None and time.monotonic() - lost_at > FAREWELL_S:
+            command.kill()
+            return 1
+        time.sleep(POLL_S)
+    return status
+
+
+def _lost_node(job: Job, rendezvous: Rendezvous, ray: LocalRay) -> str | None:
+    """Return which node lost its Ray, and why, or None."""
+    if (status := ray.exit_status()) is not None:
+        return f"node {job.name}: Ray ended with status {status}: {ray.log_path}"
+    for rank in range(1, job.num_nodes):
+        note = rendezvous.note_of(rank)
+        if note and note.phase in (FAILED, LEFT):
+            return f"node {job.names[rank]}: {note.text or 'it was asked to leave'}"
+    return None
+
+
+def _wait_for_farewells(job: Job, rendezvous: Rendezvous) -> None:
+    """Wait until the other nodes have left: the step of a scheduler may end with its first task."""
+
+    def all_left() -> bool:
+        notes = [rendezvous.note_of(rank) for rank in range(1, job.num_nodes)]
+        return all(note is None or note.phase != STARTED for note in notes)
+
+    _poll(all_left, FAREWELL_S)
+
+
+def _follow(
+    job: Job, facts: NodeFacts, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
+) -> int:
+    head = job.names[0]
+    _poll(
+        lambda: rendezvous.head_address() is not None or rendezvous.status() is not None,
+        job.timeout_s,
+        give_up=lambda: stops.count > 1,
+    )
+    if rendezvous.status() is not None:
+        return 0
+    address = rendezvous.head_address()
+    if address is None:
+        raise Unready(
+            f"node {job.name} waited {job.timeout_s:g} s for node {head} to start Ray: it wrote"
+            f" nothing to {job.folder}. Is the node up, and is the folder shared?"
+        )
+    ray = LocalRay(facts, address, temp_dir, job.folder / f"ray_{job.name}.log")
+    try:
+        while rendezvous.status() is None and stops.count < 2:
+            _check_ray(job.name, ray)
+            time.sleep(POLL_S)
+    except Unready:
+        if rendezvous.status() is None:
+            ray.keep_logs()
+            raise
+    finally:
+        ray.stop()
+    rendezvous.note(job.rank, Note(LEFT))
+    return 0 if rendezvous.status() is not None else 128 + signal.SIGTERM
+
+
+def _check_ray(name: str, ray: LocalRay) -> None:
+    if (status := ray.exit_status()) is not None:
+        raise Unready(f"Ray ended on node {name} with status {status}: {ray.log_path}")
+
+
+def _poll(
+    is_done: Callable[[], bool], timeout_s: float, give_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Return once `is_done` or `give_up` says so, or after the timeout."""
+    until = time.monotonic() + timeout_s
+    while not is_done() and not give_up() and time.monotonic() < until:
+        time.sleep(POLL_S)

@@ -1,0 +1,60 @@
+"""Reads which nodes the joined Ray cluster has, and waits until they are there."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Node:
+    """A live node of the cluster; `id` is Ray's. Nodes are in the order of `order`, then `id`."""
+
+    order: str
+    id: str
+    name: str
+    address: str
+    gpus: int
+
+
+def alive_nodes() -> list[Node]:
+    """Return the live nodes in their order."""
+    return sorted(
+        (
+            Node(
+                node["Labels"].get(ORDER_LABEL, ""),
+                node["NodeID"],
+                node["Labels"].get(NAME_LABEL, node["NodeName"]),
+                node["NodeManagerAddress"],
+                int(node["Resources"].get("GPU", 0)),
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        ),
+        key=lambda node: (node.order, node.id),
+    )
+
+
+def wait_for_nodes(num_nodes: int, timeout_s: float, names: Sequence[str] = ()) -> list[Node]:
+    """Return the live nodes once there are `num_nodes`.
+
+    Raises ValueError after `timeout_s`; it names the nodes that came and, where all `names` are
+    known, those that did not.
+    """
+    until = time.monotonic() + timeout_s
+    while len(nodes := alive_nodes()) < num_nodes:
+        if time.monotonic() > until:
+            came = [node.name for node in nodes]
+            missing = [name for name in names if name not in came]
+            missed = f"; missing: {', '.join(missing)}" if missing else ""
+            raise ValueError(
+                f"after {timeout_s:g} s Ray has {len(nodes)} of {num_nodes} nodes:"
+                f" {', '.join(came)}{missed}"
+            )
+        time.sleep(POLL_S)
+    return nodes
