@@ -79,7 +79,8 @@ def cancel(job: SubmittedJob) -> None:
     """Ask the run to save and to end, and wait until it has; afterwards kill it."""
     until = time.monotonic() + _CANCEL_TIMEOUT_S
     with suppress(ProcessLookupError):
-        os.kill(int(job.id), signal.SIGTERM)
+        if _is_running(job):
+            os.kill(int(job.id), signal.SIGTERM)
         while _is_running(job) and time.monotonic() < until:
             time.sleep(0.5)
         if _is_running(job):

@@ -33,7 +33,7 @@ class LaunchOptions(Options, group="launch"):
 
 
 @dataclass
-class LocalOptions(LaunchOptions):
+class LocalOptions(LaunchOptions, group="launch"):
     """Nodes that are processes of this machine, for rehearsals of a cluster."""
 
     python: str = ""
@@ -41,7 +41,7 @@ class LocalOptions(LaunchOptions):
 
 
 @dataclass
-class SlurmOptions(LaunchOptions):
+class SlurmOptions(LaunchOptions, group="launch"):
     partition: str = ""
     account: str = ""
     qos: str = ""

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.agent import agent_options
@@ -26,18 +26,18 @@ def make_files(submission: Submission, options: SlurmOptions) -> dict[str, str]:
     groups = [
         [*_job_options(submission, options), *_node_options(submission, options, first_nodes)]
     ]
-    node_list = '"$SLURM_JOB_NODELIST"'
+    node_lists = ["$SLURM_JOB_NODELIST"]
     srun_options = ["--kill-on-bad-exit=1", "--ntasks-per-node=1"]
     if options.engine_partition:
         groups.append(_engine_options(submission, options))
-        node_list = '"$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"'
+        node_lists = [f"$SLURM_JOB_NODELIST_HET_GROUP_{group}" for group in (0, 1)]
         srun_options.insert(0, "--het-group=0,1")
     script = render(
         "slurm.sh.jinja",
         submission=submission,
         options=options,
         groups=groups,
-        node_list=node_list,
+        node_lists=node_lists,
         srun_options=srun_options + _pyxis(submission, options),
         wrapper=_apptainer(submission, options),
         python=shlex.quote(_python(options)),
@@ -64,7 +64,17 @@ def state_of(job: SubmittedJob) -> State:
     shown = call(["scontrol", "show", "job", job.id, "--oneliner"], check=False).splitlines()
     if not shown:
         return State(ENDED, f"SLURM has forgotten job {job.id}; its log is in {job.folder}")
-    return State(*_phase(shown[0]))
+    return joint_state([job_state(line, _out_of_service()) for line in shown])
+
+
+def joint_state(states: Sequence[State]) -> State:
+    """The state of a job array: it ended once all its jobs did, with the highest status."""
+    text = "\n".join(state.text for state in states)
+    for phase in (RUNNING, WAITING):
+        if any(state.phase == phase for state in states):
+            return State(phase, text)
+    known = [state.exit_status for state in states if state.exit_status is not None]
+    return State(ENDED, text, max(known, default=None))
 
 
 def log_command(job: SubmittedJob, follow: bool) -> list[str]:
@@ -79,29 +89,27 @@ def cancel(job: SubmittedJob) -> None:
     call(["scancel", job.id])
 
 
-def _phase(job: str) -> tuple[str, str, int | None]:
-    """Phase, words and exit status of a line of `scontrol show job`."""
+def job_state(job: str, out_of_service: Sequence[str]) -> State:
+    """The state that a line of `scontrol show job` tells; nodes that are out concern who waits."""
     facts = dict(re.findall(r"(\w+)=(\S*)", job))
     state = facts.get("JobState", "")
     name = f"job {facts.get('JobId', '')}"
     if state in _WAITING_STATES:
-        since = (
-            f", restarted {facts['Restarts']} times" if facts.get("Restarts", "0") != "0" else ""
-        )
-        return WAITING, f"{name} waits ({facts.get('Reason', '')}){since}{_out_of_service()}", None
+        text = f"{name} waits ({facts.get('Reason', '')}, restart {facts.get('Restarts', '0')})"
+        out = f"; out of service: {'; '.join(out_of_service)}" if out_of_service else ""
+        return State(WAITING, text + out)
     if state in _RUNNING_STATES:
         text = f"{name} runs on {facts.get('NodeList', '')} for {facts.get('RunTime', '')}"
-        return RUNNING, f"{text} of {facts.get('TimeLimit', '')}", None
+        return State(RUNNING, f"{text} of {facts.get('TimeLimit', '')}")
     code, _, signal = facts.get("ExitCode", "1:0").partition(":")
     status = int(code) or (128 + int(signal) if int(signal) else 0)
-    return ENDED, f"{name} ended: {state}, status {status}", status
+    return State(ENDED, f"{name} ended: {state}, status {status}", status)
 
 
-def _out_of_service() -> str:
+def _out_of_service() -> list[str]:
     """The nodes that are down, drained or failing, with the reason that SLURM gives."""
     listed = call(["sinfo", "-h", "-N", "-t", "down,drain,fail", "-o", "%N %T: %E"], check=False)
-    nodes = sorted({line.strip() for line in listed.splitlines() if line.strip()})
-    return f"; out of service: {'; '.join(nodes)}" if nodes else ""
+    return sorted({line.strip() for line in listed.splitlines() if line.strip()})
 
 
 def _check(submission: Submission, options: SlurmOptions) -> None:

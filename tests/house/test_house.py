@@ -84,6 +84,7 @@ def test_spelling_is_american() -> None:
         for number, line in enumerate(read(path).splitlines(), start=1)
         for match in BRITISH.finditer(line)
         if not (match.group() == FORMER_NAME and path.as_posix() in FORMER_NAME_IN)
+        and not match.group().isupper()  # a constant of somebody else's, such as a job's state
     ]
     assert not found, "\n".join(found)
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 from tests.support.policy import ROOT, parse, python_files, read
 
-GLUE = {"mcore_rl/cluster/critic.py"}
-"""Passes calls on through Ray to an object that has tests; tests/e2e runs it."""
+GLUE = {
+    "mcore_rl/cluster/critic.py",
+    "mcore_rl/cluster/node_agent/joined_nodes.py",
+    "mcore_rl/cluster/node_agent/roll_call.py",
+}
+"""They pass calls on to Ray, or to an object that has tests; tests/e2e runs them."""
 NOT_MIRRORED = {"e2e", "scenarios", "house", "recipes"}
 WHOLE_COMMANDS = {
     f"tests/checkpoint_tools/test_{name}.py"

@@ -35,9 +35,9 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 KillWait=60
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
-NodeName=DEFAULT NodeHostname={host} CPUs=2 RealMemory=4000 State=UNKNOWN
-NodeName=n1 NodeAddr=127.0.0.2 Port={port_1}
-NodeName=n2 NodeAddr=127.0.0.3 Port={port_2}
+NodeName=DEFAULT CPUs=2 RealMemory=4000 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={port_1}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={port_2}
 PartitionName=all Nodes=n1,n2 Default=YES State=UP MaxTime=INFINITE
 PartitionName=first Nodes=n1 State=UP
 PartitionName=second Nodes=n2 State=UP

@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str]) -> Job:
     parser.add_argument("--addresses", default="", help="the same; by default the names")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--interface", default="")
-    parser.add_argument("--order", default="")
+    parser.add_argument("--topology", default="", help="switches above the node: s0.s3.node7")
     parser.add_argument("--trainer-nodes", type=int, default=0)
     parser.add_argument("--num-cpus", type=int, default=1)
     parser.add_argument("--num-gpus", type=int, default=0)

@@ -64,7 +64,7 @@ def _facts(job: Job) -> NodeFacts:
     kind = TRAINER_NODE if job.rank < job.trainer_nodes else ENGINE_NODE
     return NodeFacts(
         name=job.name,
-        order=f"{job.order}.{job.rank:06d}".removeprefix("."),
+        order=job.order,
         address=own_address(job.interface, job.addresses[job.rank], peer),
         num_cpus=job.num_cpus,
         num_gpus=job.num_gpus,

@@ -14,7 +14,7 @@ class Job:
     folder           of this attempt, seen by all nodes
     command          arguments of `mcore-rl`, without cluster.address
     interface        network interface to use; empty: the one that leads to the other nodes
-    order            of this node among switches; empty: that of the ranks
+    topology         switches above this node and its name, as in s0.s3.node7; empty: unknown
     trainer_nodes    the first nodes, which are kept for trainer and critic; 0: all share all
     timeout_s        how long nodes wait for one another
     """
@@ -25,7 +25,7 @@ class Job:
     folder: Path
     command: tuple[str, ...]
     interface: str = ""
-    order: str = ""
+    topology: str = ""
     trainer_nodes: int = 0
     num_cpus: int = 1
     num_gpus: int = 0
@@ -42,6 +42,12 @@ class Job:
     @property
     def name(self) -> str:
         return self.names[self.rank]
+
+    @property
+    def order(self) -> str:
+        """The node's place in an order in which nodes below one switch are neighbors."""
+        switches = self.topology.rpartition(".")[0]
+        return f"{switches}.{self.rank:06d}".removeprefix(".")
 
     @property
     def num_nodes(self) -> int:

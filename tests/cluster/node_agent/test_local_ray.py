@@ -1,0 +1,70 @@
+"""Ray's processes of a node start on ports of their own, join by a token, and end."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cluster.marked import marked_processes, ray_temp_dir
+from mcore_rl.cluster.node_agent.joined_nodes import JoinedNodes
+from mcore_rl.cluster.node_agent.local_ray import LocalRay, NodeFacts
+from mcore_rl.cluster.node_agent.rendezvous import Rendezvous
+
+pytestmark = pytest.mark.e2e
+
+
+def facts(name: str, address: str) -> NodeFacts:
+    return NodeFacts(name, name, address, 1, 0, 80, {"engine_node": 1.0})
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    until = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def test_a_second_node_joins_the_first_with_the_token_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous = Rendezvous(tmp_path)
+    rendezvous.open()
+    rendezvous.make_token()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(rendezvous.token))
+    with ray_temp_dir() as temp_dir, marked_processes(str(temp_dir)):
+        head = LocalRay(facts("a", "127.0.0.2"), None, temp_dir, tmp_path / "ray_a.log")
+        joined = JoinedNodes(head.head_address, 2, tmp_path)
+        wait_until(lambda: list(joined.names()) == ["a"])
+
+        wrong = tmp_path / "wrong"
+        wrong.write_text("0" * 64)
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(wrong))
+        (temp_dir / "b").mkdir()
+        stranger = LocalRay(
+            facts("b", "127.0.0.3"), head.head_address, temp_dir / "b", tmp_path / "ray_b.log"
+        )
+        wait_until(lambda: stranger.exit_status() is not None)
+        assert stranger.exit_status() != 0
+
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(rendezvous.token))
+        (temp_dir / "c").mkdir()
+        other = LocalRay(
+            facts("c", "127.0.0.3"), head.head_address, temp_dir / "c", tmp_path / "ray_c.log"
+        )
+        wait_until(lambda: set(joined.names()) == {"a", "c"})
+        assert head.exit_status() is None and other.exit_status() is None
+        joined.end()
+        other.stop()
+        head.stop()
+        head.keep_logs()
+        assert {path.name for path in (tmp_path / "ray_a").iterdir()} >= {"raylet.out"}
+        assert json.loads((tmp_path / "joined.json").read_text())
+    host, _, port = head.head_address.rpartition(":")
+    with socket.socket() as probe:
+        assert probe.connect_ex((host, int(port))) != 0
+    assert not os.path.exists(temp_dir)
