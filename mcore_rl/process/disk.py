@@ -51,13 +51,13 @@ def describe_full_disk(path: str | Path, error: BaseException) -> str:
     is_quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
     reason = "the disk quota is used up" if is_quota else "no space left on device"
     return (
-        f"cannot write {path}: {reason}; {_describe_filesystem(Path(path).absolute())}. Free some"
+        f"cannot write {path}: {reason}; {describe_filesystem(Path(path).absolute())}. Free some"
         " space (old checkpoints and runs, checkpoint.keep) or write to another filesystem, then"
         " run the same command again; a training run continues from its newest checkpoint"
     )
 
 
-def _describe_filesystem(path: Path) -> str:
+def describe_filesystem(path: Path) -> str:
     """Name the filesystem that holds `path` and its free space; neither lookup may fail."""
     existing = next((p for p in (path, *path.parents) if p.exists()), Path("/"))
     mount_point = _mount_point(existing)

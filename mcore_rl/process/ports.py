@@ -23,12 +23,13 @@ def find_free_port(host: str) -> int:
     ephemeral_start = int(port_range.split()[0])
     end = max(ephemeral_start - max(_DERIVED_PORTS), _FIRST_PORT + 1)
     for port in random.SystemRandom().sample(range(_FIRST_PORT, end), min(64, end - _FIRST_PORT)):
-        if all(_is_free(host, port + derived) for derived in _DERIVED_PORTS):
+        if all(is_free(host, port + derived) for derived in _DERIVED_PORTS):
             return port
     raise RuntimeError(f"no free port between {_FIRST_PORT} and {ephemeral_start} on {host}")
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """Return whether a server could bind this port now."""
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.bind((host, port))
         return True
