@@ -176,7 +176,7 @@ def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     from mcore_rl.doctor.command import add_arguments, run_doctor
 
     command = commands.add_parser(
-        "doctor", help="check what this machine's GPU and CPU can do, a line of JSON each"
+        "doctor", help="check this machine, or several, for a run; --gpu: try out its GPU"
     )
     add_arguments(command)
     command.set_defaults(run=run_doctor)

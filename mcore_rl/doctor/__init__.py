@@ -1,7 +1,7 @@
-"""Checks this machine with real processes and prints a line of JSON per check.
+"""Checks machines: their state in seconds (machine/), or by real processes in minutes (the kit).
 
-    python -m mcore_rl.doctor --gpu
+    python -m mcore_rl.doctor          this machine, or several against one another
+    python -m mcore_rl.doctor --gpu    the stages of the kit, a line of JSON per check
 
-runs the stages in their order on the GPU of this machine, or on its CPU if there is none.
 docs/doctor.md lists the checks.
 """

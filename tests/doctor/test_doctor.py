@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gloo
 
 def test_every_check_passes_on_the_cpu_or_says_why_it_is_skipped(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    command = [sys.executable, "-m", "mcore_rl.doctor", "--logs", str(logs)]
+    command = [sys.executable, "-m", "mcore_rl.doctor", "--stages", "all"]
+    command += ["--logs", str(logs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, summary = [json.loads(line) for line in done.stdout.splitlines()]
