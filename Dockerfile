@@ -56,4 +56,4 @@ RUN pip install --no-build-isolation --constraint requirements/gpu.txt --editabl
 ENV CUDA_DEVICE_MAX_CONNECTIONS=1
 
 ENTRYPOINT ["mcore-rl"]
-CMD ["--help"]
+CMD ["doctor"]
