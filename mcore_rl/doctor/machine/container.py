@@ -36,7 +36,7 @@ def _docker() -> Finding:
 
 
 def _apptainer() -> Finding:
-    name = "apptainer" if shutil.which("apptainer") else "singularity"
+    name = "singularity" if shutil.which("singularity") else "apptainer"  # its former name
     if missing := _missing(name, "module load apptainer, or install it"):
         return missing
     status, words = _ask(name, "--version")

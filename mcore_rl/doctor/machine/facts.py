@@ -87,7 +87,7 @@ def _compare_versions(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
             grade = warning if package == "driver" else failed
             yield grade("same versions", f"{package} {text}", remedy)
     if not differ:
-        yield ok("same versions", f"{len(facts)} nodes have the same packages")
+        yield ok("same versions", f"the same packages on {len(facts)}")
 
 
 def _compare_environments(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -102,7 +102,7 @@ def _compare_environments(facts: Sequence[NodeFacts]) -> Iterator[Finding]:
         grade = failed if variable in AGREED else warning
         yield grade("same environment", text, remedy)
     if not differ:
-        yield ok("same environment", f"{len(facts)} nodes have the same settings")
+        yield ok("same environment", f"the same variables on {len(facts)}")
 
 
 def _compare_gpus(facts: Sequence[NodeFacts]) -> Iterator[Finding]:

@@ -22,7 +22,8 @@ def test_a_runtime_that_is_not_there_is_a_failure(runtime: str, tmp_path: Path) 
     [finding] = run.outcome("container")
     assert run.status == 1
     assert finding.outcome == "failed"
-    assert f"is not on PATH ({tmp_path})" in finding.text
+    program = "srun" if runtime == "pyxis" else runtime
+    assert finding.text == f"{program} is not on PATH ({tmp_path})"
 
 
 def test_none_is_looked_for_unless_one_is_asked_for() -> None:
