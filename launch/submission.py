@@ -8,6 +8,8 @@ from launch.options import LaunchOptions
 from mcore_rl.config import Config
 from mcore_rl.planning.node_needs import NodeNeeds, NodeSize, plan_nodes
 
+DOCTOR = "doctor"
+"""A command that runs on every node by itself, without Ray."""
 FOLDER = "launch"
 """Below the run's folder: what was submitted, what the job printed, the notes of its nodes."""
 
@@ -38,6 +40,10 @@ class Submission:
         kept = [word for word in self.settings if not word.startswith("run.dir=")]
         return [self.command, *kept, f"run.dir={self.run_dir}"]
 
+    @property
+    def is_doctor(self) -> bool:
+        return self.command == DOCTOR
+
 
 def make_submission(
     command: str, settings: Sequence[str], config: Config, options: LaunchOptions
@@ -45,7 +51,7 @@ def make_submission(
     """The submission of a recipe. Raises ValueError if it needs more nodes than there are to be."""
     gpus = config.plan.ranks_per_host if options.gpus_per_node is None else options.gpus_per_node
     size = NodeSize(gpus, options.cpus_per_node)
-    needs = plan_nodes(config, command, size)
+    needs = plan_nodes(config, "train" if command == DOCTOR else command, size)
     if options.nodes is not None and options.nodes < needs.nodes:
         raise ValueError(
             f"launch.nodes={options.nodes}, but the recipe needs {needs.nodes} nodes of"

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from launch.compose import load_launch
 from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
-from launch.submission import FOLDER, Submission, make_submission
+from launch.submission import DOCTOR, FOLDER, Submission, make_submission
 from launch.targets import TARGETS
 from mcore_rl.config import Config
 from mcore_rl.planning.run_size import COMMANDS
@@ -26,12 +26,12 @@ def submit(
 ) -> None:
     """Submit what `words` say: a command (train if there is none), recipe=, launch=, overrides.
 
-    `load_settings` reads a recipe and overrides for a command. With `dry_run` everything is written
+    `load_settings` reads a recipe and overrides. With `dry_run` everything is written
     and nothing submitted. Raises ValueError if the words are wrong, or the recipe does not fit.
     """
     command, launch, overrides, settings = split(words)
     options = load_launch(launch, overrides)
-    config = load_settings([*settings, _ADDRESS], command)
+    config = load_settings([*settings, _ADDRESS], "submit")
     submission = make_submission(command, settings, config, options)
     target = TARGETS[options.target]
     files = target.make_files(submission, options)
@@ -58,9 +58,10 @@ def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
     Raises ValueError naming the word that is none of these.
     """
     commands = [word for word in words if "=" not in word]
-    if commands[1:] or (commands and commands[0] not in COMMANDS):
+    known = [*COMMANDS, DOCTOR]
+    if commands[1:] or (commands and commands[0] not in known):
         raise ValueError(
-            f"{commands[-1]}: expected at most one command ({', '.join(COMMANDS)}) and key=value"
+            f"{commands[-1]}: expected at most one command ({', '.join(known)}) and key=value"
         )
     launches = [w.partition("=")[2] for w in words if w.startswith("launch=")]
     if len(launches) != 1:

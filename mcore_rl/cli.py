@@ -204,6 +204,8 @@ def _load_settings(settings: Sequence[str], command: str) -> Config:
 
     if config.rehearse:
         config = _rehearse(fetch_config_json(config), leaves_of(overrides))
+    if command == "submit":
+        return config  # its inputs are for the nodes to fetch
     if command == "plan":
         return fetch_config_json(config)
     return fetch_inputs(config, command)

@@ -24,6 +24,13 @@ from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 
 JOIN_TIMEOUT_S = 10.0
+JOIN_TRIES = 2
+_TRIES = "RAY_gcs_server_port_wait_time_s"
+"""Also the number of Ray's tries to connect, a second each (ray/_private/node.py)."""
+TOKEN_HINT = (
+    "it wants another token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the"
+    " cluster's (by default ~/.ray/auth_token)"
+)
 
 
 @contextmanager
@@ -114,19 +121,36 @@ def _join(address: str) -> None:
         if port.isdigit():
             # Ray itself would try for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
-        ray.init(
-            address=address,
-            runtime_env={"env_vars": variables_for_workers()},
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        with _few_tries():
+            ray.init(
+                address=address,
+                runtime_env={"env_vars": variables_for_workers()},
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
     except OSError as error:
         refused = "InvalidAuthToken" in str(error.__cause__)
-        hint = "; it wants a token: set RAY_AUTH_MODE=token" if refused else ""
+        hint = f"; {TOKEN_HINT}" if refused else ""
         raise ValueError(
             f"cluster.address={address}: no Ray answers there ({error}){hint}"
         ) from error
     _exit_on_sigterm()
+
+
+@contextmanager
+def _few_tries() -> Iterator[None]:
+    """Have Ray give up on a head after JOIN_TRIES seconds instead of 20.
+
+    The head's port answers by now, so a refusal is one for good.
+    """
+    before = os.environ.get(_TRIES)
+    os.environ[_TRIES] = before or str(JOIN_TRIES)
+    try:
+        yield
+    finally:
+        os.environ.pop(_TRIES)
+        if before is not None:
+            os.environ[_TRIES] = before
 
 
 def _exit_on_sigterm() -> None:

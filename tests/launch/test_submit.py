@@ -43,7 +43,7 @@ def test_words_are_a_command_a_launch_file_and_settings() -> None:
     ("words", "message"),
     [
         (["recipe=a"], r"give one launch=<.*local.*slurm"),
-        (["serve", "launch=slurm"], r"serve: expected at most one command \(train, sft"),
+        (["serve", "launch=slurm"], r"serve: expected at most one command \(train, .* doctor\)"),
         (["train", "sft", "launch=slurm"], "sft: expected at most one command"),
         (["launch=slurm", "cluster.address=auto"], "a submitted job starts its own Ray"),
     ],

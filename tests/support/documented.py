@@ -26,6 +26,7 @@ SHORT = (
     "rollout.max_response_len=12",
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
+    "rollout.deterministic=true",  # the same pairs each time that a document makes them
 )
 QUICK = ("plan", "data", "doctor", "--help", "--version")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=")

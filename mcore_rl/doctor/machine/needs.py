@@ -62,7 +62,6 @@ def read_recipe(settings: Sequence[str]) -> RecipeNeeds:
     Raises ValueError if there is no recipe, or naming the key or value at fault.
     """
     # Only here: a machine can be checked before Hydra and megatron-core are on it.
-    from mcore_rl.algo.choice import needs_of
     from mcore_rl.config.recipe import load_recipe
     from mcore_rl.planning.run_size import RunSize
 
@@ -73,19 +72,12 @@ def read_recipe(settings: Sequence[str]) -> RecipeNeeds:
             " --run-dir and --model"
         )
     config = load_recipe(recipes[0], [s for s in settings if not s.startswith("recipe=")])
-    with_critic = needs_of(config.algorithm).critic
-    size = RunSize.of(
-        config,
-        config.served_models,
-        with_engines=True,
-        with_trainer=True,
-        with_critic=with_critic,
-    )
+    size = RunSize.of(config, "train")
     policy = config.model
     models = [
         NamedModel("model.path", policy.path, policy.revision, with_weights=policy.init == "hf")
     ]
-    if with_critic:
+    if size.critic:
         models.append(NamedModel("critic.path", config.critic.path))
     models += [
         NamedModel(f"{role}.path", model.path) for role, model in config.served_models.items()

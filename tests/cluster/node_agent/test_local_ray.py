@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,17 @@ from mcore_rl.cluster.node_agent.local_ray import LocalRay, NodeFacts
 from mcore_rl.cluster.node_agent.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.e2e
+JOIN = """
+import sys, time
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.config import ClusterConfig
+began = time.monotonic()
+try:
+    with ray_session(ClusterConfig(address=sys.argv[1])):
+        print("joined")
+except ValueError as error:
+    print(error, time.monotonic() - began)
+"""
 
 
 def facts(name: str, address: str) -> NodeFacts:
@@ -50,6 +63,11 @@ def test_a_second_node_joins_the_first_with_the_token_alone(
         )
         wait_until(lambda: stranger.exit_status() is not None)
         assert stranger.exit_status() != 0
+        refused = subprocess.run(
+            [sys.executable, "-c", JOIN, head.head_address], capture_output=True, text=True
+        )
+        assert "it wants another token: set RAY_AUTH_MODE=token" in refused.stdout
+        assert float(refused.stdout.split()[-1]) < 5
 
         monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(rendezvous.token))
         (temp_dir / "c").mkdir()

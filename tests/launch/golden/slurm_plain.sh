@@ -21,6 +21,7 @@ nodes=$(scontrol show node "$SLURM_JOB_NODELIST" --oneliner)
 names=$(sed -n 's/^NodeName=\([^ ]*\) .*/\1/p' <<< "$nodes" | paste -sd,)
 addresses=$(sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p' <<< "$nodes" | paste -sd,)
 attempt='/shared/runs/a run/launch'/job_${SLURM_JOB_ID}_${SLURM_RESTART_COUNT:-0}
+mkdir -p "$attempt"
 
 # An agent on each node brings it into Ray; the first one runs the command. A signal to this script
 # becomes a file: SLURM would send it to Ray's processes as well.
