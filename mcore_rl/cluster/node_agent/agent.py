@@ -20,7 +20,7 @@ from mcore_rl.cluster.node_agent.address import interface_of, own_address
 from mcore_rl.cluster.node_agent.command import RunCommand
 from mcore_rl.cluster.node_agent.job import Job
 from mcore_rl.cluster.node_agent.joined_nodes import JoinedNodes
-from mcore_rl.cluster.node_agent.local_ray import LocalRay, NodeFacts
+from mcore_rl.cluster.node_agent.local_ray import LocalRay, RayNode
 from mcore_rl.cluster.node_agent.rendezvous import FAILED, LEFT, STARTED, Note, Rendezvous
 from mcore_rl.cluster.node_agent.signals import StopSignals
 from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
@@ -59,10 +59,10 @@ def run_node(job: Job) -> int:
             return 1
 
 
-def _facts(job: Job) -> NodeFacts:
+def _facts(job: Job) -> RayNode:
     peer = job.addresses[1 if job.rank == 0 else 0] if job.num_nodes > 1 else None
     kind = TRAINER_NODE if job.rank < job.trainer_nodes else ENGINE_NODE
-    return NodeFacts(
+    return RayNode(
         name=job.name,
         order=job.order,
         address=own_address(job.interface, job.addresses[job.rank], peer),
@@ -85,7 +85,7 @@ def _set_environment(rendezvous: Rendezvous, address: str, job: Job) -> None:
 
 
 def _lead(
-    job: Job, facts: NodeFacts, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
+    job: Job, facts: RayNode, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
 ) -> int:
     rendezvous.make_token()
     ray = LocalRay(facts, None, temp_dir, job.folder / f"ray_{job.name}.log")
@@ -192,7 +192,7 @@ def _wait_for_farewells(job: Job, rendezvous: Rendezvous) -> None:
 
 
 def _follow(
-    job: Job, facts: NodeFacts, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
+    job: Job, facts: RayNode, rendezvous: Rendezvous, stops: StopSignals, temp_dir: Path
 ) -> int:
     head = job.names[0]
     _poll(

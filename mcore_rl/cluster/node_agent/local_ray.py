@@ -17,7 +17,7 @@ KEPT_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class RayNode:
     """A node as Ray gets to know it.
 
     order        place in an order in which neighbors share switches
@@ -37,7 +37,7 @@ class LocalRay:
     """Ray's processes of this node; `head_address` is the head's, or None to be the head."""
 
     def __init__(
-        self, facts: NodeFacts, head_address: str | None, temp_dir: Path, log_path: Path
+        self, facts: RayNode, head_address: str | None, temp_dir: Path, log_path: Path
     ) -> None:
         self.log_path = log_path
         self._temp_dir = temp_dir
@@ -82,7 +82,7 @@ class LocalRay:
                 shutil.copy(log, folder / log.name)
 
 
-def _arguments(facts: NodeFacts, temp_dir: Path) -> list[str]:
+def _arguments(facts: RayNode, temp_dir: Path) -> list[str]:
     """Ports that have fixed numbers by default are free ones here, as another job may run here."""
     labels = {NAME_LABEL: facts.name, ORDER_LABEL: facts.order}
     options = {

@@ -13,7 +13,7 @@ import pytest
 
 from mcore_rl.cluster.marked import marked_processes, ray_temp_dir
 from mcore_rl.cluster.node_agent.joined_nodes import JoinedNodes
-from mcore_rl.cluster.node_agent.local_ray import LocalRay, NodeFacts
+from mcore_rl.cluster.node_agent.local_ray import LocalRay, RayNode
 from mcore_rl.cluster.node_agent.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.e2e
@@ -30,8 +30,8 @@ except ValueError as error:
 """
 
 
-def facts(name: str, address: str) -> NodeFacts:
-    return NodeFacts(name, name, address, 1, 0, 80, {"engine_node": 1.0})
+def facts(name: str, address: str) -> RayNode:
+    return RayNode(name, name, address, 1, 0, 80, {"engine_node": 1.0})
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
