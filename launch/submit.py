@@ -75,7 +75,8 @@ def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
 
 def _describe(submission: Submission, files: Iterable[str]) -> str:
     needs = submission.needs
-    parts = f"{needs.nodes} nodes of {needs.gpus_per_node} GPUs and {needs.cpus_per_node} CPUs"
+    nodes = "1 node" if needs.nodes == 1 else f"{needs.nodes} nodes"
+    parts = f"{nodes} of {needs.gpus_per_node} GPUs and {needs.cpus_per_node} CPUs"
     if needs.trainer_nodes:
         parts += f" ({needs.trainer_nodes} for the trainer, {needs.engine_nodes} for engines)"
     return (
