@@ -15,6 +15,7 @@ from typing import NoReturn
 import psutil
 import ray
 import ray._private.worker
+from ray._private import ray_constants
 
 from mcore_rl.cluster import watchdog
 from mcore_rl.cluster.environment import set_defaults, variables_for_workers
@@ -56,6 +57,7 @@ def ray_session(
         _exit_if_ray_is_lost(),
         ray_temp_dir() as temp_dir,
         marked_processes(str(temp_dir)),
+        _ray_on_loopback(),
         _shut_down(),
     ):
         _start(config, num_cpus, temp_dir)
@@ -101,6 +103,23 @@ def _raise_if_ray_is_lost(*_: object) -> None:
         if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             raise RayLost(watchdog.ray_lost(child.name()))
+
+
+@contextmanager
+def _ray_on_loopback() -> Iterator[None]:
+    """Have a Ray that this process starts listen on loopback only, as on macOS and Windows.
+
+    On Linux Ray replaces 127.0.0.1 by the machine's outward address, and its servers then listen on
+    all interfaces.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    # For the processes that Ray starts; the environment is restored with the session's marks.
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import dist_backend, set_local_device, setup_device
+from mcore_rl.process.meeting_store import make_meeting_store
+from mcore_rl.process.network import is_loopback, stay_on_loopback
 from mcore_rl.train.coordinate import RankCoordinate
 
 
@@ -38,12 +40,12 @@ def init_distributed(
     setup_device()
     set_local_device(rank, gpu_ids)
     if not dist.is_initialized():
+        if is_loopback(master_addr):
+            stay_on_loopback()
+        timeout = timedelta(seconds=timeout_s)
+        store = make_meeting_store(master_addr, master_port, rank, world_size, timeout)
         dist.init_process_group(
-            dist_backend(),
-            init_method=f"tcp://{master_addr}:{master_port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            dist_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     assert dist.get_world_size() == world_size, (dist.get_world_size(), world_size)
     _make_groups(parallel, timeout_s)

@@ -1,0 +1,40 @@
+"""Which addresses are this machine's own, and the interface that collectives of a run there use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.process.network import is_loopback, loopback_interfaces, stay_on_loopback
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.1.2.3", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("::", False),
+        ("", False),
+        ("node3", False),
+    ],
+)
+def test_loopback_is_what_only_this_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_collectives_stay_on_the_loopback_interface_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [name] = set(loopback_interfaces().values())
+    assert Path("/sys/class/net", name).exists()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    stay_on_loopback()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == name
+    monkeypatch.undo()
+    os.environ.pop("NCCL_SOCKET_IFNAME", None)
