@@ -97,7 +97,10 @@ class StandInSync:
         self._sender = WeightSender(*rank.actor.weight_layout(), 0)
         self._store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
         bucket_bytes = 64 << 20 if has_cuda() else 1 << 16
-        self._link = Link("engine", "127.0.0.1", self._store.port, 1, 1, bucket_bytes, TIMEOUT_S)
+        self._link = Link(
+            *("engine", "127.0.0.1", self._store.port, self._store.key),
+            *(1, 1, bucket_bytes, TIMEOUT_S),
+        )
         engine.begin("connect", self._link)
         for report in (self._sender.connect(self._link), engine.finish()):
             expect(report.error is None, f"{report.rank}: {report.error}")

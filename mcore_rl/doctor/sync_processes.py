@@ -14,11 +14,12 @@ from mcore_rl.stream.wire import Action, Link
 ACTIONS: tuple[Action, ...] = ("connect", "receive", "swap")
 
 
-def make_link(scene: Scene, store_port: int) -> Link:
+def make_link(scene: Scene, store: LinkStore) -> Link:
     return Link(
         engine="engine-0",
         store_host="127.0.0.1",
-        store_port=store_port,
+        store_port=store.port,
+        store_key=store.key,
         num_senders=scene.num_senders,
         num_receivers=scene.num_receivers,
         bucket_bytes=scene.bucket_bytes,
@@ -32,7 +33,7 @@ def run_scene(scene: Scene) -> SceneOutcome:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "mcore_rl.doctor.sync_ranks"])
     store = LinkStore.serve("127.0.0.1", scene.timeout_s)
-    link = make_link(scene, store.port)
+    link = make_link(scene, store)
     pipes = []
     processes = []
     num_ranks = scene.num_senders + scene.num_receivers

@@ -154,7 +154,7 @@ def _receive(scene: Scene, link: Link, receiver: int) -> Received:
             began_s = time.monotonic()
             reports[-1] = replace(reports[-1], error=handle("swap", version).error)
             swap_seconds.append(time.monotonic() - began_s)
-            LinkStore.open(link).tcp_store.add("swapped", 1)
+            LinkStore.open(link).client.add("swapped", 1)
     expected = _loaded_engine(scene, receiver, scene.num_syncs - 1).named_parameters()
     differing = [name for name, tensor in expected if not torch.equal(tensor, tensors[name])]
     return Received(reports, differing, swap_seconds)
@@ -168,7 +168,7 @@ def _stage(link: Link, rank: int, version: int) -> Report:
     store = LinkStore.open(link)
     give_up_s = time.monotonic() + 2 * link.timeout_s
     while (
-        store.tcp_store.add("swapped", 0) < version * link.num_receivers
+        store.client.add("swapped", 0) < version * link.num_receivers
         and time.monotonic() < give_up_s
     ):
         time.sleep(0.005)

@@ -1,19 +1,17 @@
 """Serves one link's key-value store, which holds layouts, failures, stage requests and reports.
 
-The controller serves it on a port of its own for as long as the link lives; its keys end with the
-link.
+The controller serves it on a port of its own for as long as the link lives; its contents end with
+the link. Only processes that got the link, and with it the store's random key, can connect.
 """
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
-from torch import distributed
-
 from mcore_rl.stream.routes.transport import TransferError
+from mcore_rl.stream.store.client import Client, LocalClient, RemoteClient, TorchStore
+from mcore_rl.stream.store.server import StoreServer
 from mcore_rl.stream.wire import (
     Action,
     Link,
@@ -25,60 +23,67 @@ from mcore_rl.stream.wire import (
     encode_stage_request,
 )
 
-TcpStore: Any = distributed.TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
 _DATA = b"D"
 _ERROR = b"E"
 """First byte of a published value: either data or the error that kept a rank from publishing data.
 """
 _FAILURE = "failure"
 _FAILURE_POLL_S = 5.0
-"""How often a wait for keys checks whether the link has failed. torch logs a warning at each check.
-"""
-_NEVER = timedelta(days=3650)
+"""How often a wait for keys checks whether the link has failed."""
+_NEVER_S = 3650 * 86400.0
 """Timeout of an engine that waits for stage requests: a training step takes as long as it takes."""
 
 
 class LinkStore:
     """One process's client of a link's store; use each from one thread."""
 
-    def __init__(self, tcp_store: Any) -> None:
-        self.tcp_store = tcp_store
+    def __init__(self, client: Client, timeout_s: float, server: StoreServer | None) -> None:
+        self.client = client
+        self._timeout_s = timeout_s
+        self._server = server
 
     @staticmethod
     def serve(host: str, timeout_s: float) -> "LinkStore":
-        """Start a store on a free port of `host`, reachable at that address only."""
-        listener = socket.create_server((host, 0))
-        port = listener.getsockname()[1]
-        store = TcpStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach(),
-        )
-        return LinkStore(store)
+        """Start a store with a random key on a free port of `host`, and at that address only.
+
+        It ends with the object that is returned.
+        """
+        server = StoreServer(host)
+        return LinkStore(LocalClient(server), timeout_s, server)
 
     @staticmethod
     def open(link: Link, *, waits_for_requests: bool = False) -> "LinkStore":
         """Connect to the store of `link`; with `waits_for_requests`, its reads never time out."""
-        timeout = _NEVER if waits_for_requests else timedelta(seconds=link.timeout_s)
-        return LinkStore(
-            TcpStore(link.store_host, link.store_port, is_master=False, timeout=timeout)
-        )
+        timeout_s = _NEVER_S if waits_for_requests else link.timeout_s
+        client = RemoteClient(link.store_host, link.store_port, link.store_key)
+        return LinkStore(client, timeout_s, None)
 
     @property
     def port(self) -> int:
-        return self.tcp_store.port
+        """The port at which this process serves the store."""
+        return self._served.port
+
+    @property
+    def key(self) -> str:
+        """What a process must know to connect."""
+        return self._served.key
+
+    @property
+    def _served(self) -> StoreServer:
+        assert self._server is not None, "another process serves this store"
+        return self._server
 
     @property
     def num_keys(self) -> int:
-        return self.tcp_store.num_keys()
+        return self.client.count()
+
+    def for_torch(self) -> Any:
+        """Return this store as one at which a torch process group can meet."""
+        return TorchStore(self.client, self._timeout_s)
 
     def publish(self, topic: str, rank: int, data: bytes) -> None:
         """Publish this rank's `data` on `topic` to all ranks of the link."""
-        self.tcp_store.set(f"{topic}/{rank}", _DATA + data)
+        self.client.set(f"{topic}/{rank}", _DATA + data)
 
     @contextmanager
     def errors_published(self, topic: str, rank: int) -> Iterator[None]:
@@ -86,7 +91,7 @@ class LinkStore:
         try:
             yield
         except Exception as error:
-            self.tcp_store.set(f"{topic}/{rank}", _ERROR + str(error).encode())
+            self.client.set(f"{topic}/{rank}", _ERROR + str(error).encode())
             raise
 
     def collect(
@@ -105,31 +110,29 @@ class LinkStore:
         """
         keys = [f"{topic}/{rank}" for rank in ranks]
         began_s = time.monotonic()
-        while not self._wait(keys, min(_FAILURE_POLL_S, deadline_s - time.monotonic())):
+        while not self.client.wait(keys, min(_FAILURE_POLL_S, deadline_s - time.monotonic())):
             failure = self.failure()
             if failure is None and time.monotonic() < deadline_s:
                 continue
             missing = [
                 names[rank]
                 for rank, key in zip(ranks, keys, strict=True)
-                if not self.tcp_store.check([key])
+                if not self.client.check([key])
             ]
             waited_s = time.monotonic() - began_s
             message = f"{waiting} waited {waited_s:.1f} s for the {topic} of {', '.join(missing)}"
             raise TransferError(message + (f"; {failure}" if failure else ""), peer_lost=True)
-        values = self.tcp_store.multi_get(keys)
+        values = [self._get(key) for key in keys]
         for rank, value in zip(ranks, values, strict=True):
             if value[:1] == _ERROR:
                 raise TransferError(f"{names[rank]} failed: {value[1:].decode()}", peer_lost=True)
         return [value[1:] for value in values]
 
-    def _wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Return whether all `keys` are set within `seconds`."""
-        try:
-            self.tcp_store.wait(keys, timedelta(seconds=max(0.001, seconds)))
-        except distributed.DistStoreError:
-            return False
-        return True
+    def _get(self, key: str) -> bytes:
+        """Return a value that is set."""
+        value = self.client.get(key)
+        assert value is not None, f"{key} was deleted"
+        return value
 
     def fail(self, message: str) -> str:
         """Mark the link as failed for all its ranks; return the first failure, which may be
@@ -138,22 +141,21 @@ class LinkStore:
         Returns `message` if the store is gone.
         """
         try:
-            return self.tcp_store.compare_set(_FAILURE, "", message).decode()
+            return self.client.compare_set(_FAILURE, b"", message.encode()).decode()
         except RuntimeError:
             return message
 
     def failure(self) -> str | None:
         """Return the first failure that a rank reported, or None; a lost store is a failure."""
         try:
-            if not self.tcp_store.check([_FAILURE]):
-                return None
-            return self.tcp_store.get(_FAILURE).decode()
+            message = self.client.get(_FAILURE)
+            return None if message is None else message.decode()
         except RuntimeError as error:
             return f"the controller's store is gone ({error})"
 
     def put_stage_request(self, number: int, request: StageRequest) -> None:
         """Leave a request for the engine's ranks; requests are numbered from 0."""
-        self.tcp_store.set(_request_key(number), encode_stage_request(request))
+        self.client.set(_request_key(number), encode_stage_request(request))
 
     def wait_stage_request(self, number: int) -> StageRequest:
         """Return request `number`, however long it takes to come; RuntimeError once the store is
@@ -161,22 +163,25 @@ class LinkStore:
 
         Blocks every other use of this object.
         """
-        return decode_stage_request(self.tcp_store.get(_request_key(number)))
+        key = _request_key(number)
+        if not self.client.wait([key], self._timeout_s):
+            raise TransferError(f"no stage request {number} within {self._timeout_s:g} s")
+        return decode_stage_request(self._get(key))
 
     def drop_stage_request(self, number: int) -> None:
-        self.tcp_store.delete_key(_request_key(number))
+        self.client.delete(_request_key(number))
 
     def put_report(self, action: Action, rank: int, report: Report) -> None:
-        self.tcp_store.set(_report_key(action, rank), encode_report(report))
+        self.client.set(_report_key(action, rank), encode_report(report))
 
     def take_report(self, action: Action, rank: int) -> Report | None:
         """Remove and return the report of a rank, or return None if there is none yet."""
         key = _report_key(action, rank)
-        if not self.tcp_store.check([key]):
+        report = self.client.get(key)
+        if report is None:
             return None
-        report = decode_report(self.tcp_store.get(key))
-        self.tcp_store.delete_key(key)
-        return report
+        self.client.delete(key)
+        return decode_report(report)
 
 
 def _request_key(number: int) -> str:

@@ -6,7 +6,7 @@ All three run the same release, so the encodings carry no version number.
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
@@ -16,6 +16,9 @@ from mcore_rl.slices.box import Box, Shard
 
 COMMAND_NAME = "mcore_rl"
 """Name of the tensor that carries a command in SGLang's /update_weights_from_tensor."""
+
+MAX_LAYOUT_BYTES = 512 * 2**20
+"""A rank's layout has some 100 bytes of JSON per shard."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Link:
     engine: str
     store_host: str
     store_port: int
+    store_key: str = field(repr=False)
     num_senders: int
     num_receivers: int
     bucket_bytes: int
@@ -151,8 +155,19 @@ def encode_shards(shards: Sequence[Shard]) -> bytes:
 
 
 def decode_shards(data: bytes) -> tuple[Shard, ...]:
-    columns = json.loads(zlib.decompress(data))
+    columns = json.loads(_inflate(data))
     return tuple(
         Shard(Box(name, tuple(start), tuple(stop)), tensor, offset, tuple(strides), dtype)
         for name, start, stop, tensor, offset, strides, dtype in zip(*columns, strict=True)
     )
+
+
+def _inflate(data: bytes) -> bytes:
+    """Return the inflated bytes; ValueError if they are more than a layout can have, or cut off."""
+    inflater = zlib.decompressobj()
+    inflated = inflater.decompress(data, MAX_LAYOUT_BYTES)
+    if not inflater.eof:
+        raise ValueError(
+            f"a layout of {len(data)} bytes inflates to more than {MAX_LAYOUT_BYTES}, or is cut off"
+        )
+    return inflated

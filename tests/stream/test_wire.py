@@ -22,7 +22,7 @@ from mcore_rl.stream.wire import (
     encode_stage_request,
 )
 
-LINK = Link("http://10.0.0.1:30000", "10.0.0.2", 4321, 2, 4, 1 << 20, 60.0)
+LINK = Link("http://10.0.0.1:30000", "10.0.0.2", 4321, "a key", 2, 4, 1 << 20, 60.0)
 RELAY_LINK = replace(LINK, engine="b", num_senders=4, relay=LINK.engine)
 SHARDS = (
     Shard(Box("a", (0, 4), (2, 8)), "fused", 12, (4, 1), "bfloat16"),

@@ -67,9 +67,13 @@ class EngineChain:
     def relay(self, i: int) -> Link:
         """A new relay link from engine `i` to the next one."""
         self.relay_stores.append(LinkStore.serve("127.0.0.1", TIMEOUT_S))
-        port = self.relay_stores[-1].port
+        store = self.relay_stores[-1]
         return replace(
-            self.links[i + 1], store_port=port, num_senders=NUM_RANKS, relay=f"engine-{i}"
+            self.links[i + 1],
+            store_port=store.port,
+            store_key=store.key,
+            num_senders=NUM_RANKS,
+            relay=f"engine-{i}",
         )
 
     def move(
@@ -172,6 +176,7 @@ def _make_link(i: int, store: LinkStore) -> Link:
         engine=f"engine-{i}",
         store_host="127.0.0.1",
         store_port=store.port,
+        store_key=store.key,
         num_senders=NUM_SENDERS,
         num_receivers=NUM_RANKS,
         bucket_bytes=700,

@@ -23,6 +23,7 @@ def make_link(
         engine="engine-0",
         store_host="127.0.0.1",
         store_port=store.port,
+        store_key=store.key,
         num_senders=num_senders,
         num_receivers=num_receivers,
         bucket_bytes=bucket_bytes,

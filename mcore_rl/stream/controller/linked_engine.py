@@ -85,6 +85,7 @@ class LinkedEngine:
                 engine.link,
                 store_host=host,
                 store_port=store.port,
+                store_key=store.key,
                 num_senders=self.link.num_receivers,
                 layouts="",
                 relay=self.link.engine,

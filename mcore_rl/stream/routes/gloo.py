@@ -44,7 +44,7 @@ class GlooTransport:
         options._timeout = timedelta(seconds=link.timeout_s)
         options._threads = 1
         options._devices = [ProcessGroupGloo.create_device(hostname=local_host, lazy_init=False)]
-        store = PrefixStore("gloo", end.store.tcp_store)
+        store = PrefixStore("gloo", end.store.for_torch())
         self._group = ProcessGroupGloo(store, end.rank, len(link.names), options)
         self._end = end
         self._names = link.names

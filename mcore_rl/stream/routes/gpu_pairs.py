@@ -89,7 +89,7 @@ class GpuPairTransport:
         peers, self._unmet = self._unmet, []
         # A thread that waits in a store keeps all others of its client waiting, so pairs meet over
         # a client of their own.
-        meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).tcp_store)
+        meeting_store = PrefixStore("pair", LinkStore.open(self._end.link).for_torch())
         try:
             # A rank meets one peer at a time: setting up a pair may wait for the GPU, where another
             # pair's first message waits for its peer. Other ranks meet theirs meanwhile.

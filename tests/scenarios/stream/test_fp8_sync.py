@@ -194,7 +194,9 @@ def make_link(store: LinkStore, config: Config) -> Link:
         config, ModelFacts.read(config.model.path), SGLangSizes(tp=ENGINE["tp"], ep=ENGINE["ep"])
     ).encode()
     return Link(
-        "fp8", "127.0.0.1", store.port, 4, ENGINE["tp"], 1 << 16, TIMEOUT_S, layouts=layouts
+        *("fp8", "127.0.0.1", store.port, store.key),
+        *(4, ENGINE["tp"], 1 << 16, TIMEOUT_S),
+        layouts=layouts,
     )
 
 
