@@ -40,7 +40,7 @@ class EngineWorker:
                 raise ProcessLost(str(error)) from error
 
     def address(self) -> EngineAddress:
-        return EngineAddress(self._engine.url, self._engine.spec.log_path)
+        return self._engine.address
 
     def pid(self) -> int:
         """Return the server's process id on its machine."""

@@ -34,6 +34,7 @@ from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.planning.critic_training import critic_training
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import check_served_path, find_endpoint
@@ -57,7 +58,9 @@ class RunProcesses:
         critic: CriticGroup | None,
         engines: EngineGroup | None,
         served_engines: ServedEngines,
+        keys: ServerKeys,
     ) -> None:
+        """`keys` are those of the run's servers; a resumed run makes new ones."""
         self._config = config
         self._policy = policy
         self._log_dir = log_dir
@@ -66,6 +69,7 @@ class RunProcesses:
         self._critic = critic
         self._engines = engines
         self.served_engines = served_engines
+        self.keys = keys
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
         """Begin to build the policy on its ranks; the group's `wait_built` waits for it."""
@@ -120,7 +124,7 @@ class RunProcesses:
         config = self._config
         assert self._engines is not None
         specs = [
-            engine_spec(config, self._policy, self._log_dir / f"sglang_{i}.log")
+            engine_spec(config, self._policy, self._log_dir / f"sglang_{i}.log", self.keys)
             for i in range(config.rollout.engines)
         ]
         max_restarts = 0
@@ -180,6 +184,7 @@ def run_processes(
     timeout_s = config.run.call_timeout_s
     num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
     startup_s = config.run.startup_timeout_s
+    keys = ServerKeys.make()
     with ray_session(config.cluster, num_cpus, startup_s):
         slots = reserve_slots(size, config.rollout, config.cluster, startup_s)
         for line in describe(slots, alive_nodes()):
@@ -191,12 +196,12 @@ def run_processes(
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if size.engines else None
         served_engines = ServedEngines(
-            models, slots.served, log_dir, timeout_s, remote, size.colocated_served
+            models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
         event_loop = EventLoop()
         try:
             yield RunProcesses(
-                config, policy, log_dir, event_loop, trainer, critic, engines, served_engines
+                config, policy, log_dir, event_loop, trainer, critic, engines, served_engines, keys
             )
         finally:
             event_loop.close()
@@ -214,7 +219,7 @@ def nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[st
     }
 
 
-def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpec:
+def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: ServerKeys) -> EngineSpec:
     """Return how each of the policy's engines is started, with weights of version 0.
 
     Engines of random or quantized models start with dummy weights: the first weight sync brings the
@@ -243,6 +248,7 @@ def engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpe
         routed_experts=experts_shape(config, policy) is not None,
         trust_remote_code=config.model.trust_remote_code,
         custom_weight_loaders=(LOADER,),
+        keys=keys,
         can_release_memory=config.cluster.colocated,
         seed=config.run.seed,
         extra_args=(*extra_args, *server_arguments(rollout.sglang)),

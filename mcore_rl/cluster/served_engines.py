@@ -7,6 +7,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.config.upstream.arguments import server_arguments
+from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.served_endpoint import TEXT_ROLES, ServedEndpoint
 
@@ -28,15 +29,18 @@ class ServedEngines:
         log_dir: Path,
         call_timeout_s: float,
         remote: Mapping[str, ServedEndpoint],
+        keys: ServerKeys,
         colocated: Collection[str] = (),
     ) -> None:
         """Begin to start the engines of `configs` by role, each in its slots.
 
         remote      endpoints of servers that run elsewhere, by role
+        keys        what requests to the engines must bring
         colocated   roles whose engines share the trainer ranks' GPUs; `start_colocated` starts them
         """
         self._configs = configs
         self._remote = remote
+        self._keys = keys
         self._log_dir = log_dir
         self.colocated = colocated
         self._groups = {
@@ -59,7 +63,9 @@ class ServedEngines:
         for role, group in self._groups.items():
             config = self._configs[role]
             addresses = tuple(group.wait_built())
-            endpoints[role] = ServedEndpoint(role, config, addresses, group.health, config.path)
+            endpoints[role] = ServedEndpoint(
+                role, config, addresses, group.health, config.path, self._keys.user
+            )
         return endpoints
 
     def watches(self) -> list[Awaitable[None]]:
@@ -76,7 +82,11 @@ class ServedEngines:
         is_colocated = role in self.colocated
         specs = [
             served_engine_spec(
-                role, config, self._log_dir / f"{role}_{i}.log", can_release_memory=is_colocated
+                role,
+                config,
+                self._log_dir / f"{role}_{i}.log",
+                self._keys,
+                can_release_memory=is_colocated,
             )
             for i in range(config.engines)
         ]
@@ -84,7 +94,12 @@ class ServedEngines:
 
 
 def served_engine_spec(
-    role: str, config: ServedModelConfig, log_path: Path, *, can_release_memory: bool
+    role: str,
+    config: ServedModelConfig,
+    log_path: Path,
+    keys: ServerKeys,
+    *,
+    can_release_memory: bool,
 ) -> EngineSpec:
     """Return the spec of a served model's engine; `can_release_memory` if it shares GPUs."""
     keep_weights = KEEP_WEIGHTS if can_release_memory else ()
@@ -98,6 +113,7 @@ def served_engine_spec(
         kv_cache_len=config.kv_cache_len,
         max_running=config.max_concurrency,
         tokenizer=role in TEXT_ROLES,
+        keys=keys,
         can_release_memory=can_release_memory,
         extra_args=(*ROLE_ARGUMENTS[role], *keep_weights, *server_arguments(config.sglang)),
     )

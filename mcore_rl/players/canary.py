@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.batch import select, split_by_lens
+from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import score_sequences
@@ -72,13 +73,15 @@ class Canary:
         dtype: str,
         timeout_s: float,
         ready: Callable[[], Awaitable[None]],
+        keys: ServerKeys | None = None,
     ) -> None:
-        """`ready` is awaited before the engines score."""
+        """`ready` is awaited before the engines score; `keys` open them, if they have any."""
         self._trainer = trainer
         self._config = config
         self._tolerance = TOLERANCE[dtype] if config.tolerance is None else config.tolerance
         self._timeout_s = timeout_s
         self._ready = ready
+        self._headers = user_headers(keys)
         self._probe: ScoredProbe | None = None
 
     def score_on_trainer(self, version: WeightVersion, batch: TrainBatch) -> None:
@@ -116,7 +119,7 @@ class Canary:
         self, urls: Sequence[str], sequences: Sequence[Sequence[int]]
     ) -> list[list[list[float]] | RolloutError]:
         """Return, for each engine, the log-probs of each sequence or the error it failed with."""
-        calls = (score_sequences(url, sequences, self._timeout_s) for url in urls)
+        calls = (score_sequences(url, sequences, self._timeout_s, self._headers) for url in urls)
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = []
         for result in results:

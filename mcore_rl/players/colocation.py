@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from mcore_rl.process.http import open_session
+from mcore_rl.process.server_keys import ServerKeys, admin_headers
 from mcore_rl.roles import Critic, Trainer
 from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.stream.controller.strategy import GRACE_S
@@ -38,10 +39,16 @@ ALL = ("weights", "training")
 class EngineMemory:
     """The GPU memory of engines, all of it occupied at first; without urls, a no-op."""
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
-        """`timeout_s` bounds each wait for the engines, including that for their last request."""
+    def __init__(
+        self, urls: Sequence[str], timeout_s: float, keys: ServerKeys | None = None
+    ) -> None:
+        """`timeout_s` bounds each wait for the engines, including that for their last request.
+
+        `keys` open the engines; None if they were started without.
+        """
         self._urls = urls
         self._timeout_s = timeout_s
+        self._headers = admin_headers(keys)
         self._released: set[str] = set()
 
     @property
@@ -86,7 +93,7 @@ class EngineMemory:
             self._released -= set(kinds)
 
     async def _on_all(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
-        async with open_session(self._timeout_s + GRACE_S) as http:
+        async with open_session(self._timeout_s + GRACE_S, self._headers) as http:
             await asyncio.gather(*(call(EngineControl(http, url)) for url in self._urls))
 
 

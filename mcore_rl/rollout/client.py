@@ -14,6 +14,7 @@ import aiohttp
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.http import open_session
+from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -134,8 +135,10 @@ class RolloutClient:
         for engine in self._engines:
             if engine.num_in_flight:
                 url = f"{engine.address.url}/abort_request"
+                headers = admin_headers(engine.address.keys)
+                body = {"abort_all": True}
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with http.post(url, json={"abort_all": True}, timeout=timeout):
+                    async with http.post(url, json=body, headers=headers, timeout=timeout):
                         pass
 
     def _make_body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
@@ -171,8 +174,10 @@ class RolloutClient:
         self, http: aiohttp.ClientSession, engine: EngineLoad, body: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the engine's answer; raise _Transient or aiohttp errors if a retry may help."""
+        url = f"{engine.address.url}/generate"
+        headers = user_headers(engine.address.keys)
         with engine.request():
-            async with http.post(f"{engine.address.url}/generate", json=body) as response:
+            async with http.post(url, json=body, headers=headers) as response:
                 text = await response.text()
         if response.status >= 500:
             raise _Transient(f"HTTP {response.status}: {text[:500]}")

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from mcore_rl.process.network import loopback_interfaces
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.server_keys import passed_to_child
 from mcore_rl.process.temp_dir import TempDir
-from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 
 _HEALTH_POLL_S = 0.1
 _KILL_TIMEOUT_S = 10.0
@@ -46,6 +48,10 @@ class EngineProcess:
     def pid(self) -> int:
         assert self._process is not None, f"engine {self.url} was not started"
         return self._process.pid
+
+    @property
+    def address(self) -> EngineAddress:
+        return EngineAddress(self.url, self.spec.log_path, self.spec.keys)
 
     @property
     def name(self) -> str:
@@ -76,13 +82,17 @@ class EngineProcess:
             str(os.getpid()),
         ]
         try:
-            with open(self.spec.log_path, "ab") as log:
+            with open(self.spec.log_path, "ab") as log, passed_to_child(self.spec.keys) as keys_fd:
+                inherited = () if keys_fd is None else (keys_fd,)
+                if keys_fd is not None:
+                    command += ["--keys-fd", str(keys_fd)]
                 process = subprocess.Popen(
                     command + self.spec.arguments(),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    pass_fds=inherited,
                     env=self._environment(),
                 )
         except OSError as error:
@@ -100,6 +110,9 @@ class EngineProcess:
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
+        if self.spec.is_local:
+            for name, value in loopback_interfaces().items():
+                environment.setdefault(name, value)
         return environment
 
     def wait_healthy(self, timeout_s: float = 240.0) -> None:

@@ -1,6 +1,9 @@
 """The options of an SGLang engine, its command line, and the address at which it answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from mcore_rl.process.network import is_loopback
+from mcore_rl.process.server_keys import ServerKeys
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class EngineSpec:
     dist_init_addr         host:port where the ranks meet, needed if num_nodes > 1
     gpu_ids                GPUs of this machine that its ranks use, as CUDA_VISIBLE_DEVICES names
                            them; if empty, the first ones that it sees
+    keys                   what requests must bring; None admits everyone on this machine, to all
     can_release_memory     its GPU memory can be released and occupied again while it runs
     extra_args             further SGLang command-line arguments
     """
@@ -48,6 +52,7 @@ class EngineSpec:
     node_rank: int = 0
     dist_init_addr: str | None = None
     gpu_ids: tuple[str, ...] = ()
+    keys: ServerKeys | None = None
     can_release_memory: bool = False
     extra_args: tuple[str, ...] = ()
 
@@ -58,6 +63,16 @@ class EngineSpec:
             raise ValueError(
                 f"num_nodes={self.num_nodes} needs dist_init_addr, host:port of node 0"
             )
+        if self.keys is None and not self.is_local:
+            raise ValueError(
+                f"host={self.host}: a server without keys may listen on 127.0.0.1 only, as whoever"
+                " reaches it can replace its weights"
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether only this machine reaches the engine, whose ranks are all here then."""
+        return is_loopback(self.host)
 
     def arguments(self) -> list[str]:
         """Return the command-line arguments of mcore_rl.rollout.server; the port must be known."""
@@ -103,10 +118,11 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine answers, and where it logs."""
+    """Where an engine answers, where it logs, and which keys open it."""
 
     url: str
     log_path: str
+    keys: ServerKeys | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         return f"engine {self.url} (log {self.log_path})"

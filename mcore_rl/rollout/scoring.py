@@ -1,7 +1,7 @@
 """Asks an engine for its log-probs of given sequences, without sampling anything."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import aiohttp
 
@@ -14,14 +14,17 @@ class UnreachableError(RolloutError):
 
 
 async def score_sequences(
-    url: str, sequences: Sequence[Sequence[int]], timeout_s: float
+    url: str,
+    sequences: Sequence[Sequence[int]],
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> list[list[float]]:
     """Return log p(token t | tokens before it) at temperature 1, for each sequence.
 
-    The first token of a sequence has none, so the result is one entry shorter. Raises RolloutError
-    naming the engine and its answer.
+    The first token of a sequence has none, so the result is one entry shorter. `headers` carry the
+    engine's key. Raises RolloutError naming the engine and its answer.
     """
-    async with open_session(timeout_s) as http:
+    async with open_session(timeout_s, headers) as http:
         calls = [score_tokens(http, url, tokens, 0) for tokens in sequences]
         return list(await asyncio.gather(*calls))
 

@@ -8,10 +8,11 @@ import json
 import os
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_rl.config import ServedModelConfig
+from mcore_rl.process.server_keys import bearer
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 
@@ -35,11 +36,11 @@ class ServedEndpoint:
     engines: tuple[EngineAddress, ...]
     health: EngineHealth
     model: str
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return bearer(self.api_key)
 
 
 def check_served_path(role: str, config: ServedModelConfig) -> None:
@@ -84,7 +85,7 @@ def find_endpoint(role: str, config: ServedModelConfig) -> ServedEndpoint:
 
 
 def _listed_models(url: str, role: str, config: ServedModelConfig, key: str) -> list[str]:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(url, headers=bearer(key))
     try:
         with urllib.request.urlopen(request, timeout=config.request_timeout_s) as response:
             return [str(entry["id"]) for entry in json.load(response)["data"]]

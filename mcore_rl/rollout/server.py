@@ -1,18 +1,26 @@
 """Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
-Run as `python -m mcore_rl.rollout.server --parent-pid N [--gpu-ids 2,3] <sglang arguments>`. All
-processes of the server die with the process that started it. Without CUDA, import stand-ins replace
-SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
+Run as `python -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3] <sglang
+arguments>`. All processes of the server die with the process that started it. Without CUDA, import
+stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
 import ctypes
 import os
 import signal
 import sys
+from typing import Any
 
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.meeting_store import bind_meetings_to_their_host
+from mcore_rl.process.server_keys import ServerKeys, read_keys
+from mcore_rl.rollout.key_gate import KeyGate
 
 _PR_SET_PDEATHSIG = 1
+WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
+"""Fields of SGLang's ServerArgs that open other servers than the application."""
+VARIABLES_AROUND = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT", "DUMPER_SERVER_PORT")
+"""Environment variables that do the same."""
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -38,6 +46,10 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--parent-pid"]:
         die_with_parent(int(arguments[1]))
         arguments = arguments[2:]
+    keys: ServerKeys | None = None
+    if arguments[:1] == ["--keys-fd"]:
+        keys = read_keys(int(arguments[1]))
+        arguments = arguments[2:]
     gpu_ids: list[str] = []
     if arguments[:1] == ["--gpu-ids"]:
         gpu_ids = arguments[1].split(",")
@@ -58,13 +70,37 @@ def main(arguments: list[str]) -> None:
         from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    bind_meetings_to_their_host()
+    server_args = prepare_server_args(arguments)
+    if keys is not None:
+        guard_server(server_args, keys)
     try:
-        run_server(prepare_server_args(arguments))
+        run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
+def guard_server(server_args: Any, keys: ServerKeys) -> None:
+    """Put the gate in front of SGLang's application; ValueError if requests could go around it.
+
+    SGLang never learns the keys, so neither its log nor its answers can contain them.
+    """
+    from sglang.srt.entrypoints.http_server import app
+
+    around = [name for name in WAYS_AROUND if getattr(server_args, name)]
+    around += [name for name in VARIABLES_AROUND if os.environ.get(name)]
+    if server_args.tokenizer_worker_num > 1:
+        around.append("tokenizer_worker_num")
+    if around:
+        raise ValueError(
+            f"{', '.join(around)}: SGLang would also take requests elsewhere than by HTTP in this"
+            " process, where no key is asked for; leave it out"
+        )
+    app.add_middleware(KeyGate, keys=keys)
+
+
 if __name__ == "__mp_main__":  # a process that multiprocessing spawned from this one
     die_with_parent(os.getppid())
+    bind_meetings_to_their_host()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -72,7 +72,7 @@ def run_train(config: Config) -> None:
         client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
         packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        weights = make_sync(config, inputs.policy, started, packed, watched)
+        weights = make_sync(config, inputs.policy, started, packed, watched, processes.keys)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
         background_sampler = sample_in_background(
             config, start_step, prompts, client, scorer, processes, weights

@@ -7,6 +7,8 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from mcore_rl.process.network import is_loopback
+from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.slices.families import refuse_unsupported
@@ -41,6 +43,23 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
         )
     print(merge(path, source_hf, merged))
     return merged
+
+
+def serving_keys(key_file: Path | None, host: str) -> ServerKeys:
+    """Return keys with the user key in `key_file`; without a file, requests need none.
+
+    Nobody gets the admin key, so the weights stay. Raises ValueError without a file if other
+    machines reach `host`.
+    """
+    admin = ServerKeys.make().admin
+    if key_file is not None:
+        return ServerKeys(read_key_file(key_file), admin)
+    if not is_loopback(host):
+        raise ValueError(
+            f"--host={host}: whoever reaches it could use the model; give --key-file, or serve at"
+            " --host 127.0.0.1"
+        )
+    return ServerKeys("", admin)
 
 
 def run_server(spec: EngineSpec, question: str, once: bool, startup_timeout_s: float) -> None:
@@ -79,7 +98,7 @@ def ask(engine: EngineProcess, question: str) -> str:
     request = urllib.request.Request(
         f"{engine.url}/v1/chat/completions",
         data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", **user_headers(engine.spec.keys)},
     )
     try:
         with urllib.request.urlopen(request, timeout=_ANSWER_TIMEOUT_S) as response:

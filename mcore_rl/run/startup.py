@@ -37,13 +37,15 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     watched = processes.watched
 
     engines = processes.start_engines()
-    colocated = EngineMemory((), timeout_s)
+    keys = processes.keys
+    colocated = EngineMemory((), timeout_s, keys)
     if config.cluster.colocated:
-        colocated = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s)
+        colocated = EngineMemory([engine.url for engine in engines.wait_built()], timeout_s, keys)
         watched(colocated.for_training())
     gpus = SharedGpus(colocated, watched)
     for role in processes.served_engines.colocated:
-        gpus.add_colocated(role, EngineMemory(processes.start_colocated_served(role), timeout_s))
+        urls = processes.start_colocated_served(role)
+        gpus.add_colocated(role, EngineMemory(urls, timeout_s, keys))
 
     trainer = processes.start_trainer(config.train.optimizer, num_steps, loss)
     critic = None

@@ -17,6 +17,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.slices.hf.facts import ModelFacts
+from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_model
 
 LOG = Path("/logs/sglang_0.log")
@@ -39,7 +40,7 @@ FIRST_ARGUMENTS = ("--weight-version", "0", "--disable-shared-experts-fusion")
 
 
 def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config) -> None:
-    spec = engine_spec(config, facts_of(config), LOG)
+    spec = engine_spec(config, facts_of(config), LOG, KEYS)
     assert (spec.model_path, spec.log_path) == (config.model.path, str(LOG))
     assert (spec.tp, spec.ep, spec.max_running, spec.dtype) == (4, 2, 9, "float32")
     assert spec.deterministic and spec.routed_experts and not spec.can_release_memory
@@ -50,13 +51,13 @@ def test_an_engine_has_the_recipes_sizes_and_weights_of_version_0(config: Config
         parallel=ParallelConfig(dp=4),
         rollout=replace(config.rollout, restarts=0, stage_weights=False),
     )
-    assert engine_spec(colocated, facts_of(colocated), LOG).can_release_memory
+    assert engine_spec(colocated, facts_of(colocated), LOG, KEYS).can_release_memory
 
 
 def test_options_for_sglang_are_passed_on(config: Config) -> None:
     passed = {"mem_fraction_static": 0.5, "enable_dp_lm_head": True, "cuda_graph_bs_decode": [1, 8]}
     attention_dp = replace(config.rollout, attention_dp=2, sglang=passed)
-    spec = engine_spec(replace(config, rollout=attention_dp), facts_of(config), LOG)
+    spec = engine_spec(replace(config, rollout=attention_dp), facts_of(config), LOG, KEYS)
     assert spec.extra_args[3:] == (
         *("--mem-fraction-static", "0.5"),
         *("--enable-dp-lm-head",),
@@ -66,14 +67,14 @@ def test_options_for_sglang_are_passed_on(config: Config) -> None:
 
 def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Config) -> None:
     untrained = replace(config, model=replace(config.model, init="random"))
-    random = engine_spec(untrained, facts_of(config), LOG)
+    random = engine_spec(untrained, facts_of(config), LOG, KEYS)
     assert random.extra_args[3:] == ("--load-format", "dummy")
     fp8 = replace(
         config,
         model=replace(config.model, dtype="bfloat16"),
         rollout=replace(config.rollout, quantization="fp8"),
     )
-    *dummy, option, override = engine_spec(fp8, facts_of(config), LOG).extra_args[3:]
+    *dummy, option, override = engine_spec(fp8, facts_of(config), LOG, KEYS).extra_args[3:]
     assert dummy == ["--load-format", "dummy"] and option == "--json-model-override-args"
     assert json.loads(override)["quantization_config"]["quant_method"] == "fp8"
 

@@ -22,6 +22,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.sync import SyncController, SyncError
 from mcore_rl.stream.controller.sync_report import SyncReport
 from mcore_rl.types import LogprobOptions, Prompt, StepStats, TokenScores, TrainBatch, WeightVersion
+from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
 from tests.support.sync_stage import Stage, call, open_stage
 
@@ -159,12 +160,12 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
     async def look() -> None:
         health.note(states)
 
-    links = CorruptingController(stage.ranks, bucket_mib=0.0625, timeout_s=30)
+    links = CorruptingController(stage.ranks, bucket_mib=0.0625, timeout_s=30, keys=KEYS)
     links.corrupt, links.other_checkpoint = [bad.url], stage.checkpoints[1]
     model = Qwen3MoeForCausalLM.from_pretrained(stage.checkpoints[0], dtype=torch.float32).eval()
     gpus = SharedGpus(EngineMemory((), 30.0), loop.run)
     trainer = TransformersTrainer(model)
-    canary = Canary(trainer, CanaryConfig(), "float32", 30.0, gpus.for_rollout)
+    canary = Canary(trainer, CanaryConfig(), "float32", 30.0, gpus.for_rollout, KEYS)
     weights = EngineSync(links, canary, health, look, loop.run, gpus)
     weights.sync(WeightVersion(0), make_probe([make_prompt(*range(3, 40))], 2))
     assert health.serving == [good.url]

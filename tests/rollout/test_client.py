@@ -24,6 +24,7 @@ from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.support.engine_keys import KEYS
 from tests.support.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
 
 pytestmark = pytest.mark.e2e
@@ -44,7 +45,9 @@ def model(model_path):
 @pytest.fixture(scope="module")
 def engine(model_path, tmp_path_factory):
     log = str(tmp_path_factory.mktemp("logs") / "engine.log")
-    with EngineProcess(EngineSpec(model_path, log, deterministic=True, weight_version=7)) as engine:
+    with EngineProcess(
+        EngineSpec(model_path, log, deterministic=True, weight_version=7, keys=KEYS)
+    ) as engine:
         yield engine
 
 
@@ -55,11 +58,13 @@ def others(model_path, tmp_path_factory):
     logs = {name: str(folder / f"{name}.log") for name in ("second", "two_ranks", "bfloat16")}
     rounded = save_tiny_moe(folder / "bfloat16", torch.bfloat16)
     engines = {
-        "second": EngineProcess(EngineSpec(model_path, logs["second"])),
+        "second": EngineProcess(EngineSpec(model_path, logs["second"], keys=KEYS)),
         "two_ranks": EngineProcess(
-            EngineSpec(model_path, logs["two_ranks"], tp=2, ep=2, deterministic=True)
+            EngineSpec(model_path, logs["two_ranks"], tp=2, ep=2, deterministic=True, keys=KEYS)
         ),
-        "bfloat16": EngineProcess(EngineSpec(rounded, logs["bfloat16"], dtype="bfloat16")),
+        "bfloat16": EngineProcess(
+            EngineSpec(rounded, logs["bfloat16"], dtype="bfloat16", keys=KEYS)
+        ),
     }
     for engine in engines.values():
         engine.start()
@@ -74,7 +79,7 @@ def healthy(engine: EngineProcess) -> EngineProcess:
 
 
 def address(engine: EngineProcess) -> EngineAddress:
-    return EngineAddress(engine.url, engine.spec.log_path)
+    return engine.address
 
 
 def client_of(*engines: EngineProcess) -> RolloutClient:
@@ -124,9 +129,8 @@ def logprob_error(
 
 
 def post(url: str, **body: object) -> None:
-    request = urllib.request.Request(
-        url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json", **KEYS.admin_headers}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=30):
         pass
 
@@ -157,7 +161,8 @@ def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_
     lost = EngineAddress(f"http://127.0.0.1:{find_free_port('127.0.0.1')}", "lost.log")
     engines, config = (lost, address(engine)), ServedModelConfig(request_timeout_s=60.0)
     health = EngineHealth([each.url for each in engines])
-    teacher = Teacher(ServedEndpoint("teacher", config, engines, health, "unused"), EventLoop().run)
+    endpoint = ServedEndpoint("teacher", config, engines, health, "unused", KEYS.user)
+    teacher = Teacher(endpoint, EventLoop().run)
     for _ in range(2):  # the second time with prompts in the engine's cache
         scored = [replace(s, logprobs=row) for s, row in zip(others, teacher(others), strict=True)]
         assert logprob_error(model, scored) < 1e-4

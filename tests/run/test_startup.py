@@ -28,6 +28,7 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.run.startup import start_training
 from mcore_rl.slices.hf.facts import ModelFacts
+from tests.support.engine_keys import KEYS
 from tests.support.fake_sglang import FakeSGLang
 
 POLICY = ModelFacts.read("recipes/model/qwen3_30b_a3b")
@@ -120,7 +121,7 @@ class Stage:
         engines: Any = self.engines
         served: Any = NoServedEngines()
         return RunProcesses(
-            config, POLICY, Path("logs"), self.loop, trainer, critic, engines, served
+            config, POLICY, Path("logs"), self.loop, trainer, critic, engines, served, KEYS
         )
 
 

@@ -49,6 +49,7 @@ from mcore_rl.rollout.served_client import ServedClient
 from mcore_rl.rollout.served_endpoint import find_endpoint
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from tests.support.engine_keys import KEYS
 from tests.support.tiny_models import write_reward_model
 
 pytestmark = pytest.mark.e2e
@@ -96,10 +97,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             log_path=str(folder / "logs" / "sglang_0.log"),
             kv_cache_len=4096,
             custom_weight_loaders=("mcore_rl.stream.receiver.load",),
+            keys=KEYS,
         )
         engines.start_build([spec], timeout_s=240)
         slots = {role: [of_role] for role, of_role in zip(beside, others, strict=True)}
-        served = ServedEngines(beside, slots, folder / "logs", 120, remote={})
+        served = ServedEngines(beside, slots, folder / "logs", 120, {}, KEYS)
         [address] = engines.wait_built()
         yield Run(trainer, engines, address, folder / "logs", served)
 
@@ -157,7 +159,7 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
 
 def test_weights_reach_the_engine_through_the_ranks(run: Run) -> None:
     async def sync() -> None:
-        sync_controller = SyncController(run.trainer, timeout_s=60)
+        sync_controller = SyncController(run.trainer, timeout_s=60, keys=KEYS)
         await sync_controller.connect([run.address.url])
         report = await sync_controller.sync(3)
         assert report.failed == {}
@@ -202,12 +204,16 @@ def make_sample(text: str) -> Sample:
     return Sample(prompt, 0, (5,), (-0.1,), "stop", (VersionSpan(0, 1, WeightVersion(0)),), text)
 
 
-def test_a_judge_that_dies_serves_again_at_its_address(run: Run) -> None:
+def test_a_judge_that_dies_serves_again_at_its_address(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     judge = run.served.wait_built()["judge"]
     [engine] = judge.engines
     assert Path(engine.log_path) == run.log_dir / "judge_0.log" and Path(engine.log_path).exists()
     assert (run.log_dir / "judge_rank0.log").exists()
-    by_url = ServedModelConfig(url=f"{engine.url}/v1", request_timeout_s=10)
+    monkeypatch.setenv("JUDGE_KEY", KEYS.user)
+    url = f"{engine.url}/v1"
+    by_url = ServedModelConfig(url=url, api_key_env="JUDGE_KEY", request_timeout_s=10)
     assert find_endpoint("judge", by_url).model == judge.model
     with pytest.raises(
         ValueError, match=r"judge.url=.*: it has no model 'other', but .*; set judge.url_model"
@@ -245,7 +251,7 @@ def ask(url: str) -> str:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
+        {"Content-Type": "application/json", **KEYS.user_headers},
     )
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.load(response)["choices"][0]["message"]["content"]

@@ -35,13 +35,13 @@ from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.stream.controller.sync import SyncController
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
+from tests.support.engine_keys import KEYS
 from tests.support.megatron_ranks import MegatronRanks
 from tests.support.tiny_models import VOCAB
 
@@ -89,7 +89,7 @@ def start_engines(
     policy = ModelFacts.read(config.model.path)
     recipes = [replace(config, rollout=replace(config.rollout, **own)) for own in sizes]
     engines = [
-        EngineProcess(engine_spec(recipe, policy, folder / f"engine{i}.log"))
+        EngineProcess(engine_spec(recipe, policy, folder / f"engine{i}.log", KEYS))
         for i, recipe in enumerate(recipes)
     ]
     for engine in engines:
@@ -144,6 +144,7 @@ class MegatronRun:
             bucket_mib=0.0625,
             timeout_s=TIMEOUT_S,
             record=partial(record_layouts, config, self._policy),
+            keys=KEYS,
         )
         self.trainer = PackedTrainer(
             ranks,
@@ -164,6 +165,7 @@ class MegatronRun:
             self.config.model.dtype,
             TIMEOUT_S,
             gpus.for_rollout,
+            KEYS,
         )
         weights = EngineSync(self.sync_controller, canary, health, self._look, watched, gpus)
         probe = make_probe(make_prompts(), self.config.canary.sequences)
@@ -188,7 +190,7 @@ class MegatronRun:
 
     def _make_client(self) -> RolloutClient:
         return RolloutClient(
-            [EngineAddress(engine.url, engine.spec.log_path) for engine in self._engines],
+            [engine.address for engine in self._engines],
             self.config.rollout,
             [],
             str,

@@ -18,6 +18,7 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.engine_control import LOADER
 from mcore_rl.stream.controller.sync import SyncController
+from tests.support.engine_keys import KEYS
 from tests.support.engines import save_tiny_moe
 from tests.support.megatron_layout import TrainLayout
 from tests.support.trainer_processes import ProcessRanks
@@ -73,6 +74,7 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
                 kv_cache_len=4096,
                 max_running=8,
                 custom_weight_loaders=(LOADER,),
+                keys=KEYS,
             )
         )
         for i, size in enumerate(engine_sizes)
@@ -84,7 +86,7 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
         ranks.load(checkpoints[0])
         for engine in engines:
             engine.wait_healthy()
-        sync_controller = SyncController(ranks, bucket_mib=0.0625, timeout_s=timeout_s)
+        sync_controller = SyncController(ranks, bucket_mib=0.0625, timeout_s=timeout_s, keys=KEYS)
         asyncio.run(sync_controller.connect([engine.url for engine in engines]))
         yield Stage(checkpoints, engines, ranks, sync_controller)
     finally:
@@ -94,10 +96,9 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
 
 
 def call(url: str, path: str, **body: Any) -> Any:
-    """POST `body` as JSON; the answer, also of an HTTP error."""
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    """POST `body` as JSON with the admin key; the answer, also of an HTTP error."""
+    headers = {"Content-Type": "application/json", **KEYS.admin_headers}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.loads(response.read())
@@ -106,7 +107,8 @@ def call(url: str, path: str, **body: Any) -> Any:
 
 
 def served_version(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/model_info", timeout=60) as response:
+    request = urllib.request.Request(f"{url}/model_info", headers=KEYS.user_headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
         return json.loads(response.read())["weight_version"]
 
 

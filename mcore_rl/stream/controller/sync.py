@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from mcore_rl.process.http import open_session
+from mcore_rl.process.server_keys import ServerKeys, admin_headers
 from mcore_rl.slices.layouts.recorded import RecordedLayouts
 from mcore_rl.slices.layouts.sglang_models import SGLangSizes
 from mcore_rl.stream.controller.engine_control import EngineCallError, EngineControl
@@ -45,6 +46,7 @@ class SyncController:
         staged: bool = True,
         relay: bool = True,
         record: RecordLayouts | None = None,
+        keys: ServerKeys | None = None,
     ) -> None:
         """Make a controller without engines.
 
@@ -55,6 +57,7 @@ class SyncController:
                    for a few buckets per trainer rank
         relay      over staged links, engines with equal layouts forward slices to one another
         record     recorded layouts spare ranks listing their shards for one another
+        keys       open the engines; None if they were started without
         """
         self._trainers = trainers
         self._host = host
@@ -62,6 +65,7 @@ class SyncController:
         self._timeout_s = timeout_s
         self._staged = staged
         self._record = record
+        self._headers = admin_headers(keys)
         self._engines: dict[str, LinkedEngine] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
@@ -164,6 +168,7 @@ class SyncController:
             engine=url,
             store_host=self._host,
             store_port=store.port,
+            store_key=store.key,
             num_senders=self._trainers.world_size,
             num_receivers=sizes.engine_ranks,
             bucket_bytes=self._bucket_bytes,
@@ -189,4 +194,4 @@ class SyncController:
         return sent, received, answer
 
     def _http(self) -> aiohttp.ClientSession:
-        return open_session(self._timeout_s + GRACE_S)
+        return open_session(self._timeout_s + GRACE_S, self._headers)

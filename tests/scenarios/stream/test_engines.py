@@ -12,6 +12,7 @@ import pytest
 from mcore_rl.doctor.sync_scene import Fault
 from mcore_rl.players.colocation import EngineMemory
 from mcore_rl.stream.controller.sync import SyncError
+from tests.support.engine_keys import KEYS
 from tests.support.sync_stage import (
     Stage,
     checksums,
@@ -57,7 +58,7 @@ def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkp
 
 
 def test_engines_release_memory_once_idle_and_serve_again_after_a_sync(stage: Stage) -> None:
-    memory = EngineMemory(stage.urls, timeout_s=30)
+    memory = EngineMemory(stage.urls, timeout_s=30, keys=KEYS)
     stage.sync(1)
     answers: list[Any] = []
     request = threading.Thread(
