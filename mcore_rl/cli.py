@@ -14,6 +14,7 @@ from mcore_rl import __version__
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 
 RECIPE_COMMANDS = {
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = make_parser().parse_args(argv)
     keep_interrupts()
+    remember_environment()
     _show_data_counts()
     try:
         args.run(args)
@@ -130,6 +132,11 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     command.add_argument("--kv-cache-len", type=int, default=65536, help="tokens (%(default)s)")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     command.add_argument("--port", type=int, default=30000, help="(%(default)s)")
+    command.add_argument(
+        "--key-file",
+        type=Path,
+        help="file of mode 600 with the key that requests must bring; without, they need none",
+    )
     command.add_argument(
         "--log", type=Path, default=Path("serve.log"), help="SGLang's log file (%(default)s)"
     )
@@ -233,7 +240,7 @@ def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
     from mcore_rl.rollout.engine_spec import EngineSpec
-    from mcore_rl.run.serving import find_model, run_server
+    from mcore_rl.run.serving import find_model, run_server, serving_keys
 
     if args.once and not args.ask:
         raise ValueError("--once ends after the answer to a question: give --ask")
@@ -253,6 +260,7 @@ def _serve(args: argparse.Namespace) -> None:
         tokenizer=True,
         host=args.host,
         port=args.port,
+        keys=serving_keys(args.key_file, args.host),
     )
     run_server(spec, args.ask, args.once, args.startup_timeout_s)
 
@@ -282,7 +290,7 @@ def _prepare_gsm8k(args: argparse.Namespace) -> None:
 
 
 def _fail(error: object, status: int) -> int:
-    print(f"mcore-rl: {error}", file=sys.stderr)
+    print(redact(f"mcore-rl: {error}"), file=sys.stderr)
     return status
 
 

@@ -2,7 +2,7 @@
 
 run.lock         locked while a command writes here; names the process that did last
 logs/            controller.log, one file per rank and per engine
-config.yaml      the recipe with all overrides and defaults
+config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
 profile/         captures of steps, if the recipe asks for them
@@ -21,8 +21,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from mcore_rl.config import Config
+from mcore_rl.config.secrets import written_config
 from mcore_rl.process.disk import describe_full_disk, is_disk_full, reporting_full_disk
 from mcore_rl.process.file_lock import LockedError, holding_lock
+from mcore_rl.process.redaction import RedactingFormatter
 
 DELETED = ".deleted"
 
@@ -68,9 +70,9 @@ class RunFolder:
                     self.path / f"checkpoints.before_{time.strftime('%Y%m%d_%H%M%S')}"
                 )
             self.logs.mkdir(parents=True, exist_ok=True)
-            OmegaConf.save(OmegaConf.structured(config), self.path / "config.yaml")
+            OmegaConf.save(OmegaConf.create(written_config(config)), self.path / "config.yaml")
             handler = _LogFile(self.logs / "controller.log")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         package = logging.getLogger("mcore_rl")
         package.setLevel(logging.INFO)
         package.addHandler(handler)

@@ -20,6 +20,7 @@ import ray
 import mcore_rl
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
@@ -92,7 +93,7 @@ class RankActor:
             return Raised(str(error), "")
         except Exception as error:
             # The process boundary: the controller raises it again, naming the rank.
-            traceback.print_exc()
+            sys.stderr.write(redact(traceback.format_exc()))
             return Raised(summary_of(error), short_traceback(error))
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -115,9 +116,10 @@ def redirect_output(path: Path) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    remember_environment()
+    handler = logging.StreamHandler()
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def summary_of(error: BaseException) -> str:

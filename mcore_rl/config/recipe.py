@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.config import Config
 from mcore_rl.config.bounds import check_bounds
+from mcore_rl.config.secrets import remember_secrets
 from mcore_rl.config.shipped import RECIPES_DIR, shipped_path
 from mcore_rl.config.tree import leaves_under, mappings_under, value_of
 
@@ -65,6 +66,7 @@ def make_config(tree: DictConfig) -> Config:
         if options is not None:
             _drop_nulls(options)
     values = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    remember_secrets(tree)
     assert isinstance(values, dict)
     # Before the classes check themselves: they don't know where in the tree they stand.
     check_bounds(Config, {str(key): value for key, value in values.items()})

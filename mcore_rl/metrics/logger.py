@@ -11,6 +11,7 @@ from mcore_rl.metrics.console import make_console
 from mcore_rl.metrics.names import with_former_names
 from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
+from mcore_rl.process.redaction import redact
 from mcore_rl.types import Sample, Scores
 
 SAMPLES_PER_LOG = 64
@@ -106,4 +107,4 @@ def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str
         "finish_reason": sample.finish_reason,
         "weights": sorted({span.version for span in sample.versions}),
     }
-    return {**row, "reward_error": error} if error else row
+    return {**row, "reward_error": redact(error)} if error else row

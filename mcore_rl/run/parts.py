@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
+from mcore_rl.config.secrets import written_config
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
@@ -33,6 +33,7 @@ from mcore_rl.players.colocation import (
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
+from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.stop_request import StoppedEarly
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.roles import Critic, Watched
@@ -127,6 +128,7 @@ def make_sync(
     started: Started,
     packed: PackedTrainer,
     watched: Watched[Any],
+    keys: ServerKeys,
 ) -> EngineSync:
     """Return the sync of weights to the engines, with the check that both sides compute alike."""
     timeout_s = config.run.call_timeout_s
@@ -134,6 +136,7 @@ def make_sync(
     gpus = started.gpus
     sync_controller = SyncController(
         started.trainer,
+        keys=keys,
         host=node_address(),
         bucket_mib=config.sync.bucket_mib,
         timeout_s=timeout_s,
@@ -141,7 +144,7 @@ def make_sync(
         relay=config.sync.relay,
         record=partial(record_layouts, config, policy),
     )
-    canary = Canary(packed, config.canary, config.model.dtype, timeout_s, gpus.for_rollout)
+    canary = Canary(packed, config.canary, config.model.dtype, timeout_s, gpus.for_rollout, keys)
     return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 
@@ -234,7 +237,7 @@ def make_log(
         tensorboard=log.tensorboard,
         wandb_project=log.wandb_project,
         mlflow_uri=log.mlflow_uri,
-        config=asdict(config),
+        config=written_config(config),
     )
 
 
