@@ -131,9 +131,12 @@ def plan_servers(
     remaining_gpus = iter(gpu_ids)
     for engine, (spec, num_nodes) in enumerate(zip(specs, nodes_per_engine, strict=True)):
         meeting_point = None
+        node_addresses: tuple[str, ...] = ()
         if num_nodes > 1:
             address, port = meeting_points[len(servers)]
             meeting_point = f"{address}:{port}"
+            of_nodes = meeting_points[len(servers) : len(servers) + num_nodes]
+            node_addresses = tuple(address for address, _ in of_nodes)
         ranks_per_node = spec.tp * spec.pp // num_nodes
         for node_rank in range(num_nodes):
             server_spec = replace(
@@ -141,6 +144,7 @@ def plan_servers(
                 num_nodes=num_nodes,
                 node_rank=node_rank,
                 dist_init_addr=meeting_point,
+                node_addresses=node_addresses,
                 gpu_ids=tuple(islice(remaining_gpus, ranks_per_node)),
             )
             servers.append((engine, _with_own_log(server_spec)))

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from collections.abc import Collection
 
 import psutil
 
@@ -22,6 +23,21 @@ def loopback_interfaces() -> dict[str, str]:
     return {}
 
 
+def zmq_peers(host: str, node_addresses: Collection[str]) -> dict[str, str]:
+    """Return the environment variables by which SGLang's zmq sockets take messages only from the
+    machines of one engine, which it would unpickle from anyone. Empty unless all are IP addresses.
+
+    `host` is this machine's address, which the engine's other machines see as the sender's.
+    """
+    peers = {_LOOPBACK, host, *node_addresses}
+    if not all(map(_is_ip, peers)):
+        return {}
+    variables = {"SGLANG_ZMQ_ALLOWED_PEERS": ",".join(sorted(peers))}
+    if len(set(node_addresses)) > 1:
+        variables["SGLANG_ZMQ_SOURCE_IP"] = host
+    return variables
+
+
 def stay_on_loopback() -> None:
     """Have this process's collectives use the loopback interface, unless the user chose another."""
     for name, value in loopback_interfaces().items():
@@ -30,9 +46,12 @@ def stay_on_loopback() -> None:
 
 def is_loopback(host: str) -> bool:
     """Return whether `host` is reached from this machine only."""
-    if host == "localhost":
-        return True
+    return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_ip(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
         return False
+    return True

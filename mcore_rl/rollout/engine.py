@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from mcore_rl.process.network import loopback_interfaces
+from mcore_rl.process.network import loopback_interfaces, zmq_peers
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.server_keys import passed_to_child
 from mcore_rl.process.temp_dir import TempDir
@@ -110,9 +110,11 @@ class EngineProcess:
         assert self._temp_dir is not None
         environment = {**os.environ, "TMPDIR": self._temp_dir.path, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
+        variables = zmq_peers(self.spec.host, self.spec.node_addresses)
         if self.spec.is_local:
-            for name, value in loopback_interfaces().items():
-                environment.setdefault(name, value)
+            variables |= loopback_interfaces()
+        for name, value in variables.items():
+            environment.setdefault(name, value)
         return environment
 
     def wait_healthy(self, timeout_s: float = 240.0) -> None:

@@ -23,6 +23,7 @@ class EngineSpec:
     trust_remote_code      run Python code that comes with the model's configuration or tokenizer
     port                   None: a free one is found when the engine starts
     dist_init_addr         host:port where the ranks meet, needed if num_nodes > 1
+    node_addresses         of all machines of an engine that spans several
     gpu_ids                GPUs of this machine that its ranks use, as CUDA_VISIBLE_DEVICES names
                            them; if empty, the first ones that it sees
     keys                   what requests must bring; None admits everyone on this machine, to all
@@ -51,6 +52,7 @@ class EngineSpec:
     num_nodes: int = 1
     node_rank: int = 0
     dist_init_addr: str | None = None
+    node_addresses: tuple[str, ...] = ()
     gpu_ids: tuple[str, ...] = ()
     keys: ServerKeys | None = None
     can_release_memory: bool = False

@@ -21,7 +21,7 @@ OPEN_PATHS = frozenset({"/health"})
 USER_PATHS = frozenset(
     {
         *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions"),
-        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/rerank", "/v1/responses"),
+        *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/responses"),
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/tokenize", "/v1/tokenize"),
         *("/detokenize", "/v1/detokenize", "/model_info", "/get_model_info"),
         *("/health_generate", "/ready", "/ping", "/v1/loads", "/metrics", "/metrics/"),

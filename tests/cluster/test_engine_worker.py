@@ -13,6 +13,7 @@ from mcore_rl.cluster.engine_worker import EngineWorker
 from mcore_rl.cluster.rank_actor import ProcessLost
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
+from tests.support.engine_keys import KEYS
 
 SERVER = """
 import os, sys
@@ -52,6 +53,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mak
             num_nodes=1 + node_rank,
             node_rank=node_rank,
             dist_init_addr="a:1",
+            keys=KEYS,
         )
         worker = EngineWorker(spec, 1, 20.0, max_restarts)
         workers.append(worker)
@@ -78,6 +80,7 @@ def test_a_dead_server_is_started_again_at_its_address_until_restarts_are_used_u
     kill(worker)
     assert worker.check([0, 0]) == EngineState(url, restarts=1, healthy=False)
     assert worker.address().url == url and worker.pid() != pid
+    assert worker.address().keys == KEYS
     printed = capsys.readouterr().out
     assert "died (status -9); its last lines:\n  | begun with model\n" in printed
     assert "starting it again, 1 of 1" in printed

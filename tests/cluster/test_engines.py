@@ -23,6 +23,7 @@ def test_servers_of_an_engine_meet_at_its_first_machine_and_have_logs_of_their_o
     servers = plan_servers([SPEC, SPEC], [2, 2], points, gpu_ids=())
     assert [engine for engine, _ in servers] == [0, 0, 1, 1]
     assert [spec.dist_init_addr for _, spec in servers] == ["a:1", "a:1", "c:3", "c:3"]
+    assert [spec.node_addresses for _, spec in servers] == [("a", "b")] * 2 + [("c", "d")] * 2
     assert [(spec.num_nodes, spec.node_rank) for _, spec in servers] == [(2, 0), (2, 1)] * 2
     logs = [spec.log_path for _, spec in servers[:2]]
     assert logs == ["/logs/sglang_0.log", "/logs/sglang_0_node1.log"]

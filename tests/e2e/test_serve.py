@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -11,6 +13,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.process.ports import find_free_port
+from mcore_rl.process.server_keys import bearer
 
 pytestmark = pytest.mark.e2e
 
@@ -29,11 +32,16 @@ def serve(*arguments: object, cwd: Path) -> "subprocess.Popen[str]":
 
 def test_a_model_answers_a_chat_and_ctrl_c_leaves_nothing(arithmetic: Path, tmp_path: Path) -> None:
     port = find_free_port("127.0.0.1")
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("0123456789abcdef")
     options = [
         "--port",
         port,
         "--kv-cache-len",
         4096,
+        "--key-file",
+        key,
         "--ask",
         "Ada has 12 coins and gets 5 more .",
     ]
@@ -42,6 +50,12 @@ def test_a_model_answers_a_chat_and_ctrl_c_leaves_nothing(arithmetic: Path, tmp_
     lines = [process.stdout.readline() for _ in range(3)]
     assert f"127.0.0.1:{port}/v1 serves {arithmetic / 'model'}; log serve.log" in lines[0], lines
     assert lines[2].strip(), "no answer"
+    models = f"http://127.0.0.1:{port}/v1/models"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(models, timeout=20)
+    with_key = urllib.request.Request(models, headers=bearer("0123456789abcdef"))
+    with urllib.request.urlopen(with_key, timeout=20) as response:
+        assert response.status == 200
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130

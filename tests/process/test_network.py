@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.process.network import is_loopback, loopback_interfaces, stay_on_loopback
+from mcore_rl.process.network import (
+    is_loopback,
+    loopback_interfaces,
+    stay_on_loopback,
+    zmq_peers,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +43,14 @@ def test_collectives_stay_on_the_loopback_interface_unless_told_otherwise(
     assert os.environ["NCCL_SOCKET_IFNAME"] == name
     monkeypatch.undo()
     os.environ.pop("NCCL_SOCKET_IFNAME", None)
+
+
+def test_zmq_sockets_of_an_engine_take_messages_of_its_machines_only() -> None:
+    allowed = "SGLANG_ZMQ_ALLOWED_PEERS"
+    assert zmq_peers("127.0.0.1", ()) == {allowed: "127.0.0.1"}
+    assert zmq_peers("10.0.0.2", ("10.0.0.1", "10.0.0.2")) == {
+        allowed: "10.0.0.1,10.0.0.2,127.0.0.1",
+        "SGLANG_ZMQ_SOURCE_IP": "10.0.0.2",
+    }
+    assert zmq_peers("127.0.0.1", ("127.0.0.1", "127.0.0.1")) == {allowed: "127.0.0.1"}
+    assert zmq_peers("node3", ()) == {}

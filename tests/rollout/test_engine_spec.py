@@ -2,7 +2,8 @@
 
 import pytest
 
-from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from tests.support.engine_keys import KEYS
 
 
 def test_a_spec_names_what_does_not_fit():
@@ -48,3 +49,17 @@ def test_the_server_is_told_its_gpus_before_sglangs_own_arguments():
     spec = EngineSpec("model", "log", port=1234, gpu_ids=("2", "3"))
     assert spec.arguments()[:3] == ["--gpu-ids", "2,3", "--model-path"]
     assert "--gpu-ids" not in EngineSpec("model", "log", port=1234).arguments()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "node3"])
+def test_a_server_that_others_reach_needs_keys(host: str) -> None:
+    with pytest.raises(ValueError, match=f"host={host}: a server without keys may listen on"):
+        EngineSpec("m", "l", host=host)
+    assert not EngineSpec("m", "l", host=host, keys=KEYS).is_local
+    assert EngineSpec("m", "l").is_local
+
+
+def test_keys_are_not_among_the_arguments() -> None:
+    spec = EngineSpec("m", "l", port=1234, keys=KEYS)
+    told = f"{spec} {spec.arguments()} {EngineAddress('http://a', 'l', KEYS)}"
+    assert KEYS.user not in told and KEYS.admin not in told

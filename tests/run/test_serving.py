@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.run.serving import find_model
+from mcore_rl.run.serving import find_model, serving_keys
 
 
 def refuse(*_: Path) -> None:
@@ -37,3 +37,17 @@ def test_a_megatron_checkpoint_is_merged_once(tmp_path: Path) -> None:
     merged = tmp_path / "step_000010_hf"
     assert find_model(checkpoint, tmp_path / "start", merge) == merged
     assert find_model(checkpoint, None, refuse) == merged
+
+
+def test_a_key_file_is_needed_where_other_machines_reach_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text("0123456789abcdef\n")
+    for host in ("127.0.0.1", "0.0.0.0", "10.0.0.7"):
+        keys = serving_keys(path, host)
+        assert keys.user == "0123456789abcdef" and keys.admin not in ("", keys.user)
+    assert serving_keys(None, "127.0.0.1").user == ""
+    assert serving_keys(None, "localhost").admin
+    for host in ("0.0.0.0", "10.0.0.7", "node3"):
+        with pytest.raises(ValueError, match=f"--host={host}: .* give --key-file, or serve at"):
+            serving_keys(None, host)

@@ -29,7 +29,7 @@ SHORT = (
     "rollout.deterministic=true",  # the same pairs each time that a document makes them
 )
 QUICK = ("plan", "data", "doctor", "--help", "--version")
-ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=")
+ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
 """Parts of arguments that name what only the reader's own cluster has."""
 
 

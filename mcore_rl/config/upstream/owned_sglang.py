@@ -47,6 +47,10 @@ _COMMON = {
         *("enable_ssl_refresh", "enable_http2", "enable_http_worker_reuseport"),
         *("fastapi_root_path", "sidecar", "sidecar_args", "smg_http_sidecar_port"),
     ),
+    **with_reason(
+        "requests could then bring pickled code, which SGLang runs; leave it out",
+        "enable_custom_logit_processor",
+    ),
     **with_reason(_ONE_SERVER, "encoder_only", "language_only", "enable_pdmux"),
 }
 _COMMON_PREFIXES = with_reason(_ONE_SERVER, "disaggregation_", "decoupled_spec_", "dllm_")
