@@ -23,7 +23,7 @@ _PIPE_BYTES = 4096
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What a request must bring in its header `Authorization: Bearer <key>`.
+    """The keys that a request brings in its header `Authorization: Bearer <key>`.
 
     user    for requests that sample, score or ask about the model; empty: they need no key
     admin   for requests that change weights or memory, pause, or end others' requests

@@ -65,7 +65,7 @@ class LinkStore:
 
     @property
     def key(self) -> str:
-        """What a process must know to connect."""
+        """The secret that a process must know to connect."""
         return self._served.key
 
     @property

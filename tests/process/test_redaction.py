@@ -1,4 +1,4 @@
-"""What is hidden in text that a run writes, and what is not."""
+"""Secrets are hidden in text that a run writes; the rest stays."""
 
 import logging
 

@@ -33,7 +33,7 @@ class StoreLost(RuntimeError):
 
 
 class Client(Protocol):
-    """What both kinds of clients do; see `Values`."""
+    """The calls of both kinds of clients; see `Values`."""
 
     def set(self, key: str, value: bytes) -> None: ...
 

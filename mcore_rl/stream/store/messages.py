@@ -1,4 +1,4 @@
-"""What client and server of a store send: a handshake with a shared key, then lists of bytes.
+"""The bytes between client and server of a store: a handshake by key, then lists of bytes.
 
 server -> client   nonce_s, 32 random bytes
 client -> server   nonce_c, 32 random bytes, and HMAC-SHA256(key, "client" nonce_s nonce_c)

@@ -1,4 +1,4 @@
-"""What a server of a store does with clients that do not know its key or send nonsense."""
+"""A server of a store and clients that do not know its key or send nonsense."""
 
 import gc
 import hashlib
