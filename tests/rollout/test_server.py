@@ -49,3 +49,19 @@ def test_a_child_whose_parent_is_gone_already_exits() -> None:
     not_the_parent = os.getppid()
     command = [sys.executable, "-c", FAMILY, str(not_the_parent)]
     assert subprocess.run(command, timeout=50, check=False).returncode == 1
+
+
+SPAWNED = """
+import multiprocessing.spawn
+from importlib import import_module
+multiprocessing.spawn._fixup_main_from_name("mcore_rl.rollout.server")
+print(import_module("torch.distributed.rendezvous")._create_c10d_store.__module__)
+"""
+
+
+def test_a_spawned_process_of_the_server_binds_its_meetings_to_one_address() -> None:
+    """On a GPU SGLang spawns its schedulers, as multiprocessing does it here."""
+    spawned = subprocess.run(
+        [sys.executable, "-c", SPAWNED], capture_output=True, text=True, timeout=120
+    )
+    assert spawned.stdout.strip() == "mcore_rl.process.meeting_store", spawned.stderr
