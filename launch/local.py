@@ -57,6 +57,8 @@ def submit(submission: Submission) -> str:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    while process.poll() is None and not _runs_script(process.pid, submission.folder):
+        time.sleep(0.01)  # its command line shows a moment after it started
     return str(process.pid)
 
 
@@ -88,8 +90,12 @@ def cancel(job: SubmittedJob) -> None:
 
 
 def _is_running(job: SubmittedJob) -> bool:
-    """Whether the job's script runs; its process id may be another process's by now."""
+    return _runs_script(int(job.id), Path(job.folder))
+
+
+def _runs_script(pid: int, folder: Path) -> bool:
+    """Whether the process runs the script in `folder`; its id may be another's by now."""
     with suppress(OSError):
-        words = Path(f"/proc/{job.id}/cmdline").read_bytes().split(b"\0")
-        return os.fsencode(f"{job.folder}/{SCRIPT}") in words
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return os.fsencode(folder / SCRIPT) in words
     return False

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.process.redaction import is_secret_name
 
 
 @dataclass
@@ -24,6 +25,16 @@ class LaunchOptions(Options, group="launch"):
     """Variables of all processes of the job. They are written to files: no secrets."""
     start_timeout_s: float = bounded(600.0, above=0)
     """How long the nodes of a job wait for one another once the first one runs."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.environment:
+            if is_secret_name(name):
+                raise ValueError(
+                    f"launch.environment.{name}: the job's files would show this secret; set it in"
+                    " the environment from which you submit, or refer to the cluster's own store of"
+                    " secrets"
+                )
 
     def store_mib(self, gpus_per_node: int) -> int:
         """Ray's shared memory on a node with so many GPUs."""

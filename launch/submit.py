@@ -13,7 +13,9 @@ from launch.jobs import ENDED, State, SubmittedJob, find_job, remember
 from launch.submission import DOCTOR, FOLDER, Submission, make_submission
 from launch.targets import TARGETS
 from mcore_rl.config import Config
+from mcore_rl.config.secrets import written_config
 from mcore_rl.planning.run_size import COMMANDS
+from mcore_rl.process.redaction import is_secret_name, redact
 
 RECIPE = "recipe.yaml"
 _ADDRESS = "cluster.address=auto"
@@ -38,7 +40,7 @@ def submit(
     submission.folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (submission.folder / name).write_text(text)
-    OmegaConf.save(OmegaConf.structured(config), submission.folder / RECIPE)
+    OmegaConf.save(written_config(config), submission.folder / RECIPE)
     print(_describe(submission, files))
     if dry_run:
         print(f"submit it with: {shlex.join(target.submit_command(submission))}")
@@ -68,9 +70,22 @@ def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:
         raise ValueError(f"give one launch=<{'|'.join(TARGETS)} or file>, got {len(launches)}")
     overrides = [word for word in words if word.startswith("launch.")]
     settings = [w for w in words if "=" in w and not w.startswith(("launch=", "launch."))]
+    for word in settings:
+        _refuse_secret(word)
     if given := [word for word in settings if word.startswith("cluster.address=")]:
         raise ValueError(f"{given[0]}: a submitted job starts its own Ray; leave it out")
     return (commands or ["train"])[0], launches[0], overrides, settings
+
+
+def _refuse_secret(setting: str) -> None:
+    """Raise ValueError if a setting, which the job's files would show, holds a secret."""
+    name, _, value = setting.partition("=")
+    is_named = is_secret_name(name.rpartition(".")[2]) and value and not value.startswith("${")
+    if is_named or redact(setting) != setting:
+        raise ValueError(
+            f"{name}: its value is a secret, and the job's files would show it: give"
+            f" {name}='${{oc.env:NAME}}' and set NAME in the job's environment"
+        )
 
 
 def _describe(submission: Submission, files: Iterable[str]) -> str:

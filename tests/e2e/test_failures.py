@@ -47,7 +47,7 @@ def test_a_run_that_samples_beside_training_is_killed_again_and_again(
     ]
     more = ("rollout.mode=async", "rollout.deterministic=false")
     # A step takes half a second: on a busy machine ten are over before a victim is found.
-    survive(start, tmp_path / "run", deaths, *more, num_steps=30)
+    survive(start, tmp_path / "run", deaths, *more, num_steps=20)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tests.support.policy import parse, python_files
         ({"mounts": ["/data:/data"]}, r"launch.mounts=\['/data:/data'\]: nothing is mounted"),
         ({"engine_constraint": "h200"}, "launch.engine_constraint=h200: engines have nodes"),
         ({"container": "docker"}, "launch.container='docker': expected one of"),
+        ({"environment": {"HF_TOKEN": "a"}}, "launch.environment.HF_TOKEN: the job's files would"),
         ({"nodes": 0}, "launch.nodes=0: must be at least 1"),
         ({"save_before_end_s": 5}, "launch.save_before_end_s=5: must be at least 30"),
     ],

@@ -45,6 +45,8 @@ def test_words_are_a_command_a_launch_file_and_settings() -> None:
         (["recipe=a"], r"give one launch=<.*local.*slurm"),
         (["serve", "launch=slurm"], r"serve: expected at most one command \(train, .* doctor\)"),
         (["train", "sft", "launch=slurm"], "sft: expected at most one command"),
+        (["launch=slurm", "reward.judge.request.api_key=abc"], "request.api_key: its value is a"),
+        (["launch=slurm", "judge.url=http://me:pw@host"], "judge.url: its value is a secret"),
         (["launch=slurm", "cluster.address=auto"], "a submitted job starts its own Ray"),
     ],
 )

@@ -17,7 +17,8 @@ STEPS = {
     "sft": ("sft.steps=60",),
     "train": ("run.steps=2",),
     "dpo": ("dpo.steps=2", "dpo.batch_size=8"),
-    "pairs": ("dpo.prompts=32", "eval.max_prompts=32"),
+    # Documents make pairs twice, and a run that goes on wants as many as before.
+    "pairs": ("dpo.prompts=32", "eval.max_prompts=32", "rollout.deterministic=true"),
     "eval": (),
 }
 SHORT = (
@@ -26,7 +27,6 @@ SHORT = (
     "rollout.max_response_len=12",
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
-    "rollout.deterministic=true",  # the same pairs each time that a document makes them
 )
 QUICK = ("plan", "data", "doctor", "--help", "--version")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
