@@ -47,7 +47,7 @@ def find_job(run_dir: Path, folder_name: str) -> SubmittedJob:
         ) from None
 
 
-def call(command: Sequence[str], check: bool = True) -> str:
+def call(command: Sequence[str], check: bool = True, timeout_s: float = _CALL_TIMEOUT_S) -> str:
     """Run a scheduler's command and return what it prints.
 
     Raises ValueError if it is not installed and, with `check`, RuntimeError with its words if it
@@ -59,7 +59,7 @@ def call(command: Sequence[str], check: bool = True) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_CALL_TIMEOUT_S,
+            timeout=timeout_s,
         )
     except FileNotFoundError:
         raise ValueError(
@@ -67,7 +67,7 @@ def call(command: Sequence[str], check: bool = True) -> str:
             " or write the files with --dry-run"
         ) from None
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{' '.join(command)}: no answer within {_CALL_TIMEOUT_S:g} s") from None
+        raise RuntimeError(f"{' '.join(command)}: no answer within {timeout_s:g} s") from None
     if check and done.returncode != 0:
         words = done.stderr.strip() or done.stdout.strip()
         raise RuntimeError(f"{' '.join(command)}: status {done.returncode}: {words}")

@@ -1,6 +1,7 @@
 """Declares what a launch file may say; a key or value that does not fit is refused by name."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from mcore_rl.config.bounds import Options, bounded, one_of
 from mcore_rl.process.redaction import is_secret_name
@@ -9,6 +10,9 @@ from mcore_rl.process.redaction import is_secret_name
 @dataclass
 class LaunchOptions(Options, group="launch"):
     """Options that every target has. The number of nodes comes from the recipe."""
+
+    is_away: ClassVar[bool] = False
+    """The job does not see this machine's files; run.dir is a folder of its nodes."""
 
     target: str = ""
     nodes: int | None = bounded(None, least=1)
@@ -102,3 +106,115 @@ class SlurmOptions(LaunchOptions, group="launch"):
                 f"launch.engine_constraint={self.engine_constraint}: engines have nodes of their"
                 " own only with launch.engine_partition"
             )
+
+
+@dataclass
+class KubeRayOptions(LaunchOptions, group="launch"):
+    """Pods of KubeRay 1.6 or newer, one for each node. `gpus_per_node` is what a pod gets."""
+
+    is_away: ClassVar[bool] = True
+
+    kind: str = one_of("job", ("job", "cluster"))
+    """job: a RayJob that runs the command; cluster: a RayCluster to work in by hand."""
+    name: str = ""
+    """Of the RayJob; empty: <command>-<name of run.dir>."""
+    namespace: str = "default"
+    image: str = ""
+    image_pull_policy: str = one_of("IfNotPresent", ("Always", "IfNotPresent", "Never"))
+    image_pull_secrets: list[str] = field(default_factory=list)
+    gpu_resource: str = "nvidia.com/gpu"
+    """amd.com/gpu on nodes with AMD's device plugin."""
+    rdma_resource: str = ""
+    """Such as rdma/ib; empty: none."""
+    rdma_per_node: int = bounded(1, least=1)
+    memory_gib_per_node: int = bounded(0, least=0)
+    """0: no limit but the node's own."""
+    shm_gib: int = bounded(0, least=0)
+    """/dev/shm, where Ray's objects and SGLang's and NCCL's buffers lie; 0: no limit of its own."""
+    claims: dict[str, str] = field(default_factory=dict)
+    """Persistent volume claims, ReadWriteMany, by name: where they are mounted. run.dir lies below
+    one of them."""
+    secrets: dict[str, str] = field(default_factory=dict)
+    """Variables from secrets of the namespace: HF_TOKEN: <secret>/<key>."""
+    queue: str = ""
+    """Kueue's LocalQueue, which lets all pods in at once or none."""
+    priority_class: str = ""
+    node_selector: dict[str, str] = field(default_factory=dict)
+    tolerations: list[str] = field(default_factory=list)
+    """Taints that pods tolerate: key, key=value, or either with :effect."""
+    service_account: str = ""
+    host_network: bool = False
+    """Pods use their node's network, as some RDMA set-ups want; one pod then has a node alone."""
+    capabilities: list[str] = field(default_factory=list)
+    """Linux capabilities of the containers, such as IPC_LOCK for RDMA."""
+    submission_mode: str = one_of("K8sJobMode", ("K8sJobMode", "HTTPMode"))
+    """K8sJobMode: a pod waits for Ray's head, submits and prints the log; HTTPMode: the operator
+    submits, without a pod."""
+    submit_retries: int = bounded(5, least=0)
+    """How often the submitting pod is started again if it fails."""
+    retries: int = bounded(3, least=0)
+    """How often a new cluster continues a run that failed, was preempted or lost a node."""
+    save_before_end_s: int = bounded(300, least=30)
+    """How long pods that are evicted or deleted wait for the run to save. A step, with the save
+    after it, has to fit in."""
+    time_limit_s: int = bounded(0, least=0)
+    """The job ends after so long, waiting and retries included; 0: never."""
+    keep_cluster_s: int = bounded(600, least=0)
+    """How long the pods stay after the run ended, for a look at them."""
+    auth: str = one_of("token", ("token", "disabled"))
+    """Ray's token authentication; KubeRay makes a token for each cluster."""
+    start_timeout_s: float = bounded(3600.0, least=1)
+    """A job whose pods have not all started after so long gives their GPUs back, and is tried again
+    if retries are left. Images are pulled in this time; a wait in Kueue's queue does not count."""
+    python: str = "python"
+    """Interpreter in the image that has this package."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for variable, reference in self.secrets.items():
+            if reference.count("/") != 1 or not all(reference.split("/")):
+                raise ValueError(
+                    f"launch.secrets.{variable}: expected <secret>/<key>, the name of a Kubernetes"
+                    " secret and of its key, never a value"
+                )
+
+
+@dataclass
+class SkyPilotOptions(LaunchOptions, group="launch"):
+    """Machines of a cloud, or pods, that SkyPilot starts."""
+
+    is_away: ClassVar[bool] = True
+
+    name: str = ""
+    """Of the job, and of the cluster where managed=false; empty: <command>-<name of run.dir>."""
+    managed: bool = True
+    """A managed job is started again after a preemption, and its machines end with it."""
+    infra: str = ""
+    """Such as aws/us-east-1 or k8s/<context>; empty: the cheapest that SkyPilot finds."""
+    accelerator: str = ""
+    """SkyPilot's name of the GPU, such as H100; `sky gpus list` lists them."""
+    instance_type: str = ""
+    use_spot: bool = False
+    disk_gib: int = bounded(512, least=1)
+    network_tier: str = one_of("best", ("standard", "best"))
+    """best: the cloud's fast network between machines, where it has one."""
+    image: str = ""
+    """A machine image, or docker:<image>, which holds this package; empty: `setup` installs it."""
+    memory_gib_per_node: int = bounded(0, least=0)
+    """At least so much; 0: whatever comes with the GPUs."""
+    buckets: dict[str, str] = field(default_factory=dict)
+    """Buckets by where they are mounted: /ckpt: s3://my-bucket. run.dir lies below one, or below a
+    volume."""
+    volumes: dict[str, str] = field(default_factory=dict)
+    """SkyPilot's volumes by where they are mounted: /shared: my-volume."""
+    secrets: list[str] = field(default_factory=list)
+    """Names of variables that `sky` takes from the shell that submits, such as HF_TOKEN."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell that run once on each new machine."""
+    retries: int = bounded(3, least=0)
+    """How often a managed job that failed is started again; preemptions and runs that saved on
+    request do not count."""
+    stop_after_idle_min: int = bounded(30, least=0)
+    """managed=false: the cluster is taken down after so long without a job; 0: never."""
+    python: str = "python"
+    """Interpreter on the machines that has this package."""

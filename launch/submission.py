@@ -18,13 +18,16 @@ FOLDER = "launch"
 class Submission:
     """A command of `mcore-rl` with its settings, and what it needs.
 
-    settings   recipe=<name> and overrides, as they were given
+    settings       recipe=<name> and overrides, as they were given
+    run_dir        the run's folder, as the job sees it
+    local_folder   where this machine keeps what it submits, if the job's run_dir is not here
     """
 
     command: str
     settings: Sequence[str]
     run_dir: Path
     needs: NodeNeeds
+    local_folder: Path | None = None
 
     @property
     def name(self) -> str:
@@ -32,6 +35,12 @@ class Submission:
 
     @property
     def folder(self) -> Path:
+        """On this machine: what is submitted, and which job that became."""
+        return self.local_folder or self.job_folder
+
+    @property
+    def job_folder(self) -> Path:
+        """On the job's nodes."""
         return self.run_dir / FOLDER
 
     @property
@@ -61,4 +70,13 @@ def make_submission(
     nodes = options.nodes or needs.nodes
     cpus = options.cpus_per_node or needs.cpus_per_node
     needs = NodeNeeds(nodes, needs.trainer_nodes, gpus, cpus)
-    return Submission(command, list(settings), Path(config.run.dir).absolute(), needs)
+    run_dir = Path(config.run.dir)
+    if not options.is_away:
+        return Submission(command, list(settings), run_dir.absolute(), needs)
+    if not run_dir.is_absolute():
+        raise ValueError(
+            f"run.dir={run_dir} is relative, and the job's nodes do not have this machine's folder:"
+            f" give the whole path below what they mount, such as run.dir=/mnt/{run_dir}"
+        )
+    local_folder = Path("runs", run_dir.name, FOLDER).absolute()
+    return Submission(command, list(settings), run_dir, needs, local_folder)

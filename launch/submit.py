@@ -51,7 +51,7 @@ def submit(
     remember(job)
     print(f"submitted as {options.target} job {job.id}")
     for verb in ("status", "logs -f", "cancel"):
-        print(f"  mcore-rl {verb} {submission.run_dir}")
+        print(f"  mcore-rl {verb} {submission.folder.parent}")
 
 
 def split(words: Sequence[str]) -> tuple[str, str, list[str], list[str]]:

@@ -4,9 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from launch import local, slurm
+from launch import kuberay, local, skypilot, slurm
 from launch.jobs import State, SubmittedJob
-from launch.options import LaunchOptions, LocalOptions, SlurmOptions
+from launch.options import (
+    KubeRayOptions,
+    LaunchOptions,
+    LocalOptions,
+    SkyPilotOptions,
+    SlurmOptions,
+)
 from launch.submission import Submission
 
 
@@ -41,4 +47,9 @@ def _target(options: type[LaunchOptions], module: Any) -> Target:
     )
 
 
-TARGETS = {"local": _target(LocalOptions, local), "slurm": _target(SlurmOptions, slurm)}
+TARGETS = {
+    "local": _target(LocalOptions, local),
+    "slurm": _target(SlurmOptions, slurm),
+    "kuberay": _target(KubeRayOptions, kuberay),
+    "skypilot": _target(SkyPilotOptions, skypilot),
+}

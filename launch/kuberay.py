@@ -1,0 +1,223 @@
+"""Turns a submission into objects of KubeRay, applies them, and asks kubectl for their state."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.away import (
+    arguments_with,
+    job_name,
+    own_recipe,
+    read_recipe,
+    require_absolute,
+    require_mounted,
+)
+from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
+from launch.kuberay_manifest import KINDS, manifests
+from launch.kuberay_pod import FILES, JOB_SCRIPT, LOG_SCRIPT, RECIPE, STOP_SCRIPT
+from launch.options import KubeRayOptions
+from launch.submission import Submission
+from launch.text import dump_yaml, render
+
+MANIFEST = "kuberay.yaml"
+CHART_VALUES = "values.yaml"
+"""The same objects for the chart in launch/helm/mcore-rl."""
+_NAME_LEN = 47
+"""KubeRay's limit; it adds to the name."""
+_RECIPE_KIB = 900
+"""A ConfigMap holds 1 MiB, with the scripts."""
+_STOP_S = 300
+_PHASES = {
+    "Running": RUNNING,
+    "Complete": ENDED,
+    "Failed": ENDED,
+    "ValidationFailed": ENDED,
+}
+"""RayJob's jobDeploymentStatus -> phase; in all others the job waits."""
+
+
+def make_files(submission: Submission, options: KubeRayOptions) -> dict[str, str]:
+    """The manifest, and the same as values of the chart, by file name.
+
+    Raises ValueError if run.dir lies on no claim, or options contradict one another.
+    """
+    _check(submission, options)
+    name = job_name(options.name, submission, "launch.name", _NAME_LEN)
+    folder = str(submission.job_folder / name)
+    recipe = own_recipe(submission)
+    arguments = arguments_with(submission, f"{FILES}/{RECIPE}" if recipe else None)
+    files = {
+        JOB_SCRIPT: render(
+            "kuberay_job.sh.jinja",
+            submission=submission,
+            folder=folder,
+            python=options.python,
+            arguments=arguments,
+        ),
+        STOP_SCRIPT: render("kuberay_stop.sh.jinja", folder=folder),
+        LOG_SCRIPT: render("kuberay_log.sh.jinja", folder=folder),
+    }
+    if recipe is not None:
+        files[RECIPE] = _recipe_text(recipe)
+    objects = manifests(name, submission, options, files)
+    return {MANIFEST: dump_yaml(*objects), CHART_VALUES: dump_yaml({"manifests": objects})}
+
+
+def submit_command(submission: Submission) -> list[str]:
+    return ["kubectl", "apply", "--filename", str(submission.folder / MANIFEST)]
+
+
+def submit(submission: Submission) -> str:
+    """Apply the manifest in the submission's folder; return <namespace>/<kind>/<name>.
+
+    A job of this name that ended is deleted before, as applying it again would change nothing; its
+    run continues. Raises ValueError if one of this name has not ended.
+    """
+    resource = yaml_objects(submission.folder)[-1]
+    metadata = resource["metadata"]
+    job_id = f"{metadata['namespace']}/{resource['kind'].lower()}/{metadata['name']}"
+    if (found := _resource(job_id)) is not None:
+        if _state(job_id, found).phase != ENDED:
+            raise ValueError(
+                f"{job_id} exists and has not ended: cancel it with `mcore-rl cancel"
+                f" {submission.folder.parent}`, or take another launch.name"
+            )
+        call(_kubectl(job_id, "delete"))
+    call(submit_command(submission))
+    return job_id
+
+
+def state_of(job: SubmittedJob) -> State:
+    """The state that KubeRay reports; for a job that waits also its pods that do, and why."""
+    found = _resource(job.id)
+    if found is None:
+        return State(ENDED, f"{job.id} is gone; its log is in run.dir/launch")
+    state = _state(job.id, found)
+    if state.phase != WAITING:
+        return state
+    return State(WAITING, state.text + _waiting_pods(job.id, found))
+
+
+def log_command(job: SubmittedJob, follow: bool) -> list[str]:
+    """A command that prints the job's log; with `follow` it goes on."""
+    namespace, kind, name = job.id.split("/")
+    mode = yaml_objects(Path(job.folder))[-1]["spec"].get("submissionMode")
+    kubectl = ["kubectl", "--namespace", namespace]
+    if mode == "K8sJobMode":
+        return [*kubectl, "logs", *(["--follow"] if follow else []), f"job/{name}"]
+    if kind == "raycluster":
+        head = f"ray.io/cluster={name},ray.io/node-type=head"
+        chosen = ["--selector", head, "--tail=-1"]
+        return [*kubectl, "logs", *(["--follow"] if follow else []), *chosen]
+    # The operator submitted: no pod prints the log, but the script on the head keeps it.
+    show = ["bash", f"{FILES}/{LOG_SCRIPT}", *(["--follow"] if follow else [])]
+    return [*kubectl, "exec", f"service/{name}-head-svc", "--", *show]
+
+
+def cancel(job: SubmittedJob) -> None:
+    """Ask the run to save, wait until it has, and delete all that was submitted."""
+    namespace, _, name = job.id.split("/")
+    head = ["kubectl", "--namespace", namespace, "exec", f"service/{name}-head-svc", "--"]
+    stop = ["bash", f"{FILES}/{STOP_SCRIPT}", str(_STOP_S)]
+    call([*head, *stop], check=False, timeout_s=_STOP_S + 60)
+    delete = ["kubectl", "delete", "--ignore-not-found", "--filename", f"{job.folder}/{MANIFEST}"]
+    call(delete, timeout_s=_STOP_S + 60)
+
+
+def yaml_objects(folder: Path) -> list[dict[str, Any]]:
+    """The objects of the manifest in a job's folder; the last one is the job."""
+    return list(yaml.safe_load_all((folder / MANIFEST).read_text()))
+
+
+def _check(submission: Submission, options: KubeRayOptions) -> None:
+    require_absolute(options.claims.values(), "launch.claims")
+    require_mounted(submission, options.claims.values(), "launch.claims.<claim>=<path>")
+    if submission.is_doctor:
+        raise ValueError(
+            "doctor is not submitted to KubeRay: submit launch.kind=cluster, and call `mcore-rl"
+            " doctor` with kubectl exec in its pods"
+        )
+    if not options.image:
+        raise ValueError("launch.image is not set: give the image that the Dockerfile builds")
+    store_mib = options.store_mib(submission.needs.gpus_per_node)
+    if options.shm_gib and store_mib > options.shm_gib * 1024:
+        raise ValueError(
+            f"launch.shm_gib={options.shm_gib} has no room for Ray's {store_mib} MiB: raise it, or"
+            " lower launch.object_store_mib"
+        )
+    if options.kind == "cluster" and options.submission_mode != "K8sJobMode":
+        raise ValueError(
+            f"launch.submission_mode={options.submission_mode} with launch.kind=cluster: nothing is"
+            " submitted to a cluster for work by hand; leave it out"
+        )
+
+
+def _recipe_text(path: Path) -> str:
+    text = read_recipe(path)
+    if (kib := len(text.encode()) / 1024) > _RECIPE_KIB:
+        raise ValueError(
+            f"recipe={path} has {kib:.0f} KiB, and a ConfigMap takes {_RECIPE_KIB}: put it on a"
+            " claim or into the image"
+        )
+    return text
+
+
+def _kubectl(job_id: str, verb: str, *options: str) -> list[str]:
+    namespace, kind, name = job_id.split("/")
+    return ["kubectl", "--namespace", namespace, verb, kind, name, "--ignore-not-found", *options]
+
+
+def _resource(job_id: str) -> dict[str, Any] | None:
+    shown = call(_kubectl(job_id, "get", "--output=json"))
+    return json.loads(shown) if shown.strip() else None
+
+
+def _state(job_id: str, resource: dict[str, Any]) -> State:
+    status = resource.get("status", {})
+    if resource["kind"] == KINDS["cluster"]:
+        state = status.get("state", "")
+        reason = f" ({status['reason']})" if status.get("reason") else ""
+        phase = RUNNING if state == "ready" else WAITING
+        return State(phase, f"{job_id}: {state or 'new'}{reason}")
+    deployment = status.get("jobDeploymentStatus", "")
+    words = [word for word in (status.get("reason"), status.get("message")) if word]
+    attempts = f", failed {failed} times" if (failed := status.get("failed")) else ""
+    text = f"{job_id}: {deployment or 'New'}{attempts}"
+    text += f" ({'; '.join(words)[:500]})" if words else ""
+    phase = _PHASES.get(deployment, WAITING)
+    return State(phase, text, _exit_status(deployment, status) if phase == ENDED else None)
+
+
+def _exit_status(deployment: str, status: dict[str, Any]) -> int | None:
+    """The status of the run's command, out of Ray's message, where the run ended by itself."""
+    if deployment == "Complete" and status.get("jobStatus") == "SUCCEEDED":
+        return 0
+    found = re.search(r"exit code (\d+)", status.get("message", ""))
+    return int(found[1]) if found else None
+
+
+def _waiting_pods(job_id: str, resource: dict[str, Any]) -> str:
+    """The pods that do not run, with the reason that Kubernetes gives."""
+    namespace, _, name = job_id.split("/")
+    cluster = resource.get("status", {}).get("rayClusterName") or name
+    selector = f"--selector=ray.io/cluster={cluster}"
+    shown = call(
+        ["kubectl", "--namespace", namespace, "get", "pods", selector, "--output=json"], check=False
+    )
+    reasons = [_reason(pod) for pod in json.loads(shown)["items"]] if shown.strip() else []
+    return "".join(f"; {reason}" for reason in reasons if reason)
+
+
+def _reason(pod: dict[str, Any]) -> str:
+    """Why a pod does not run, or nothing if it does."""
+    name, status = pod["metadata"]["name"], pod.get("status", {})
+    for container in status.get("containerStatuses", []):
+        if waiting := container.get("state", {}).get("waiting"):
+            return f"{name}: {waiting.get('reason')} {waiting.get('message', '')}".strip()
+    if status.get("phase") != "Pending":
+        return ""
+    told = [c["message"] for c in status.get("conditions", []) if c.get("message")]
+    return f"{name}: {' '.join(told) or 'Pending'}"
