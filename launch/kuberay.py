@@ -80,7 +80,7 @@ def submit(submission: Submission) -> str:
     metadata = resource["metadata"]
     job_id = f"{metadata['namespace']}/{resource['kind'].lower()}/{metadata['name']}"
     if (found := _resource(job_id)) is not None:
-        if _state(job_id, found).phase != ENDED:
+        if resource_state(job_id, found).phase != ENDED:
             raise ValueError(
                 f"{job_id} exists and has not ended: cancel it with `mcore-rl cancel"
                 f" {submission.folder.parent}`, or take another launch.name"
@@ -95,7 +95,7 @@ def state_of(job: SubmittedJob) -> State:
     found = _resource(job.id)
     if found is None:
         return State(ENDED, f"{job.id} is gone; its log is in run.dir/launch")
-    state = _state(job.id, found)
+    state = resource_state(job.id, found)
     if state.phase != WAITING:
         return state
     return State(WAITING, state.text + _waiting_pods(job.id, found))
@@ -175,7 +175,8 @@ def _resource(job_id: str) -> dict[str, Any] | None:
     return json.loads(shown) if shown.strip() else None
 
 
-def _state(job_id: str, resource: dict[str, Any]) -> State:
+def resource_state(job_id: str, resource: dict[str, Any]) -> State:
+    """The state that KubeRay wrote into a RayJob or RayCluster."""
     status = resource.get("status", {})
     if resource["kind"] == KINDS["cluster"]:
         state = status.get("state", "")

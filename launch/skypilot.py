@@ -79,7 +79,7 @@ def state_of(job: SubmittedJob) -> State:
     found = next((r for r in records if str(r.get("job_id")) == number), None)
     if found is None:
         return State(ENDED, f"SkyPilot has forgotten job {job.id}")
-    return _state(job.id, found)
+    return record_state(job.id, found)
 
 
 def log_command(job: SubmittedJob, follow: bool) -> list[str]:
@@ -147,7 +147,7 @@ def _resources(submission: Submission, options: SkyPilotOptions) -> dict[str, An
     resources = {key: value for key, value in chosen.items() if value != ""}
     if options.managed:
         resources["job_recovery"] = {
-            "max_restarts_on_errors": options.retries,
+            "max_restarts_on_errors": 0 if submission.is_doctor else options.retries,
             "recover_on_exit_codes": [EXIT_STATUS],
         }
     elif options.stop_after_idle_min:
@@ -177,7 +177,8 @@ def _check(submission: Submission, options: SkyPilotOptions) -> None:
         )
 
 
-def _state(job_id: str, record: Mapping[str, Any]) -> State:
+def record_state(job_id: str, record: Mapping[str, Any]) -> State:
+    """The state in a record of `sky queue` or `sky jobs queue`."""
     status = str(record.get("status", "")).rpartition(".")[2]
     details = [str(record[key]) for key in ("failure_reason", "details") if record.get(key)]
     recovered = f", recovered {n} times" if (n := record.get("recovery_count")) else ""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.submit import cancel, show_logs, show_status, split, submit
+from launch.targets import TARGETS
 from mcore_rl.cli import main
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
@@ -20,17 +21,34 @@ def load(settings: Sequence[str], command: str) -> Config:
     return load_recipe(recipe, list(settings[1:]))
 
 
-@pytest.mark.parametrize("launch", ["slurm"])
-def test_every_large_recipe_is_written_in_no_time(launch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launch", "options", "files"),
+    [
+        ("slurm", [], {"job.sh"}),
+        (
+            "kuberay",
+            ["launch.image=i", "launch.claims={runs: /mnt/runs}"],
+            {"kuberay.yaml", "values.yaml"},
+        ),
+        ("skypilot", ["launch.image=docker:i", "launch.volumes={/mnt/runs: v}"], {"task.yaml"}),
+    ],
+)
+def test_every_large_recipe_is_written_in_no_time(
+    launch: str,
+    options: list[str],
+    files: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for recipe in LARGE:
         began = time.monotonic()
-        words = [f"recipe={recipe}", f"run.dir={tmp_path / recipe}", f"launch={launch}"]
-        assert main(["submit", "--dry-run", *words]) == 0
+        folder = "/mnt/runs" if TARGETS[launch].options.is_away else str(tmp_path / "runs")
+        words = [f"recipe={recipe}", f"run.dir={folder}/{recipe}", f"launch={launch}"]
+        assert main(["submit", "--dry-run", *words, *options]) == 0
         assert time.monotonic() - began < 5
-        assert {path.name for path in (tmp_path / recipe / "launch").iterdir()} == {
-            "job.sh",
-            "recipe.yaml",
-        }
+        written = {path.name for path in (tmp_path / "runs" / recipe / "launch").iterdir()}
+        assert written == {*files, "recipe.yaml"}
 
 
 def test_words_are_a_command_a_launch_file_and_settings() -> None:
