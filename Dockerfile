@@ -2,13 +2,17 @@
 #
 #   docker build -t mcore_rl . && docker run --gpus all --ipc host --network host -v $PWD/runs:/opt/mcore_rl/runs mcore_rl
 #
+# Without a command it checks the machine (mcore-rl doctor). --build-arg RUN_AS=mcore makes an image that does not run as
+# root; SkyPilot wants root, Kubernetes takes either.
+#
 # Versions hang together: SGLang 0.5.23 and its kernel wheels are built for torch 2.14.1 and CUDA 13 (a machine without
 # CUDA keeps torch 2.13.0, see requirements/cpu.txt); megatron-core 0.16.1 supports Transformer Engine from 2.9 up to,
 # not including, 2.12; Transformer Engine's PyTorch half and apex compile against the torch that is installed, so torch
 # comes first and both are built without isolation; apex refuses an nvcc whose version differs from torch.version.cuda,
 # so a new torch may mean a new base image. cuDNN and NCCL come from torch's own wheels; the devel image brings nvcc and
-# the cuDNN headers. This image has not been built yet (docs/status.md).
-FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# the cuDNN headers. The second stage has the environment that the first one built and, of CUDA, what kernels that are
+# compiled while a run goes on need (DeepGEMM, FlashInfer: nvcc and the headers of its runtime). This image has not been built yet (docs/status.md).
+FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS build
 
 ARG TORCH_CUDA_ARCH_LIST="9.0;10.0"
 ARG APEX_REF=25.09
@@ -21,10 +25,9 @@ ENV DEBIAN_FRONTEND=noninteractive \
     VIRTUAL_ENV=/opt/venv \
     PATH=/opt/venv/bin:$PATH
 
-# Ubuntu 24.04 has Python 3.12, which the package supports. libnuma and ibverbs serve SGLang's and NCCL's transports.
+# Ubuntu 24.04 has Python 3.12, which the package supports.
 RUN apt-get update && apt-get install --yes --no-install-recommends \
-        python3 python3-dev python3-venv git build-essential ninja-build cmake \
-        libnuma1 libibverbs1 librdmacm1 ibverbs-providers && \
+        python3 python3-dev python3-venv git build-essential ninja-build cmake libibverbs1 && \
     rm -rf /var/lib/apt/lists/* && \
     python3 -m venv $VIRTUAL_ENV
 
@@ -48,12 +51,35 @@ WORKDIR /opt/mcore_rl
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY mcore_rl mcore_rl
 COPY checkpoint_tools checkpoint_tools
+COPY launch launch
 COPY recipes recipes
 COPY requirements/gpu.txt requirements/gpu.txt
-RUN pip install --no-build-isolation --constraint requirements/gpu.txt --editable ".[gpu,tracking]"
+RUN pip install --no-build-isolation --constraint requirements/gpu.txt ".[gpu,tracking]"
+
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+
+ARG RUN_AS=root
+
+ENV DEBIAN_FRONTEND=noninteractive \
+    VIRTUAL_ENV=/opt/venv \
+    CUDA_HOME=/usr/local/cuda \
+    PATH=/opt/venv/bin:/usr/local/cuda/bin:$PATH
+
+# libnuma and ibverbs serve SGLang's and NCCL's transports; KubeRay's probes of a pod's health call wget.
+RUN apt-get update && apt-get install --yes --no-install-recommends \
+        python3 python3-dev g++ ninja-build cuda-nvcc-13-0 cuda-cudart-dev-13-0 cuda-nvrtc-dev-13-0 cuda-cccl-13-0 libcurand-dev-13-0 \
+        libnuma1 libibverbs1 librdmacm1 ibverbs-providers wget && \
+    rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/venv /opt/venv
+
+# Ubuntu's image has a user of number 1000 already, which people's own number on a workstation often is.
+RUN userdel --remove ubuntu && useradd --create-home --uid 1000 mcore && \
+    mkdir -p /opt/mcore_rl/runs && chown -R $RUN_AS /opt/mcore_rl
+WORKDIR /opt/mcore_rl
 
 # Megatron overlaps tensor-parallel communication with compute only when kernels start in the order they were queued.
 ENV CUDA_DEVICE_MAX_CONNECTIONS=1
 
+USER $RUN_AS
 ENTRYPOINT ["mcore-rl"]
 CMD ["doctor"]

@@ -117,7 +117,7 @@ class KubeRayOptions(LaunchOptions, group="launch"):
     kind: str = one_of("job", ("job", "cluster"))
     """job: a RayJob that runs the command; cluster: a RayCluster to work in by hand."""
     name: str = ""
-    """Of the RayJob; empty: <command>-<name of run.dir>."""
+    """The RayJob's; empty: <command>-<name of run.dir>."""
     namespace: str = "default"
     image: str = ""
     image_pull_policy: str = one_of("IfNotPresent", ("Always", "IfNotPresent", "Never"))
@@ -186,7 +186,7 @@ class SkyPilotOptions(LaunchOptions, group="launch"):
     is_away: ClassVar[bool] = True
 
     name: str = ""
-    """Of the job, and of the cluster where managed=false; empty: <command>-<name of run.dir>."""
+    """The job's, and the cluster's where managed=false; empty: <command>-<name of run.dir>."""
     managed: bool = True
     """A managed job is started again after a preemption, and its machines end with it."""
     infra: str = ""

@@ -21,6 +21,7 @@ OTHERS = (
     "docs/doctor.md",
     "docs/checkpoints.md",
     "docs/debugging.md",
+    "docs/launch.md",
     "docs/security.md",
     "docs/upstream_options.md",
     "CONTRIBUTING.md",

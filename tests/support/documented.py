@@ -28,7 +28,8 @@ SHORT = (
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
 )
-QUICK = ("plan", "data", "doctor", "--help", "--version")
+QUICK = ("plan", "data", "doctor", "submit", "--help", "--version")
+OF_JOBS = ("submit", "status", "logs", "cancel")
 ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
 """Parts of arguments that name what only the reader's own cluster has."""
 
@@ -50,6 +51,8 @@ class Documented:
             return "dry"
         if program != "mcore-rl":
             return "not ours"
+        if arguments[0] in OF_JOBS:
+            return "run" if "--dry-run" in arguments else "elsewhere"
         if any(part in word for word in arguments for part in ELSEWHERE):
             return "elsewhere"
         if arguments[0] in (*QUICK, "report") or "rehearse=true" in arguments:
