@@ -94,7 +94,7 @@ def _container(name: str, submission: Submission, options: KubeRayOptions) -> di
 
 
 def _resources(submission: Submission, options: KubeRayOptions) -> dict[str, str]:
-    """A node's CPUs, memory and devices; requests equal limits, so that others are evicted first."""
+    """A node's CPUs, memory and devices. Requests equal limits: others are evicted first."""
     needs = submission.needs
     resources = {"cpu": str(needs.cpus_per_node)}
     if options.memory_gib_per_node:
