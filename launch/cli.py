@@ -16,7 +16,7 @@ def add_commands(
 
     `load_settings` reads recipe=<name> and overrides for a command.
     """
-    text = "a recipe as a job: on SLURM, Kubernetes, a cloud, or in the background of this machine"
+    text = "a recipe as a job: SLURM, KubeRay, SkyPilot, or in the background of this machine"
     submit = commands.add_parser("submit", help=text, description=text)
     submit.add_argument(
         "words",

@@ -25,7 +25,7 @@ from mcore_rl.process.stop_request import EXIT_STATUS
 from tests.support.launches import files_of
 from tests.support.runs import tiny_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 HEAD = "127.0.0.2"
 WORKER = "127.0.0.3"
 

@@ -35,4 +35,4 @@ def test_what_is_wrong_is_named(name: str, overrides: list[str], message: str) -
 def test_every_shipped_launch_file_is_valid() -> None:
     assert {"local", "slurm"} <= set(list_launches())
     for name in list_launches():
-        assert load_launch(name, []).target == name
+        assert name.startswith(load_launch(name, []).target)
