@@ -1,5 +1,8 @@
 """The objects of a job are what Kubernetes and KubeRay accept, and say what the recipe needs."""
 
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ from launch import kuberay_manifest
 from launch.kuberay import CHART_VALUES, MANIFEST
 from tests.support.kubernetes import CRDS, VERSION, check_crd, pod_templates
 from tests.support.launches import GOLDEN, files_of
+from tests.support.policy import ROOT
 from tests.support.recipes import LARGE
 
 JOB = (
@@ -38,6 +42,7 @@ ALL_OPTIONS = (
     "launch.namespace=ml",
     "launch.name=moonlight",
 )
+CHART = ROOT / "launch" / "helm" / "mcore-rl"
 KINDS = {
     "job": ("recipe=qwen3_30b_a3b_grpo_8",),
     "separate": ("recipe=qwen3_235b_a22b_grpo_64_64", "cluster.separate_nodes=true"),
@@ -126,3 +131,16 @@ def test_the_chart_gets_the_same_objects() -> None:
     files = files_of(*KINDS["all_options"], *JOB)
     values = yaml.safe_load(files[CHART_VALUES])
     assert values == {"manifests": list(yaml.safe_load_all(files[MANIFEST]))}
+    assert yaml.safe_load((CHART / "values.yaml").read_text()).keys() == values.keys()
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_helm_renders_what_kubectl_applies(kind: str, tmp_path: Path) -> None:
+    files = files_of(*KINDS[kind], *JOB)
+    (tmp_path / "values.yaml").write_text(files[CHART_VALUES])
+    command = ["helm", "template", "a", str(CHART), "--values", str(tmp_path / "values.yaml")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rendered = [tree for tree in yaml.safe_load_all(shown) if tree]
+    by_kind = {tree["kind"]: tree for tree in rendered}
+    assert by_kind == {tree["kind"]: tree for tree in yaml.safe_load_all(files[MANIFEST])}
