@@ -8,6 +8,7 @@ import yaml
 
 from launch.submission import Submission
 from mcore_rl.config.shipped import RECIPES_DIR
+from mcore_rl.process.redaction import is_secret_name, redact
 
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -43,8 +44,16 @@ def own_recipe(submission: Submission) -> Path | None:
 
 
 def read_recipe(path: Path) -> str:
-    """The text of a recipe that is sent along. Raises ValueError if it needs files beside it."""
+    """The text of a recipe that is sent along.
+
+    Raises ValueError if it needs files beside it, or holds a secret, which others could read there.
+    """
     text = path.read_text()
+    if secret := _first_secret(yaml.safe_load(text)):
+        raise ValueError(
+            f"recipe={path}: {secret} is a secret, and the job's files would show it: write"
+            " ${oc.env:NAME} there, and set NAME with launch.secrets"
+        )
     folder = path.resolve().parent
     needed = [name for name in _defaults(text) if (folder / name).is_file()]
     if needed and folder != RECIPES_DIR.resolve():
@@ -54,6 +63,19 @@ def read_recipe(path: Path) -> str:
             " image and start the run there"
         )
     return text
+
+
+def _first_secret(tree: object, name: str = "") -> str | None:
+    """The name of the first option whose value is a secret, by its name or by how it looks."""
+    if isinstance(tree, dict):
+        children = [(f"{name}.{key}".lstrip("."), value) for key, value in tree.items()]
+        return next((found for key, v in children if (found := _first_secret(v, key))), None)
+    if isinstance(tree, list):
+        return next((found for value in tree if (found := _first_secret(value, name))), None)
+    if not isinstance(tree, str) or not tree or tree.startswith("${"):
+        return None
+    last_word = name.replace("_", ".").rpartition(".")[2]  # moe_token_dispatcher_type is none
+    return name if is_secret_name(last_word) or redact(tree) != tree else None
 
 
 def _defaults(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from launch.away import arguments_with, job_name, own_recipe, read_recipe, require_mounted
 from launch.submission import Submission
+from mcore_rl.config.shipped import RECIPES_DIR
 from mcore_rl.planning.node_needs import NodeNeeds
 
 
@@ -42,6 +43,17 @@ def test_only_a_file_of_ones_own_is_sent() -> None:
     assert own_recipe(mine) == Path("here/mine.yaml")
     assert arguments_with(mine, "/etc/r.yaml")[1] == "recipe=/etc/r.yaml"
     assert arguments_with(mine, None) == mine.arguments
+
+
+def test_a_recipe_that_holds_a_secret_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    for text in ("judge: {api_key: abc}", "data: {train: ['https://me:pass@host/a.parquet']}"):
+        mine.write_text(text)
+        with pytest.raises(ValueError, match=r"mine.yaml: (judge.api_key|data.train) is a secret"):
+            read_recipe(mine)
+    mine.write_text("judge: {api_key: '${oc.env:KEY}', api_key_env: KEY}")
+    assert read_recipe(mine)
+    assert all(map(read_recipe, RECIPES_DIR.glob("*.yaml")))
 
 
 def test_a_recipe_that_takes_files_beside_it_is_refused(tmp_path: Path) -> None:
