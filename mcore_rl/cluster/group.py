@@ -51,7 +51,7 @@ class RankGroup:
         """
         envs = runtime_envs or {}
         self.role = role
-        nodes = alive_nodes()
+        nodes = alive_nodes() if slots else []
         names = {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
         self.ranks = [
             Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))

@@ -11,12 +11,12 @@ _SHORTEST = 6
 """A shorter value would hide half of any text."""
 _SHORTEST_LIKELY = 12
 _WORDS = frozenset(
-    {
-        *("token", "secret", "password", "passwd", "passphrase", "pwd", "apikey", "credential"),
-        *("credentials", "signature", "sig", "auth", "authorization"),
-    }
+    {"secret", "password", "passwd", "passphrase", "apikey", "credential", "credentials"}
 )
-_LAST_WORDS = frozenset({"key", "keys"})
+_LAST_WORDS = frozenset(
+    {"key", "keys", "token", "pwd", "signature", "sig", "auth", "authorization"}
+)
+"""Words that name a secret at the end of a name alone: moe_token_dispatcher_type is none."""
 _USERINFO = re.compile(r"(\b[A-Za-z][\w+.-]*://)[^\s/@'\"<>]+@")
 _PARAMETER = re.compile(r"([?&;])([^\s=&;?#'\"]+)=([^\s&;#'\"]+)")
 _BEARER = re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{6,}")

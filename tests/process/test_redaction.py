@@ -46,7 +46,11 @@ def test_names_of_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["num_tokens", "tokenizer", "key_file", "monkey", "author", "secretary", "keyword", ""]
+    "name",
+    [
+        *("num_tokens", "tokenizer", "key_file", "monkey", "author", "secretary", "keyword", ""),
+        *("moe_token_dispatcher_type", "RAY_AUTH_MODE"),
+    ],
 )
 def test_names_of_other_things(name: str) -> None:
     assert not is_secret_name(name)
