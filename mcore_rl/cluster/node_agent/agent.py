@@ -40,13 +40,18 @@ def run_node(job: Job) -> int:
 
     On node 0 that is the command's: 75 if the run saved and stopped on request. On the others it is
     0 once the command ended, however it did. It is 1, with a message on stderr, if nodes are
-    missing or lost. All processes that this one started are gone when it returns.
+    missing or lost. All processes that this one started are gone when it returns. Raises
+    ValueError if this node has no address, or cannot write to the job's folder.
     """
     stops = StopSignals()
     rendezvous = Rendezvous(job.folder)
     rendezvous.open()
     rendezvous.note(job.rank, Note(STARTED))
-    facts = _facts(job)
+    try:
+        facts = _facts(job)
+    except ValueError as error:
+        rendezvous.note(job.rank, Note(FAILED, str(error)))
+        raise
     _set_environment(rendezvous, facts.address, job)
     with ray_temp_dir() as temp_dir, marked_processes(str(temp_dir)):
         try:

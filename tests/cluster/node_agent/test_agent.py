@@ -13,11 +13,13 @@ from mcore_rl.cluster.node_agent.rendezvous import FAILED, Note, Rendezvous
 pytestmark = pytest.mark.e2e
 
 
-def agent(name: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+def agent(
+    name: str, folder: Path, timeout_s: float, *options: str
+) -> subprocess.CompletedProcess[str]:
     words = f"--name {name} --names a,b --addresses 127.0.0.2,127.0.0.3 --timeout-s {timeout_s}"
     command = [sys.executable, "-m", "mcore_rl.cluster.node_agent", *words.split()]
     return subprocess.run(
-        [*command, "--folder", str(folder), "--", "train", "recipe=tiny_moe_grpo"],
+        [*command, *options, "--folder", str(folder), "--", "train", "recipe=tiny_moe_grpo"],
         capture_output=True,
         text=True,
         timeout=60 + timeout_s + FAREWELL_S,
@@ -43,6 +45,13 @@ def test_the_failure_of_another_node_ends_the_wait(tmp_path: Path) -> None:
     Rendezvous(tmp_path).note(1, Note(FAILED, "no such interface"))
     done = agent("a", tmp_path, timeout_s=60)
     assert done.returncode == 1 and "node b: no such interface" in done.stderr
+
+
+def test_a_node_without_the_interface_tells_the_others(tmp_path: Path) -> None:
+    done = agent("b", tmp_path, 5, "--interface", "ib7")
+    assert done.returncode == 2 and "launch.interface=ib7" in done.stderr
+    note = Rendezvous(tmp_path).note_of(1)
+    assert note is not None and note.phase == FAILED and "launch.interface=ib7" in note.text
 
 
 def test_a_node_that_comes_after_the_end_leaves(tmp_path: Path) -> None:
