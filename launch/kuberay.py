@@ -2,6 +2,7 @@
 
 import json
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from launch.away import (
     require_mounted,
 )
 from launch.jobs import ENDED, RUNNING, WAITING, State, SubmittedJob, call
-from launch.kuberay_manifest import KINDS, manifests
-from launch.kuberay_pod import FILES, JOB_SCRIPT, LOG_SCRIPT, RECIPE, STOP_SCRIPT
+from launch.kuberay_doctor import DOCTOR_SCRIPT, doctor_state, pods_of, reporting_pod
+from launch.kuberay_doctor import KIND as DOCTOR_KIND
+from launch.kuberay_manifest import CONTEXT, KINDS, manifests
+from launch.kuberay_pod import FILES, JOB_SCRIPT, LOG_SCRIPT, RECIPE, STOP_SCRIPT, SUBMISSION
 from launch.options import KubeRayOptions
 from launch.submission import Submission
 from launch.text import dump_yaml, render
@@ -49,25 +52,37 @@ def make_files(submission: Submission, options: KubeRayOptions) -> dict[str, str
     folder = str(submission.job_folder / name)
     recipe = own_recipe(submission)
     arguments = arguments_with(submission, f"{FILES}/{RECIPE}" if recipe else None)
-    files = {
-        JOB_SCRIPT: render(
-            "kuberay_job.sh.jinja",
-            submission=submission,
-            folder=folder,
-            python=options.python,
-            arguments=arguments,
-        ),
-        STOP_SCRIPT: render("kuberay_stop.sh.jinja", folder=folder),
-        LOG_SCRIPT: render("kuberay_log.sh.jinja", folder=folder),
-    }
+    files = _scripts(submission, options, folder, arguments)
     if recipe is not None:
         files[RECIPE] = _recipe_text(recipe)
     objects = manifests(name, submission, options, files)
     return {MANIFEST: dump_yaml(*objects), CHART_VALUES: dump_yaml({"manifests": objects})}
 
 
+def _scripts(
+    submission: Submission, options: KubeRayOptions, folder: str, arguments: list[str]
+) -> dict[str, str]:
+    if submission.is_doctor:
+        words = {"submission": submission, "options": options, "arguments": arguments}
+        doctor = render("kuberay_doctor.sh.jinja", folder=folder, python=options.python, **words)
+        return {DOCTOR_SCRIPT: doctor}
+    job = render(
+        "kuberay_job.sh.jinja",
+        submission=submission,
+        folder=folder,
+        python=options.python,
+        arguments=arguments,
+        mark=SUBMISSION,
+    )
+    return {
+        JOB_SCRIPT: job,
+        STOP_SCRIPT: render("kuberay_stop.sh.jinja", folder=folder),
+        LOG_SCRIPT: render("kuberay_log.sh.jinja", folder=folder),
+    }
+
+
 def submit_command(submission: Submission) -> list[str]:
-    return ["kubectl", "apply", "--filename", str(submission.folder / MANIFEST)]
+    return [*_kubectl(submission.folder), "apply", "--filename", str(submission.folder / MANIFEST)]
 
 
 def submit(submission: Submission) -> str:
@@ -76,36 +91,40 @@ def submit(submission: Submission) -> str:
     A job of this name that ended is deleted before, as applying it again would change nothing; its
     run continues. Raises ValueError if one of this name has not ended.
     """
+    _mark(submission.folder)
     resource = yaml_objects(submission.folder)[-1]
     metadata = resource["metadata"]
     job_id = f"{metadata['namespace']}/{resource['kind'].lower()}/{metadata['name']}"
-    if (found := _resource(job_id)) is not None:
+    if (found := _resource(submission.folder, job_id)) is not None:
         if resource_state(job_id, found).phase != ENDED:
             raise ValueError(
                 f"{job_id} exists and has not ended: cancel it with `mcore-rl cancel"
                 f" {submission.folder.parent}`, or take another launch.name"
             )
-        call(_kubectl(job_id, "delete"))
+        call(_on(submission.folder, job_id, "delete"))
     call(submit_command(submission))
     return job_id
 
 
 def state_of(job: SubmittedJob) -> State:
     """The state that KubeRay reports; for a job that waits also its pods that do, and why."""
-    found = _resource(job.id)
+    found = _resource(Path(job.folder), job.id)
     if found is None:
         return State(ENDED, f"{job.id} is gone; its log is in run.dir/launch")
     state = resource_state(job.id, found)
     if state.phase != WAITING:
         return state
-    return State(WAITING, state.text + _waiting_pods(job.id, found))
+    return State(WAITING, state.text + _waiting_pods(job, found))
 
 
 def log_command(job: SubmittedJob, follow: bool) -> list[str]:
     """A command that prints the job's log; with `follow` it goes on."""
     namespace, kind, name = job.id.split("/")
     mode = yaml_objects(Path(job.folder))[-1]["spec"].get("submissionMode")
-    kubectl = ["kubectl", "--namespace", namespace]
+    kubectl = [*_kubectl(Path(job.folder)), "--namespace", namespace]
+    if kind == DOCTOR_KIND.lower():
+        chosen = ["--selector", reporting_pod(name), "--tail=-1"]
+        return [*kubectl, "logs", *(["--follow"] if follow else []), *chosen]
     if mode == "K8sJobMode":
         return [*kubectl, "logs", *(["--follow"] if follow else []), f"job/{name}"]
     if kind == "raycluster":
@@ -119,11 +138,13 @@ def log_command(job: SubmittedJob, follow: bool) -> list[str]:
 
 def cancel(job: SubmittedJob) -> None:
     """Ask the run to save, wait until it has, and delete all that was submitted."""
-    namespace, _, name = job.id.split("/")
-    head = ["kubectl", "--namespace", namespace, "exec", f"service/{name}-head-svc", "--"]
-    stop = ["bash", f"{FILES}/{STOP_SCRIPT}", str(_STOP_S)]
-    call([*head, *stop], check=False, timeout_s=_STOP_S + 60)
-    delete = ["kubectl", "delete", "--ignore-not-found", "--filename", f"{job.folder}/{MANIFEST}"]
+    namespace, kind, name = job.id.split("/")
+    kubectl = _kubectl(Path(job.folder))
+    if kind != DOCTOR_KIND.lower():
+        head = [*kubectl, "--namespace", namespace, "exec", f"service/{name}-head-svc", "--"]
+        stop = ["bash", f"{FILES}/{STOP_SCRIPT}", str(_STOP_S)]
+        call([*head, *stop], check=False, timeout_s=_STOP_S + 60)
+    delete = [*kubectl, "delete", "--ignore-not-found", "--filename", f"{job.folder}/{MANIFEST}"]
     call(delete, timeout_s=_STOP_S + 60)
 
 
@@ -135,10 +156,9 @@ def yaml_objects(folder: Path) -> list[dict[str, Any]]:
 def _check(submission: Submission, options: KubeRayOptions) -> None:
     require_absolute(options.claims.values(), "launch.claims")
     require_mounted(submission, options.claims.values(), "launch.claims.<claim>=<path>")
-    if submission.is_doctor:
+    if submission.is_doctor and options.kind == "cluster":
         raise ValueError(
-            "doctor is not submitted to KubeRay: submit launch.kind=cluster, and call `mcore-rl"
-            " doctor` with kubectl exec in its pods"
+            "launch.kind=cluster with doctor, which starts pods of its own and no Ray: leave it out"
         )
     if not options.image:
         raise ValueError("launch.image is not set: give the image that the Dockerfile builds")
@@ -165,18 +185,37 @@ def _recipe_text(path: Path) -> str:
     return text
 
 
-def _kubectl(job_id: str, verb: str, *options: str) -> list[str]:
+def _mark(folder: Path) -> None:
+    """Give the submission in the manifest a number of its own.
+
+    Attempts of one submission know one another by it: where one was refused, the next ones are.
+    """
+    objects = yaml_objects(folder)
+    objects[0]["data"][SUBMISSION] = uuid.uuid4().hex
+    (folder / MANIFEST).write_text(dump_yaml(*objects))
+
+
+def _kubectl(folder: Path) -> list[str]:
+    """Return kubectl, with the context for which the manifest in a job's folder was made."""
+    context = yaml_objects(folder)[-1]["metadata"].get("annotations", {}).get(CONTEXT)
+    return ["kubectl", *([f"--context={context}"] if context else [])]
+
+
+def _on(folder: Path, job_id: str, verb: str, *options: str) -> list[str]:
     namespace, kind, name = job_id.split("/")
-    return ["kubectl", "--namespace", namespace, verb, kind, name, "--ignore-not-found", *options]
+    words = ["--namespace", namespace, verb, kind, name, "--ignore-not-found", *options]
+    return [*_kubectl(folder), *words]
 
 
-def _resource(job_id: str) -> dict[str, Any] | None:
-    shown = call(_kubectl(job_id, "get", "--output=json"))
+def _resource(folder: Path, job_id: str) -> dict[str, Any] | None:
+    shown = call(_on(folder, job_id, "get", "--output=json"))
     return json.loads(shown) if shown.strip() else None
 
 
 def resource_state(job_id: str, resource: dict[str, Any]) -> State:
-    """The state that KubeRay wrote into a RayJob or RayCluster."""
+    """The state that KubeRay wrote into a RayJob or RayCluster, or Kubernetes into a Job."""
+    if resource["kind"] == DOCTOR_KIND:
+        return doctor_state(job_id, resource)
     status = resource.get("status", {})
     if resource["kind"] == KINDS["cluster"]:
         state = status.get("state", "")
@@ -200,14 +239,13 @@ def _exit_status(deployment: str, status: dict[str, Any]) -> int | None:
     return int(found[1]) if found else None
 
 
-def _waiting_pods(job_id: str, resource: dict[str, Any]) -> str:
+def _waiting_pods(job: SubmittedJob, resource: dict[str, Any]) -> str:
     """The pods that do not run, with the reason that Kubernetes gives."""
-    namespace, _, name = job_id.split("/")
+    namespace, _, name = job.id.split("/")
     cluster = resource.get("status", {}).get("rayClusterName") or name
-    selector = f"--selector=ray.io/cluster={cluster}"
-    shown = call(
-        ["kubectl", "--namespace", namespace, "get", "pods", selector, "--output=json"], check=False
-    )
+    pods = pods_of(name) if resource["kind"] == DOCTOR_KIND else f"ray.io/cluster={cluster}"
+    get = ["--namespace", namespace, "get", "pods", f"--selector={pods}", "--output=json"]
+    shown = call([*_kubectl(Path(job.folder)), *get], check=False)
     reasons = [_reason(pod) for pod in json.loads(shown)["items"]] if shown.strip() else []
     return "".join(f"; {reason}" for reason in reasons if reason)
 

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from launch.kuberay_doctor import KIND as DOCTOR_KIND
+from launch.kuberay_doctor import doctor_spec
 from launch.kuberay_pod import (
     FILES,
     JOB_SCRIPT,
@@ -17,6 +19,8 @@ from launch.submission import Submission
 from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
 
 KINDS = {"job": "RayJob", "cluster": "RayCluster"}
+CONTEXT = "mcore-rl/kubectl-context"
+"""Annotation of a submitted object."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 
 
@@ -27,16 +31,23 @@ def manifests(
     labels = {"app.kubernetes.io/name": "mcore-rl"}
     metadata = {"name": name, "namespace": options.namespace, "labels": labels}
     queued = {**labels, QUEUE_LABEL: options.queue} if options.queue else labels
-    cluster = _cluster_spec(name, submission, options)
-    spec = _job_spec(cluster, options) if options.kind == "job" else cluster
+    # For status, logs and cancel, which read the manifest again.
+    noted = {"annotations": {CONTEXT: options.context}} if options.context else {}
+    if submission.is_doctor:
+        api, kind = "batch/v1", DOCTOR_KIND
+        spec = doctor_spec(name, submission, options)
+    else:
+        api, kind = "ray.io/v1", KINDS[options.kind]
+        cluster = _cluster_spec(name, submission, options)
+        spec = _job_spec(cluster, options) if options.kind == "job" else cluster
     if options.queue:
         spec["suspend"] = True  # Kueue lifts it once there is room for all pods
     return [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": dict(files)},
         {
-            "apiVersion": "ray.io/v1",
-            "kind": KINDS[options.kind],
-            "metadata": {**metadata, "labels": queued},
+            "apiVersion": api,
+            "kind": kind,
+            "metadata": {**metadata, "labels": queued, **noted},
             "spec": spec,
         },
     ]

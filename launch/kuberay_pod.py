@@ -15,6 +15,8 @@ JOB_SCRIPT = "job.sh"
 STOP_SCRIPT = "stop.sh"
 LOG_SCRIPT = "log.sh"
 RECIPE = "recipe.yaml"
+SUBMISSION = "submission"
+"""A number that `mcore-rl submit` gives to each submission; kubectl called by hand gives none."""
 _GRACE_S = 30
 """For Ray's own end, after the run has saved."""
 

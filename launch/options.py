@@ -119,6 +119,8 @@ class KubeRayOptions(LaunchOptions, group="launch"):
     name: str = ""
     """The RayJob's; empty: <command>-<name of run.dir>."""
     namespace: str = "default"
+    context: str = ""
+    """Context of kubectl for submit, status, logs and cancel; empty: its current one."""
     image: str = ""
     image_pull_policy: str = one_of("IfNotPresent", ("Always", "IfNotPresent", "Never"))
     image_pull_secrets: list[str] = field(default_factory=list)

@@ -21,7 +21,7 @@ from launch.kuberay import (
     submit,
     submit_command,
 )
-from launch.kuberay_pod import JOB_SCRIPT, STOP_SCRIPT
+from launch.kuberay_pod import JOB_SCRIPT, STOP_SCRIPT, SUBMISSION
 from tests.support.launches import files_of, written
 
 RECIPE = "recipe=qwen3_30b_a3b_grpo_8"
@@ -38,7 +38,7 @@ WORDS = ("launch=kuberay", "launch.image=i", "launch.claims={runs: /mnt/runs}")
         (["launch.secrets={A: value}"], "launch.secrets.A: expected <secret>/<key>"),
         (["launch.shm_gib=4"], "launch.shm_gib=4 has no room for Ray's 8192 MiB"),
         (["launch.kind=cluster", "launch.submission_mode=HTTPMode"], "nothing is submitted"),
-        (["doctor"], "doctor is not submitted to KubeRay: submit launch.kind=cluster"),
+        (["doctor", "launch.kind=cluster"], "launch.kind=cluster with doctor, .*: leave it out"),
     ],
 )
 def test_what_cannot_run_is_refused(words: list[str], message: str) -> None:
@@ -179,6 +179,47 @@ def test_the_jobs_script_keeps_the_log_and_gives_the_runs_status(tmp_path: Path)
     assert (attempt / "job.log").read_text() == done.stdout
     assert "mcore-rl ended with status 2" in done.stdout
     assert not (attempt / "running").exists()
+
+
+def test_the_next_attempt_of_a_refused_submission_ends_at_once(tmp_path: Path) -> None:
+    script = scripts(tmp_path)[JOB_SCRIPT]
+
+    def attempt(name: str) -> str:
+        environment = {**os.environ, "RAY_CLUSTER_NAME": name}
+        done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True)
+        assert done.returncode == 2
+        log = tmp_path / "run" / "launch" / "train-run" / name / "job.log"
+        assert log.read_text() == done.stdout
+        return done.stdout
+
+    again = "refused as in an earlier attempt"
+    (tmp_path / SUBMISSION).write_text("1")
+    assert again not in attempt("one")
+    told = attempt("two")
+    assert told.startswith(again) and "/no/such/model" in told
+    assert not (tmp_path / "run" / "launch" / "train-run" / "two" / "running").exists()
+    (tmp_path / SUBMISSION).write_text("2")
+    assert again not in attempt("three"), "another submission"
+    (tmp_path / SUBMISSION).unlink()
+    assert again not in attempt("four"), "applied by hand"
+
+
+def test_each_submission_has_a_number_and_its_context(kubectl: Kubectl) -> None:
+    words = (RECIPE, "run.dir=/mnt/runs/a", *WORDS, "launch.context=lab")
+    submission = written(*words)
+    job = SubmittedJob("kuberay", submit(submission), "train-a", str(submission.folder))
+
+    def number() -> str:
+        [files, _] = yaml.safe_load_all((submission.folder / MANIFEST).read_text())
+        return files["data"][SUBMISSION]
+
+    first = number()
+    submit(submission)
+    assert number() != first
+    state_of(job)
+    cancel(job)
+    calls = [*kubectl.calls(), " ".join(log_command(job, follow=False)[1:])]
+    assert len(calls) > 5 and all(call.startswith("--context=lab ") for call in calls), calls
 
 
 def test_a_pod_waits_for_the_run_that_saves_and_for_no_other(tmp_path: Path) -> None:

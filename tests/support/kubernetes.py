@@ -20,6 +20,9 @@ _FILES = {"RayJob": "ray.io_rayjobs.yaml", "RayCluster": "ray.io_rayclusters.yam
 def pod_templates(resource: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the template of the head, of each group of workers, and of the pod that submits."""
     spec = resource["spec"]
+    if "template" in spec:
+        yield spec["template"]
+        return
     cluster = spec.get("rayClusterSpec", spec)
     yield cluster["headGroupSpec"]["template"]
     yield from (group["template"] for group in cluster["workerGroupSpecs"])
