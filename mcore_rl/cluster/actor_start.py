@@ -1,0 +1,37 @@
+"""Starts the process of a rank, or of another worker, in its slot."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mcore_rl.cluster.answers import Rank
+from mcore_rl.cluster.placement import Slot
+from mcore_rl.cluster.rank_actor import RankActor
+
+BULK = "bulk"
+"""Concurrency group of calls that move much; others need not wait for them."""
+BULK_THREADS = 8
+
+
+def start_actor(rank: Rank, slot: Slot, runtime_env: Mapping[str, Any] | None, threads: int) -> Any:
+    """Return the handle of a new RankActor, which answers up to `threads` calls at once.
+
+    One that answers several takes those of the group BULK in threads of their own.
+    """
+    # Ray titles the process after the class: `ps` shows ray::trainer_rank0
+    actor_cls: Any = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
+    options: dict[str, Any] = {
+        "num_cpus": slot.bundle["CPU"],
+        "num_gpus": slot.bundle.get("GPU", 0),
+        "max_concurrency": threads,
+        "max_restarts": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index),
+    }
+    if runtime_env is not None:
+        options["runtime_env"] = dict(runtime_env)
+    make_remote: Any = ray.remote
+    if threads > 1:
+        make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
+    return make_remote(actor_cls).options(**options).remote(str(rank.log_path))

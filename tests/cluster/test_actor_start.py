@@ -1,0 +1,43 @@
+"""Actors that answer in threads: calls that move much do not hold up the others."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from mcore_rl.cluster.actor_start import BULK, BULK_THREADS, start_actor
+from mcore_rl.cluster.answers import Rank
+from mcore_rl.cluster.placement import Slot, reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.config import ClusterConfig
+from mcore_rl.planning.bundles import plan_ranks
+
+pytestmark = pytest.mark.e2e
+
+
+class Sleeper:
+    def sleep(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "awake"
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+        [[slot]] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
+        yield slot
+
+
+def test_a_call_passes_those_that_move_much(slot: Slot, tmp_path: Path) -> None:
+    rank = Rank("collector", 0, tmp_path / "collector_rank0.log")
+    actor = start_actor(rank, slot, None, threads=2)
+    assert ray.get(actor.build.remote(30, Sleeper), timeout=60) is None
+    bulk = actor.call.options(concurrency_group=BULK)
+    busy = [bulk.remote(60, "sleep", 20.0) for _ in range(2 * BULK_THREADS)]
+    began_s = time.monotonic()
+    assert ray.get(actor.call.remote(60, "sleep", 0.1), timeout=15) == "awake"
+    assert time.monotonic() - began_s < 10
+    assert ray.wait(busy, num_returns=1, timeout=0)[0] == []
+    ray.kill(actor)
