@@ -1,0 +1,43 @@
+"""`mcore-rl data`: prepares prompts that recipes can train on at once."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Give the command a subcommand for each data set."""
+    kinds = command.add_subparsers(required=True, metavar="kind")
+    for name, what, prepare in (
+        ("arithmetic", "word problems", _prepare_arithmetic),
+        ("countdown", "numbers to reach from given ones", _prepare_countdown),
+    ):
+        made = kinds.add_parser(
+            name, help=f"{what}, their tokenizer and a tiny model configuration"
+        )
+        made.add_argument("--out", type=Path, default=Path("data", name))
+        made.add_argument("--seed", type=int, default=0)
+        made.set_defaults(run=prepare)
+    gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
+    gsm8k.add_argument(
+        "--source", default="openai/gsm8k", help="local folder, or dataset name on the hub"
+    )
+    gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
+    gsm8k.set_defaults(run=_prepare_gsm8k)
+
+
+def _prepare_countdown(args: argparse.Namespace) -> None:
+    from mcore_rl.data.countdown import prepare_countdown
+
+    prepare_countdown(args.out, seed=args.seed)
+
+
+def _prepare_arithmetic(args: argparse.Namespace) -> None:
+    from mcore_rl.data.arithmetic import prepare_arithmetic
+
+    prepare_arithmetic(args.out, seed=args.seed)
+
+
+def _prepare_gsm8k(args: argparse.Namespace) -> None:
+    from mcore_rl.data.gsm8k import prepare_gsm8k
+
+    prepare_gsm8k(args.source, args.out)

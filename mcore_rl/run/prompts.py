@@ -1,0 +1,80 @@
+"""Makes the prompts of a run from its recipe: loaded whole, or streamed where they are many."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.config import Config
+from mcore_rl.data.prompts import load_prompts
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.data.streamed.mixed import MixedPrompts
+from mcore_rl.data.streamed.open import is_streamed, open_prompts
+from mcore_rl.data.streamed.paths import data_files
+from mcore_rl.data.token_cache import token_cache_dir
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.loops.evaluation import Correctness
+from mcore_rl.types import Prompt
+
+
+@dataclass(frozen=True)
+class TrainPrompts:
+    """The stream that a run draws from, and a few prompts of it that stay to be drawn."""
+
+    stream: ShuffledStream[Prompt] | MixedPrompts
+    first: Sequence[Prompt]
+
+
+def train_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, num_first: int
+) -> TrainPrompts:
+    """Return the prompts that the recipe trains on.
+
+    Raises ValueError naming the option or the file if one cannot be used.
+    """
+    if is_streamed(config.data):
+        stream = _open(config)
+        return TrainPrompts(stream, stream.first(num_first))
+    prompts = load_split(config, config.data.train, tokenizer)
+    stream = ShuffledStream(prompts, config.run.seed, config.data.shuffle)
+    return TrainPrompts(stream, prompts)
+
+
+def first_prompts(config: Config, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Prompt]:
+    """Return `count` prompts of the recipe, 0: all. Raises ValueError as train_prompts does, and
+    if all are wanted of prompts that are streamed.
+    """
+    if not is_streamed(config.data):
+        prompts = load_split(config, config.data.train, tokenizer)
+        return prompts[: count or None]
+    if not count:
+        raise ValueError(
+            "dpo.prompts=0 asks for all prompts, but they are streamed (data.stream_above): set"
+            " dpo.prompts to a number"
+        )
+    stream = _open(config)
+    with closing(stream):
+        return stream.take(count)
+
+
+def load_split(
+    config: Config, paths: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> list[Prompt]:
+    """Return the prompts of files, folders and globs, if any. Raises ValueError as data_files and
+    load_prompts do.
+    """
+    if not paths:
+        return []
+    data = config.data
+    cache_dir = token_cache_dir(data.cache_dir)
+    return load_prompts(data_files(paths), tokenizer, data.max_prompt_len, data.overlong, cache_dir)
+
+
+def _open(config: Config) -> MixedPrompts:
+    make_tokenizer = partial(
+        load_tokenizer, config.model.path, "model.path", config.model.trust_remote_code
+    )
+    are_right = Correctness.of(config.eval, config.reward).are_correct
+    return open_prompts(config.data, config.run.seed, make_tokenizer, are_right)

@@ -1,0 +1,62 @@
+"""Prompts of a run: loaded whole or streamed, and the first of them for the canary or for pairs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.config import Config, DataConfig, ModelConfig, SourceConfig
+from mcore_rl.data.arithmetic import make_tokenizer
+from mcore_rl.data.source import ShuffledStream
+from mcore_rl.data.streamed.mixed import MixedPrompts
+from mcore_rl.run.prompts import first_prompts, load_split, train_prompts
+from tests.support.prompt_sets import write_rows
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A recipe whose prompts, 50 rows in two files, are loaded whole."""
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "set", [30, 20], long_rows=[4])
+    data = DataConfig(
+        train=[str(tmp_path / "set")], max_prompt_len=64, cache_dir=str(tmp_path), workers=0
+    )
+    return Config(model=ModelConfig(str(tmp_path / "model")), data=data)
+
+
+def streamed(config: Config) -> Config:
+    return replace(config, data=replace(config.data, stream_above=10))
+
+
+def test_few_prompts_are_loaded_whole_and_many_are_streamed(config: Config) -> None:
+    tokenizer = make_tokenizer()
+    whole = train_prompts(config, tokenizer, num_first=3)
+    many = train_prompts(streamed(config), tokenizer, num_first=3)
+    assert isinstance(whole.stream, ShuffledStream) and isinstance(many.stream, MixedPrompts)
+    assert len(whole.first) == 49 and len(many.first) == 3
+    epochs = [sorted(s.take(49), key=lambda p: p.index) for s in (whole.stream, many.stream)]
+    assert epochs[0] == epochs[1]
+    for prompts in (whole, many):
+        prompts.stream.close()
+
+
+def test_pairs_are_made_of_a_number_of_prompts(config: Config) -> None:
+    tokenizer = make_tokenizer()
+    assert len(first_prompts(config, tokenizer, 0)) == 49
+    assert [p.index for p in first_prompts(config, tokenizer, 5)] == [0, 1, 2, 3, 5]
+    assert len(first_prompts(streamed(config), tokenizer, 20)) == 20
+    with pytest.raises(ValueError, match=r"dpo.prompts=0 asks for all prompts, but they are str"):
+        first_prompts(streamed(config), tokenizer, 0)
+
+
+def test_held_out_prompts_may_be_a_folder_or_none(config: Config) -> None:
+    assert len(load_split(config, config.data.train, make_tokenizer())) == 49
+    assert load_split(config, [], make_tokenizer()) == []
+    with pytest.raises(ValueError, match=r"data file none.jsonl does not exist"):
+        load_split(config, ["none.jsonl"], make_tokenizer())
+
+
+def test_a_missing_source_is_named(config: Config) -> None:
+    missing = replace(config, data=DataConfig(sources=[SourceConfig("none/*.parquet")]))
+    with pytest.raises(ValueError, match=r"data files none/\*.parquet: the pattern matches no"):
+        train_prompts(missing, make_tokenizer(), 3)
