@@ -1,0 +1,38 @@
+"""Options of `mcore-rl simulate`: what is assumed of hardware, responses and failures."""
+
+from dataclasses import dataclass
+
+from mcore_rl.config.bounds import Options, bounded, one_of
+
+
+@dataclass
+class SimulateConfig(Options, group="simulate"):
+    """Assumptions of `mcore-rl simulate`; it also reads those of plan."""
+
+    gpu: str = one_of("h100", ("a100", "h100", "h200", "b200", "mi300x", "cpu"))
+    steps: int = bounded(4, least=1)
+    calibration: str = ""
+    """run.dir of a run in rollout.mode=sync of two steps or more, whose times correct the
+    predicted ones."""
+    prompt_len: int = bounded(0, least=0)
+    """Tokens of each prompt, at most data.max_prompt_len; 0: 256, or as many as that allows."""
+    response_len: float = bounded(0.0, least=0)
+    """Mean tokens of a response, before the cut at rollout.max_response_len; 0: 0.4 of that."""
+    response_spread: float = bounded(0.6, least=0)
+    """Standard deviation of the logarithm of response lengths: 0: all are equal."""
+    prompt_share: float = bounded(0.5, least=0, most=1)
+    """Share of that variance which lies between prompts; the rest lies between samples of one."""
+    prompts: int = bounded(0, least=0)
+    """Prompts of an epoch; 0: none comes a second time."""
+    reward_s: float = bounded(0.0, least=0)
+    """Seconds that a group of samples waits for its rewards."""
+    mtbf_hours: float = bounded(0.0, least=0)
+    """Mean time between failures of each GPU; 0: none fails."""
+    restart_s: float = bounded(300.0, above=0)
+    """Seconds until a run that lost a trainer rank trains again, from its newest checkpoint."""
+    engine_restart_s: float = bounded(180.0, above=0)
+    """Seconds until the server of a lost engine runs again."""
+    slow_share: float = bounded(0.0, least=0, most=1)
+    """Share of engines that are slow."""
+    slowdown: float = bounded(1.5, least=1)
+    """How many times longer slow engines take."""

@@ -1,0 +1,247 @@
+"""Predicts the seconds of an engine's and a trainer's work, from config.json, layout and hardware.
+
+Each cost is a sum of what an accelerator does one after the other: operations, reads of its memory,
+bytes over links, and a fixed time. Operations are counted as in slices/hf/flops.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mcore_rl.config import Config, ParallelConfig
+from mcore_rl.planning.engine_memory import engine_uses
+from mcore_rl.planning.rank_memory import Uses
+from mcore_rl.simulation.engine_request import EngineSpeed
+from mcore_rl.simulation.hardware import GpuRates, ReachedShares
+from mcore_rl.slices.box import itemsize
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import BACKWARD, ModelFlops
+
+RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "full": 1.0}
+"""Share of a forward pass that is computed again in the backward pass, by train.recompute."""
+LOGPROB_BYTES = 8
+"""Bytes of a token and its log-prob as ranks read them from the stores."""
+
+
+def engine_speed(
+    config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares
+) -> EngineSpeed:
+    """Return the speed of one of the recipe's engines."""
+    rollout = config.rollout
+    uses = engine_uses(config, facts)
+    weights = sum(stage["weights"] for stage in uses)
+    per_token = sum(stage["KV cache"] for stage in uses) / rollout.kv_cache_len
+    memory = gpu.memory * shares.memory
+    rows = range(rollout.max_concurrency + 1)
+    flops = ModelFlops.of(facts)
+    fixed = [_decode_s(config, facts, flops, gpu, shares, weights, num) for num in rows]
+    per_second = gpu.flops * shares.prefill * rollout.tp
+
+    def prefill_s(num_tokens: int) -> float:
+        return flops.forward((num_tokens,)) / per_second
+
+    # Each attention group has a KV cache of its own for its share of the requests.
+    groups = rollout.attention_dp
+    per_context_s = per_token / groups / memory
+    return EngineSpeed(fixed, per_context_s, prefill_s, rollout.kv_cache_len * groups)
+
+
+def _decode_s(
+    config: Config,
+    facts: ModelFacts,
+    flops: ModelFlops,
+    gpu: GpuRates,
+    shares: ReachedShares,
+    weights: float,
+    num_running: int,
+) -> float:
+    """Return the seconds of a decode step of so many requests, apart from their context.
+
+    weights   bytes that a rank of each stage holds, all stages together
+    """
+    rollout = config.rollout
+    read = weights
+    if facts.has_experts:
+        experts = _expert_bytes(config, facts)
+        untouched = (1 - facts.experts_per_token / facts.num_experts) ** num_running
+        read -= experts * untouched
+    operations = flops.per_token * num_running
+    compute_s = operations / (gpu.flops * shares.decode_flops * rollout.tp)
+    layers = len(facts.moe_layers)
+    moved = 4 * num_running * facts.sizes["hidden"] * itemsize(config.model.dtype)
+    link = _link(rollout.tp, config.plan.ranks_per_host, config, gpu, shares)
+    moved_s = layers * moved / link if rollout.tp > 1 else 0.0
+    is_remote = rollout.tp > config.plan.ranks_per_host
+    layer_s = shares.remote_layer_s if is_remote else shares.layer_s
+    memory_s = read / (gpu.memory * shares.memory)
+    return max(compute_s, memory_s) + moved_s + layers * layer_s + shares.step_s
+
+
+def _expert_bytes(config: Config, facts: ModelFacts) -> float:
+    """Bytes of routed experts that a rank of each stage of an engine holds, together."""
+    sizes = facts.sizes
+    per_layer = sizes["experts"] * 3 * sizes["hidden"] * sizes["expert_ffn"]
+    size = 1 if config.rollout.quantization == "fp8" else itemsize(config.model.dtype)
+    return sum(facts.moe_layers) * per_layer * size / config.rollout.tp
+
+
+def _link(
+    num_ranks: int, per_host: int, config: Config, gpu: GpuRates, shares: ReachedShares
+) -> float:
+    """Bytes per second at which each of `num_ranks` neighbors reaches the others."""
+    if num_ranks <= per_host:
+        return gpu.link * shares.link
+    return config.plan.link_gbps * 1e9 / 8 * shares.network
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes that a rank of the fullest stage keeps between steps."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @staticmethod
+    def of(stages: Sequence[Uses]) -> "ModelState":
+        """`stages` as planning.memory.trainer_uses returns them."""
+        return ModelState(
+            *(max(uses[name] for uses in stages) for name in ("weights", "gradients", "optimizer"))
+        )
+
+    @property
+    def training(self) -> float:
+        """Bytes apart from the weights."""
+        return self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class TrainCosts:
+    """Seconds of a model's ranks in training."""
+
+    config: Config
+    facts: ModelFacts
+    flops: ModelFlops
+    parallel: ParallelConfig
+    gpu: GpuRates
+    shares: ReachedShares
+    state: ModelState
+    factor: float = 1.0
+    """Measured over predicted seconds."""
+
+    def step_s(self, microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
+        """Return the seconds of an optimizer step; the lengths of sequences by data-parallel
+        coordinate and micro-batch.
+        """
+        num_forward = 1 + BACKWARD + self._recomputed()
+        return self.factor * (self._passes_s(microbatches, num_forward) + self._update_s())
+
+    def forward_s(self, microbatches: Sequence[Sequence[Sequence[int]]]) -> float:
+        """Return the seconds of a forward pass over all micro-batches."""
+        return self.factor * self._passes_s(microbatches, 1.0)
+
+    def _passes_s(
+        self, microbatches: Sequence[Sequence[Sequence[int]]], num_forward: float
+    ) -> float:
+        """Return the seconds of the slowest data-parallel coordinate.
+
+        A pipeline takes the sum of its micro-batches, and the longest once more for each further
+        stage, divided by the chunks of a stage where it is interleaved.
+        """
+        pp = self.parallel.pp
+        slowest = 0.0
+        for lens_by_microbatch in microbatches:
+            times = [self._microbatch_s(lens, num_forward) for lens in lens_by_microbatch]
+            bubble = (pp - 1) * max(times, default=0.0) / (self.parallel.vpp or 1)
+            slowest = max(slowest, sum(times) + bubble)
+        return slowest + self.shares.call_s
+
+    def _microbatch_s(self, lens: Sequence[int], num_forward: float) -> float:
+        """Return the seconds of one micro-batch in one stage."""
+        parallel = self.parallel
+        num_tokens = sum(lens)
+        forward = self.flops.forward(lens)
+        in_stage = forward * self._largest_stage
+        flops_s = in_stage * num_forward / self._flops(parallel.tp * parallel.cp)
+        layers = self._num_layers * self._largest_stage
+        own_tokens = num_tokens / (parallel.tp * parallel.cp)
+        row = self.facts.sizes["hidden"] * itemsize(self.config.model.dtype)
+        moved_s = 0.0
+        if parallel.tp > 1:  # gathered and scattered around attention and around the MLP
+            moved = 4 * num_tokens / parallel.cp * row
+            moved_s += layers * num_forward * moved / self._link(parallel.tp)
+        if self.facts.has_experts and parallel.ep > 1:
+            moved_s += layers * num_forward * 2 * self._dispatch_s(own_tokens * row)
+        return flops_s + moved_s + self.shares.microbatch_s / parallel.pp
+
+    def _dispatch_s(self, num_bytes: float) -> float:
+        """Return the seconds to bring the hidden states of a rank's tokens to their experts.
+
+        DeepEP sends a token once to each host with experts of it, and from there to the ranks.
+        """
+        ranks = self.parallel.ep * self.parallel.etp
+        hosts = -(-ranks // self.config.plan.ranks_per_host)
+        copies = self.facts.experts_per_token * (1 - 1 / ranks)
+        local_s = num_bytes * copies / (self.gpu.link * self.shares.link)
+        if hosts == 1:
+            return local_s
+        remote = self.facts.experts_per_token * (1 - 1 / hosts)
+        if self.config.train.megatron.get("moe_flex_dispatcher_backend") == "deepep":
+            remote = (hosts - 1) * (1 - (1 - 1 / hosts) ** self.facts.experts_per_token)
+        network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
+        return max(local_s, num_bytes * remote / network)
+
+    def _update_s(self) -> float:
+        """Return the seconds to reduce gradients, to update weights and to gather them."""
+        state = self.state
+        touched = 2 * (state.optimizer + state.weights) + state.gradients
+        update_s = touched / (self.gpu.memory * self.shares.memory)
+        if self.parallel.dp_size == 1:
+            return update_s
+        moved = state.gradients + state.weights
+        return update_s + moved / self._link(self.parallel.world_size)
+
+    def read_s(self, num_tokens: int) -> float:
+        """Return the seconds in which a data-parallel coordinate reads its share of samples."""
+        per_token: float = LOGPROB_BYTES
+        if self.facts.has_experts and self.config.drift.routed_experts:
+            size = 1 if self.facts.num_experts <= 256 else 2
+            layers = sum(self.facts.moe_layers) * self._largest_stage
+            per_token += layers * self.facts.experts_per_token * size
+        network = self.config.plan.link_gbps * 1e9 / 8 * self.shares.network
+        return num_tokens * per_token / network
+
+    def offload_s(self, num_bytes: float) -> float:
+        """Return the seconds to move bytes between GPU and host memory."""
+        return num_bytes / self.gpu.host_link
+
+    def _recomputed(self) -> float:
+        parts = self.config.train.recomputed
+        return min(sum(RECOMPUTED.get(part, 0.0) for part in parts), 1.0)
+
+    @cached_property
+    def _num_layers(self) -> int:
+        return len(self.facts.moe_layers)
+
+    @cached_property
+    def _largest_stage(self) -> float:
+        """The largest stage's share of the model."""
+        layers = self._num_layers
+        chunks = self.parallel.stage_layers
+        if chunks:
+            stages = [sum(chunks[stage :: self.parallel.pp]) for stage in range(self.parallel.pp)]
+            return max(stages) / layers
+        return -(-layers // self.parallel.pp) / layers
+
+    def _flops(self, num_ranks: int) -> float:
+        return self.gpu.flops * self.shares.train * num_ranks
+
+    def _link(self, num_ranks: int) -> float:
+        per_host = self.config.plan.ranks_per_host
+        return _link(num_ranks, per_host, self.config, self.gpu, self.shares)
+
+
+def swap_s(config: Config, facts: ModelFacts, gpu: GpuRates, shares: ReachedShares) -> float:
+    """Return the seconds for which an engine pauses to swap weights that it has received."""
+    weights = max(stage["weights"] for stage in engine_uses(config, facts))
+    return shares.pause_s + 2 * weights / (gpu.memory * shares.memory)

@@ -1,0 +1,88 @@
+"""Counts the tokens of an engine's KV cache, and decides how many must stay free.
+
+The rules are those of SGLang's scheduler (managers/schedule_policy.py, new_token_ratio_tracker.py).
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+
+from mcore_rl.simulation.engine_request import EngineRequest
+
+CLIP_NEW_TOKENS = 4096
+"""Most tokens that a request is expected to generate from now on."""
+FIRST_RATIO, LEAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
+"""Share of those for which running requests keep room; it falls with every decode step."""
+STEPS_AFTER_RETRACT = 20
+CACHED_PROMPTS = 4096
+"""Prompts that stay cached after their requests."""
+
+
+class KvCache:
+    """Tokens of the running requests, each prompt once, and the prompts that are still cached."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._used = 0.0
+        self._prompts: Counter[int] = Counter()
+        """Running requests by prompt."""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._ratio = FIRST_RATIO
+        self._ratio_at = 0.0
+
+    @property
+    def free(self) -> float:
+        """Tokens that are not used by running requests; below 0 where it is too full."""
+        return self._capacity - self._used
+
+    def grow(self, num_tokens: float) -> None:
+        self._used += num_tokens
+
+    def enter(self, request: EngineRequest) -> int:
+        """Take in a request that begins to run; return the tokens whose keys are to be computed."""
+        computed = request.num_generated
+        if request.prompt not in self._cached:
+            computed += request.prompt_len
+        self._cached[request.prompt] = None
+        self._cached.move_to_end(request.prompt)
+        if len(self._cached) > CACHED_PROMPTS:
+            self._cached.popitem(last=False)
+        if not self._prompts[request.prompt]:
+            self._used += request.prompt_len
+        self._prompts[request.prompt] += 1
+        self._used += request.num_generated
+        return round(computed)
+
+    def leave(self, request: EngineRequest) -> None:
+        self._used -= request.num_generated
+        self._prompts[request.prompt] -= 1
+        if not self._prompts[request.prompt]:
+            del self._prompts[request.prompt]
+            self._used -= request.prompt_len
+
+    def flush(self) -> None:
+        """Forget cached prompts, as after a change of weights."""
+        self._cached.clear()
+
+    def room(self, running: Collection[EngineRequest], steps: float) -> float:
+        """Return the tokens that new requests may take, at the engine's step counter `steps`."""
+        expected = sum(
+            min(request.max_len - request.generated_at(steps), CLIP_NEW_TOKENS)
+            for request in running
+        )
+        decayed = (FIRST_RATIO - LEAST_RATIO) / DECAY_STEPS * (steps - self._ratio_at)
+        return self.free - max(self._ratio - decayed, LEAST_RATIO) * expected
+
+    def needed(self, request: EngineRequest) -> float:
+        """Return the tokens that must be free for a request to begin."""
+        new_tokens = request.num_generated
+        if not self._prompts[request.prompt]:
+            new_tokens += request.prompt_len
+        return new_tokens + min(request.max_len - request.num_generated, CLIP_NEW_TOKENS)
+
+    def note_retraction(self, running: Collection[EngineRequest], steps: float) -> None:
+        """Keep more free from now on, as requests were sent back; `running` are those that stay."""
+        generated = sum(request.generated_at(steps) for request in running)
+        most = sum(request.max_len for request in running)
+        expected = generated + STEPS_AFTER_RETRACT * len(running)
+        self._ratio = min(expected / (most + 1), 1.0)
+        self._ratio_at = steps

@@ -1,0 +1,60 @@
+"""Predicts all that the simulation of a recipe needs to know of time, before it begins."""
+
+from dataclasses import dataclass
+
+from mcore_rl.config import Config
+from mcore_rl.planning.deployment import make_deployment
+from mcore_rl.planning.memory import critic_uses, trainer_uses
+from mcore_rl.planning.models import RecipeModels
+from mcore_rl.planning.sync import predict_sync
+from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, swap_s
+from mcore_rl.simulation.engine_request import EngineSpeed
+from mcore_rl.simulation.hardware import GPUS, ReachedShares
+from mcore_rl.slices.families.value_head import with_value_head
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import ModelFlops
+
+CANARY_S = 0.5
+
+
+@dataclass(frozen=True)
+class RecipeCosts:
+    """Predicted seconds and sizes of a recipe, made once.
+
+    canary_s   seconds in which the trainer, and then the engines, score a few sequences
+    other_s    seconds of a step for what is not simulated
+    """
+
+    engine: EngineSpeed
+    trainer: TrainCosts
+    critic: TrainCosts | None
+    sync_s: float
+    swap_s: float
+    sync_bytes: int
+    canary_s: float = CANARY_S
+    other_s: float = 0.0
+
+    @staticmethod
+    def of(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":
+        """Raises ValueError naming two sizes that do not divide."""
+        gpu = GPUS[config.simulate.gpu]
+        policy = models.policy
+        plan, _ = predict_sync(config, make_deployment(config, policy))
+        state = ModelState.of(trainer_uses(config, models))
+        flops = ModelFlops.of(policy)
+        trainer = TrainCosts(config, policy, flops, config.parallel, gpu, shares, state)
+        critic = None
+        if models.critic is not None:
+            state = ModelState.of(critic_uses(config, models))
+            parallel = config.critic.parallel
+            facts = ModelFacts(models.critic.path, with_value_head(models.critic.config))
+            flops = ModelFlops.of(facts)
+            critic = TrainCosts(config, facts, flops, parallel, gpu, shares, state)
+        return RecipeCosts(
+            engine_speed(config, policy, gpu, shares),
+            trainer,
+            critic,
+            plan.seconds / shares.network,
+            swap_s(config, policy, gpu, shares),
+            plan.model_bytes,
+        )

@@ -1,0 +1,130 @@
+"""Stands for the links between trainer and engines, the canary, and the engines' GPU memory."""
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+from mcore_rl.players.canary import CanaryReport
+from mcore_rl.roles import Batch
+from mcore_rl.simulation.engine import SimulatedEngine
+from mcore_rl.simulation.ranks import SimulatedRanks, Spend
+from mcore_rl.stream.controller.sync_report import EngineSyncResult, SyncReport
+from mcore_rl.types import WeightVersion
+
+CONNECT_S = 2.0
+
+
+class SimulatedLinks:
+    """Sends weights in the seconds that the sync's plan predicts.
+
+    Plays players.weight_sync.WeightLinks.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, SimulatedEngine],
+        sync_s: float,
+        swap_s: float,
+        num_bytes: int,
+        *,
+        staged: bool,
+    ) -> None:
+        """`num_bytes` reach each engine; `staged` engines go on until they swap for `swap_s`."""
+        self._engines = engines
+        self._sync_s = sync_s
+        self._swap_s = swap_s
+        self._num_bytes = num_bytes
+        self._staged = staged
+        self._versions: dict[str, int] = {}
+
+    @property
+    def linked(self) -> tuple[str, ...]:
+        return tuple(self._versions)
+
+    @property
+    def in_rotation(self) -> tuple[str, ...]:
+        newest = max(self._versions.values(), default=0)
+        return tuple(url for url, version in self._versions.items() if version == newest)
+
+    async def connect(self, urls: Sequence[str]) -> None:
+        await asyncio.sleep(CONNECT_S / max(len(self._engines), 1))
+        self._versions |= dict.fromkeys(urls, -1)
+
+    async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport:
+        to = list(urls or self._versions)
+        if not self._staged:
+            self._pause(to)
+        await asyncio.sleep(self._sync_s)
+        self._pause(to)
+        await asyncio.sleep(self._swap_s)
+        for url in to:
+            self._engines[url].resume(WeightVersion(version))
+            self._versions[url] = version
+        paused_s = self._swap_s if self._staged else self._sync_s + self._swap_s
+        results = (
+            EngineSyncResult(
+                url,
+                num_bytes=self._num_bytes,
+                transfer_seconds=self._sync_s,
+                pause_seconds=paused_s,
+            )
+            for url in to
+        )
+        return SyncReport(version, self._sync_s + self._swap_s, tuple(results))
+
+    def _pause(self, urls: Sequence[str]) -> None:
+        for url in urls:
+            self._engines[url].pause()
+
+
+class SimulatedCanary:
+    """Finds that all engines agree, after the time that it takes to ask them."""
+
+    def __init__(self, spend: Spend, seconds: float) -> None:
+        """`seconds` take the trainer, and then the engines."""
+        self._spend = spend
+        self._seconds = seconds
+
+    def score_on_trainer(self, version: WeightVersion, batch: Batch) -> None:
+        del version, batch
+        self._spend("canary", lambda: self._seconds)
+
+    async def check(self, urls: Sequence[str]) -> CanaryReport:
+        await asyncio.sleep(self._seconds)
+        return CanaryReport(dict.fromkeys(urls, 0.0))
+
+
+class SimulatedEngineMemory:
+    """GPU memory of engines, which on shared GPUs takes time to give up and to take back.
+
+    Does what players.colocation.EngineMemory does; their weights come with a sync, not from host
+    memory.
+    """
+
+    def __init__(self, *, are_colocated: bool, call_s: float) -> None:
+        self.are_colocated = are_colocated
+        self._call_s = call_s if are_colocated else 0.0
+
+    async def for_training(self) -> None:
+        await asyncio.sleep(self._call_s)
+
+    async def for_scoring(self) -> None:
+        await asyncio.sleep(self._call_s)
+
+    async def for_sync(self) -> None:
+        await asyncio.sleep(self._call_s)
+
+    async def for_rollout(self) -> None:
+        await asyncio.sleep(self._call_s)
+
+    async def restore(self) -> None:
+        await asyncio.sleep(self._call_s)
+
+
+class SimulatedModel:
+    """The ranks of a model that gives up GPU memory; plays players.colocation.Model."""
+
+    def __init__(self, ranks: SimulatedRanks) -> None:
+        self._ranks = ranks
+
+    async def hold(self, parts: Collection[str]) -> None:
+        await asyncio.sleep(self._ranks.hold_seconds(parts))

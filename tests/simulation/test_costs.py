@@ -1,0 +1,111 @@
+"""Costs follow sizes: of model, layout, batch and hardware."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.models import read_models
+from mcore_rl.simulation.costs import ModelState, TrainCosts, engine_speed, swap_s
+from mcore_rl.simulation.hardware import GPUS, ReachedShares
+from mcore_rl.slices.hf.flops import ModelFlops
+
+SHARES = ReachedShares()
+BATCH = [[[4000, 4000], [8000]], [[8000], [8000]]]
+
+
+def recipe(*overrides: str) -> Config:
+    return load_recipe("qwen3_30b_a3b_grpo_32", list(overrides))
+
+
+def train_costs(config: Config, **changes: Any) -> TrainCosts:
+    facts = read_models(config).policy
+    costs = TrainCosts(
+        config,
+        facts,
+        ModelFlops.of(facts),
+        config.parallel,
+        GPUS["h100"],
+        SHARES,
+        ModelState(4e9, 8e9, 6e9),
+    )
+    return replace(costs, **changes)
+
+
+def test_a_step_takes_its_operations_and_more_where_activations_are_computed_again() -> None:
+    config = recipe("parallel.tp=1", "parallel.ep=1", "parallel.dp=2", "train.recompute=none")
+    costs = train_costs(config, state=ModelState(0, 0, 0))
+    operations = costs.flops.training((8000, 8000))
+    alone = operations / (GPUS["h100"].flops * SHARES.train)
+    fixed = 2 * SHARES.microbatch_s + SHARES.call_s
+    assert costs.step_s(BATCH) == pytest.approx(alone + fixed, rel=0.02)
+    again = train_costs(recipe(*OVERRIDES, "train.recompute=full"), state=ModelState(0, 0, 0))
+    assert again.step_s(BATCH) - fixed == pytest.approx(4 / 3 * (costs.step_s(BATCH) - fixed))
+    assert costs.forward_s(BATCH) - fixed == pytest.approx((costs.step_s(BATCH) - fixed) / 3)
+
+
+OVERRIDES = ("parallel.tp=1", "parallel.ep=1", "parallel.dp=2")
+
+
+def test_a_pipeline_waits_for_its_longest_micro_batch() -> None:
+    flat = train_costs(recipe("parallel.tp=1", "parallel.ep=1", "parallel.dp=4"))
+    staged = train_costs(recipe("parallel.tp=1", "parallel.ep=1", "parallel.dp=2", "parallel.pp=2"))
+    one = [[[8000]], [[8000]]]
+    many = [[[8000]] * 8, [[8000]] * 8]
+    assert staged.forward_s(one) / flat.forward_s(one) == pytest.approx(1, rel=0.1)
+    assert staged.forward_s(many) / flat.forward_s(many) == pytest.approx(9 / 16, rel=0.1)
+
+
+def test_experts_on_other_hosts_cost_and_deepep_sends_less_there() -> None:
+    wide = ("parallel.ep=16", "parallel.dp=16")
+    near = train_costs(recipe("parallel.ep=8", "parallel.dp=16"))
+    far = train_costs(recipe(*wide))
+    deepep = train_costs(
+        recipe(
+            *wide,
+            "+train.megatron.moe_flex_dispatcher_backend=deepep",
+            "+train.megatron.moe_token_dispatcher_type=flex",
+        )
+    )
+    assert near.forward_s(BATCH) < deepep.forward_s(BATCH) < far.forward_s(BATCH)
+
+
+def test_replicas_reduce_gradients_and_read_only_their_layers_experts() -> None:
+    config = recipe()
+    costs = train_costs(config)
+    empty = replace(costs, state=ModelState(0, 0, 0))
+    assert costs.step_s(BATCH) > empty.step_s(BATCH)
+    without = train_costs(recipe("drift.routed_experts=false", "train.router_replay=none"))
+    assert costs.read_s(1000) > 40 * without.read_s(1000)
+
+
+def test_decode_is_bound_by_weights_and_its_context() -> None:
+    config = recipe()
+    facts = read_models(config).policy
+    speed = engine_speed(config, facts, GPUS["h100"], SHARES)
+    assert speed.max_running == config.rollout.max_concurrency
+    assert list(speed.fixed_s) == sorted(speed.fixed_s)
+    assert speed.fixed_s[256] < 8 * speed.fixed_s[1], "a batch shares the weights"
+    faster = engine_speed(config, facts, GPUS["h200"], SHARES)
+    assert speed.per_context_s / faster.per_context_s == pytest.approx(4.8 / 3.35)
+    assert faster.prefill_s(1000) == speed.prefill_s(1000), "the same operations per second"
+    assert speed.prefill_s(2000) > 2 * speed.prefill_s(1000)
+
+
+def test_an_attention_group_reads_and_keeps_its_own_context() -> None:
+    facts = read_models(recipe()).policy
+    whole = engine_speed(recipe(), facts, GPUS["h100"], SHARES)
+    config = recipe("rollout.attention_dp=4")
+    grouped = engine_speed(config, facts, GPUS["h100"], SHARES)
+    assert grouped.kv_capacity == 4 * whole.kv_capacity
+    # Four key-value heads: a rank of a group holds them all, a rank of the whole engine one.
+    assert grouped.per_context_s == pytest.approx(whole.per_context_s)
+
+
+def test_a_swap_takes_longer_for_more_weights() -> None:
+    small, large = recipe("rollout.tp=8", "rollout.ep=8"), recipe()
+    facts = read_models(large).policy
+    gpu = GPUS["h100"]
+    assert SHARES.pause_s < swap_s(small, facts, gpu, SHARES) < swap_s(large, facts, gpu, SHARES)
