@@ -88,6 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_run_recipe, command=name)
     launch.cli.add_commands(commands, _load_settings)
     _add_plan(commands)
+    _add_simulate(commands)
     _add_serve(commands)
     _add_report(commands)
     _add_data(commands)
@@ -113,6 +114,30 @@ def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     command.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     command.set_defaults(run=_plan)
+
+
+def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = (
+        "the recipe's steps in predicted time, with its real controller and simulated GPUs;"
+        " from config.json alone"
+    )
+    command = commands.add_parser("simulate", help=text, description=text)
+    command.add_argument(
+        "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    command.add_argument(
+        "--out", type=Path, help="folder for picture, trace and numbers (<run.dir>/simulation)"
+    )
+    command.add_argument(
+        "--search",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="GPUS",
+        help="compare splits of so many GPUs (the recipe's) between trainer and engines",
+    )
+    command.set_defaults(run=_simulate)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -157,26 +182,10 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "data", help="prepare prompts: arithmetic and countdown (made here) or gsm8k"
-    )
-    kinds = command.add_subparsers(required=True, metavar="kind")
-    for name, what, prepare in (
-        ("arithmetic", "word problems", _prepare_arithmetic),
-        ("countdown", "numbers to reach from given ones", _prepare_countdown),
-    ):
-        made = kinds.add_parser(
-            name, help=f"{what}, their tokenizer and a tiny model configuration"
-        )
-        made.add_argument("--out", type=Path, default=Path("data", name))
-        made.add_argument("--seed", type=int, default=0)
-        made.set_defaults(run=prepare)
-    gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
-    gsm8k.add_argument(
-        "--source", default="openai/gsm8k", help="local folder, or dataset name on the hub"
-    )
-    gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
-    gsm8k.set_defaults(run=_prepare_gsm8k)
+    from mcore_rl.data.prepare import add_arguments
+
+    text = "prepare prompts: arithmetic and countdown (made here) or gsm8k"
+    add_arguments(commands.add_parser("data", help=text))
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -195,7 +204,9 @@ def _run_recipe(args: argparse.Namespace) -> None:
     with without_collector():
         from mcore_rl.run import commands  # imports Ray, which --help need not wait for
 
-    getattr(commands, f"run_{args.command}")(config)
+    from mcore_rl.run.debugging import for_debugger
+
+    getattr(commands, f"run_{args.command}")(for_debugger(config))
 
 
 def _load_settings(settings: Sequence[str], command: str) -> Config:
@@ -236,6 +247,14 @@ def _plan(args: argparse.Namespace) -> None:
         raise RuntimeError("the recipe does not fit its GPUs")
 
 
+def _simulate(args: argparse.Namespace) -> None:
+    with without_collector():
+        from mcore_rl.simulation.command import print_simulation  # imports torch
+
+    config = _load_settings(args.settings, "plan")
+    print_simulation(config, args.out, as_json=args.json, search_gpus=args.search)
+
+
 def _serve(args: argparse.Namespace) -> None:
     from checkpoint_tools.options import Effort
     from checkpoint_tools.to_hf import to_hf
@@ -269,24 +288,6 @@ def _report(args: argparse.Namespace) -> None:
     from mcore_rl.report.run_report import make_report
 
     make_report(args.run_dir)
-
-
-def _prepare_countdown(args: argparse.Namespace) -> None:
-    from mcore_rl.data.countdown import prepare_countdown
-
-    prepare_countdown(args.out, seed=args.seed)
-
-
-def _prepare_arithmetic(args: argparse.Namespace) -> None:
-    from mcore_rl.data.arithmetic import prepare_arithmetic
-
-    prepare_arithmetic(args.out, seed=args.seed)
-
-
-def _prepare_gsm8k(args: argparse.Namespace) -> None:
-    from mcore_rl.data.gsm8k import prepare_gsm8k
-
-    prepare_gsm8k(args.source, args.out)
 
 
 def _fail(error: object, status: int) -> int:

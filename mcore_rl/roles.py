@@ -4,8 +4,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -21,14 +19,22 @@ T = TypeVar("T")
 S = TypeVar("S")
 Watched = Callable[[Awaitable[T]], T]
 """Runs a coroutine while ranks and engines are watched; raises as soon as one of them is lost."""
-Reward = Callable[[Sequence[Sample]], Scores]
+Batch = Any
+"""A TrainBatch, or a StoredBatch where samples lie in stores; the roles of a run agree on it."""
+Samples = Sequence[Any]
+"""Samples, or StoredSamples where samples lie in stores."""
+ReadSamples = Callable[[Samples], list[Sample]]
+"""Brings samples here, from their stores if they lie in some."""
+Reward = Callable[[Samples], Scores]
 """Returns one reward per sample, in order."""
+ScoreLater = Callable[[Samples], Awaitable[Scores]]
+"""A Reward that an event loop awaits."""
 
 
 class Generator(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
-    ) -> list[Sample]:
+    ) -> list[Any]:
         """Return `num_samples` samples of each prompt, in the order of the prompts."""
         ...
 
@@ -43,7 +49,7 @@ class Generator(Protocol):
 class Background(Protocol):
     """Draws samples while the trainer trains."""
 
-    def take(self, version: WeightVersion) -> tuple[list[Sample], Scores, dict[str, float]]:
+    def take(self, version: WeightVersion) -> tuple[list[Any], Scores, dict[str, float]]:
         """Return whole groups of samples for weights `version` to train on, scores and metrics."""
         ...
 
@@ -70,13 +76,17 @@ class BatchStream(Protocol):
 class PromptStream(Protocol):
     def take(self, num_items: int) -> list[Prompt]: ...
 
+    def note_scores(self, prompts: Sequence[Prompt], scores: Scores) -> None:
+        """Learn the scores of the samples of `prompts`: as many for each, in their order."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
 
 
 class AdvantageEstimator(Protocol):
     def __call__(
-        self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, /
-    ) -> tuple[TrainBatch, Mapping[str, float]]:
+        self, scores: Scores, samples: Samples, batch: Batch, /
+    ) -> tuple[Batch, Mapping[str, float]]:
         """Return (`batch` with advantages and, for a critic, returns; metrics).
 
         `batch` was made of `samples`.
@@ -88,7 +98,7 @@ class AdvantageEstimator(Protocol):
 
 class Trainer(Protocol):
     def compute_logprobs(
-        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+        self, batch: Batch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
         """Return token-aligned log-probs.
 
@@ -96,17 +106,17 @@ class Trainer(Protocol):
         """
         ...
 
-    def train_step(self, batch: TrainBatch) -> StepStats: ...
+    def train_step(self, batch: Batch) -> StepStats: ...
 
     def save(self, step: int, state: Mapping[str, Any]) -> None: ...
 
 
 class Critic(Protocol):
-    def compute_values(self, batch: TrainBatch) -> Tensor:
-        """Return values_T (see TrainBatch)."""
+    def compute_values(self, batch: Batch) -> Any:
+        """Return values_T (see TrainBatch), a Column for a StoredBatch."""
         ...
 
-    def train_step(self, batch: TrainBatch) -> StepStats: ...
+    def train_step(self, batch: Batch) -> StepStats: ...
 
     def save(self, step: int) -> None:
         """Save the critic's part of the checkpoint of `step`.
@@ -121,7 +131,7 @@ class BothAtOnce(Protocol):
 
 
 class WeightSync(Protocol):
-    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: Batch) -> Mapping[str, float]:
         """Bring every engine to `version`, compare them with the trainer, and return metrics.
 
         Engines and trainer score the sequences of `probe`.
@@ -133,8 +143,22 @@ class Log(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def log_samples(
-        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+        self, step: int, samples: Samples, scores: Scores, split: str = "train"
     ) -> None: ...
+
+
+OnTokens = Callable[
+    [Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]], Batch],
+    tuple[Batch, dict[str, float]],
+]
+"""Returns the batch with the fields that a function of its tokens sets, and its metrics."""
+
+
+def on_tokens_here(
+    function: Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]], batch: Batch
+) -> tuple[Batch, dict[str, float]]:
+    """Call the function in this process; the batch must be a TrainBatch."""
+    return function(batch)
 
 
 def in_turn(first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
@@ -147,7 +171,9 @@ class Roles:
     """The objects that play the roles of one run.
 
     background   draws samples while the trainer trains; None if each step draws its own
-    teacher      returns another model's log-probs of the response tokens of samples
+    teacher      returns another model's log-probs of the response tokens of samples; of none, if
+                 the samples' stores keep them
+    on_tokens    computes fields of a batch where its tokens are
     both         runs trainer and critic: in turn, or at the same time if each has its own GPUs
     """
 
@@ -160,6 +186,7 @@ class Roles:
     weights: WeightSync
     log: Log
     background: Background | None = None
-    teacher: Callable[[Sequence[Sample]], list[tuple[float, ...]]] | None = None
+    teacher: Callable[[Samples], list[tuple[float, ...]]] | None = None
     critic: Critic | None = None
+    on_tokens: OnTokens = on_tokens_here
     both: BothAtOnce = in_turn

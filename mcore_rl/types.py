@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
+import numpy as np
 from torch import Tensor
 
+Array = np.ndarray[Any, Any]
 WeightVersion = NewType("WeightVersion", int)
 """Number of loop steps that made a set of weights; 0 is the initial weights."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One tokenized problem.
-
-    `index` is its row in the source, the same in every epoch and after a restart.
-    """
+    """One tokenized problem; `index` is its row in the source, the same in every epoch and run."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -79,6 +78,34 @@ class Sample:
         if rows is not None and len(rows) != expected:
             raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
 
+    @property
+    def response_len(self) -> int:
+        return len(self.response_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupLease:
+    """Place of a prompt's samples; the store keeps them while something refers to the lease."""
+
+    store: int
+    group: int
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """A sample whose tokens lie in a store, as the controller knows it; fields as in Sample."""
+
+    prompt: Prompt
+    sample_index: int
+    response_len: int
+    finish_reason: str
+    versions: tuple[VersionSpan, ...]
+    has_experts: bool
+    lease: GroupLease = field(repr=False)
+
+
+AnySample = Sample | StoredSample
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -126,8 +153,8 @@ class Scores:
         errors = (self.errors or [""] * here) + (other.errors or [""] * there)
         greedy_N = self.greedy_N + other.greedy_N
         teacher_N = self.teacher_N + other.teacher_N
-        unpenalized_N = self.unpenalized_N + other.unpenalized_N
         rewards_N = self.rewards_N + other.rewards_N
+        unpenalized_N = self.unpenalized_N + other.unpenalized_N
         return Scores(rewards_N, parts, errors, greedy_N, teacher_N, unpenalized_N)
 
     def metrics(self) -> dict[str, float]:
@@ -145,22 +172,19 @@ class TrainBatch:
     lens_N               tokens per sequence; they sum to T
     loss_weights_T       float32; the loss of an optimizer step is sum(weight * token loss), so it
                          does not depend on how sequences are spread over micro-batches and ranks
-    advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T
-                         float32; log-probs are token-aligned: entry t is
-                         log p(token t | tokens before it)
-    values_T, returns_T  float32, the critic's value, before the step, of the state in which the
-                         token was drawn; the return that it learns
+    advantages_T, rollout_logprobs_T, old_logprobs_T, ref_logprobs_T, teacher_logprobs_T
+                         float32; entry t of log-probs is log p(token t | tokens before it)
+    values_T, returns_T  float32, the critic's value of the state that the token was drawn in; the
+                         return that it learns
     stale_T              bool, True on tokens sampled from other weights than those that train
     routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an
                          old pass with train.router_replay=old_pass: the trainer's); -1 if unknown,
                          meaningless in dense layers
+    expert_layers        the layers that routed_experts_TLK has; empty: all
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
-    sum_squares_T        float32, sum over the vocabulary of the squared probabilities of the old
-                         policy in the trainer; token-aligned like log-probs
-    router_flips_T       int32, number of layers in which trainer and engine chose different experts
-                         for the token before; token-aligned like log-probs
-    is_filler            True for a batch that only keeps a rank busy while others still have
-                         micro-batches; it counts nowhere
+    sum_squares_T        float32, sum of the old policy's squared probabilities; as log-probs
+    router_flips_T       int32, layers in which trainer and engine chose other experts; as log-probs
+    is_filler            True for a batch that only keeps a rank busy; it counts nowhere
     """
 
     token_ids_T: Tensor
@@ -171,10 +195,12 @@ class TrainBatch:
     rollout_logprobs_T: Tensor | None = None
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
+    teacher_logprobs_T: Tensor | None = None
     values_T: Tensor | None = None
     returns_T: Tensor | None = None
     stale_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
+    expert_layers: tuple[int, ...] = ()
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
@@ -194,6 +220,50 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
+class StoredColumn:
+    """A field of a batch whose values lie in the sample stores, under this name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """A TrainBatch whose tokens lie in stores; data/assembly.py makes it of what they hold.
+
+    store_N, group_N, index_N   int64, the samples: store, group in that store, place in the group
+    prompt_lens_N               int64, tokens
+    is_trained_N                bool, False for sequences that are left out of the loss
+    version                     tokens sampled from other weights are stale; None: no marks
+    parts                       sequences of each micro-batch, in their order; 0 stands for a filler
+    loss_weights_N, advantages_N   float32, the value at each trained token of a sequence
+    """
+
+    store_N: Array
+    group_N: Array
+    index_N: Array
+    prompt_lens_N: Array
+    lens_N: tuple[int, ...]
+    is_trained_N: Array
+    version: WeightVersion | None = None
+    parts: tuple[int, ...] = ()
+    loss_weights_N: Array | None = None
+    advantages_N: Array | None = None
+    advantages_T: StoredColumn | None = None
+    old_logprobs_T: StoredColumn | None = None
+    ref_logprobs_T: StoredColumn | None = None
+    teacher_logprobs_T: StoredColumn | None = None
+    values_T: StoredColumn | None = None
+    returns_T: StoredColumn | None = None
+    routed_experts_TLK: StoredColumn | None = None
+    router_flips_T: StoredColumn | None = None
+    held_back_T: StoredColumn | None = None
+    sum_squares_T: StoredColumn | None = None
+
+
+AnyBatch = TrainBatch | StoredBatch
+
+
+@dataclass(frozen=True)
 class LogprobOptions:
     """How a forward pass scores the tokens of a batch.
 
@@ -209,12 +279,12 @@ class LogprobOptions:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Results of a forward pass for each token of a batch; fields as in TrainBatch."""
+    """Results of a forward pass, as fields of a batch: tensors, or columns of a StoredBatch."""
 
-    logprobs_T: Tensor
-    router_flips_T: Tensor | None = None
-    sum_squares_T: Tensor | None = None
-    routed_experts_TLK: Tensor | None = None
+    logprobs_T: Any
+    router_flips_T: Any = None
+    sum_squares_T: Any = None
+    routed_experts_TLK: Any = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ WEIGHT_EPS = 1e-8
 """Added to a sum of weights."""
 
 
-@advantages.register("grpo", reads=())
+@advantages.register("grpo", reads=(), by_sample=True)
 def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = (r_i - mean(r)) / (std(r) + 1e-6) within each group.
 
@@ -31,13 +31,13 @@ def grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(_standardized(Groups.of(outcomes.group_N), outcomes.scores_N))
 
 
-@advantages.register("dr_grpo", reads=())
+@advantages.register("dr_grpo", reads=(), by_sample=True)
 def dr_grpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean(r) within each group; Dr. GRPO, arXiv:2503.20783, section 3.2."""
     return outcomes.spread(Groups.of(outcomes.group_N).centered(outcomes.scores_N))
 
 
-@advantages.register("rloo", reads=())
+@advantages.register("rloo", reads=(), by_sample=True)
 def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - mean of the group's other rewards; RLOO, arXiv:2402.14740, section 3.2.
 
@@ -50,7 +50,7 @@ def rloo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     )
 
 
-@advantages.register("opo", reads=())
+@advantages.register("opo", reads=(), by_sample=True)
 def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = r_i - sum(l r) / sum(l) within each group, l the lengths.
 
@@ -61,7 +61,7 @@ def opo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(groups.centered(outcomes.scores_N, outcomes.lens_N.double()))
 
 
-@advantages.register("gpg", reads=())
+@advantages.register("gpg", reads=(), by_sample=True)
 def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """A_i = N / (samples in groups with unequal rewards) * (r_i - mean(r)).
 
@@ -74,7 +74,7 @@ def gpg(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     return outcomes.spread(centered_N * len(centered_N) / num_with_signal)
 
 
-@advantages.register("grpo_pass_k", reads=())
+@advantages.register("grpo_pass_k", reads=(), by_sample=True)
 def grpo_pass_k(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The best of each group gets (r_best - r_second) / (std(r) + 1e-6), the others 0.
 

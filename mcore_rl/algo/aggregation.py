@@ -11,8 +11,11 @@ from torch import Tensor
 
 from mcore_rl.algo.registry import Registry
 
-Aggregation = Callable[[Tensor, Tensor, int | None], Tensor]
-"""(loss_mask_T, lens_N, max_response_len) -> float64 weights_T, or one weight for all tokens."""
+Aggregation = Callable[[Tensor, int | None], Tensor]
+"""(trained_N, max_response_len) -> float64 weights_N, or one weight for all sequences.
+
+trained_N   int64, trained tokens of each sequence
+"""
 
 AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
 
@@ -25,31 +28,43 @@ def loss_weights(
     max_response_len   tokens; only kind="constant" uses it
     Raises ValueError for an unknown kind, or if lens_N do not sum to the length of the mask.
     """
-    lens = torch.tensor(lens_N, dtype=torch.int64, device=loss_mask_T.device)
     if loss_mask_T.shape != (sum(lens_N),):
         raise ValueError(f"loss_mask_T has {tuple(loss_mask_T.shape)}, lens_N sum to {sum(lens_N)}")
-    return (AGGREGATIONS[kind](loss_mask_T, lens, max_response_len) * loss_mask_T).float()
+    lens = torch.tensor(lens_N, dtype=torch.int64, device=loss_mask_T.device)
+    trained_N = torch.segment_reduce(loss_mask_T.double(), "sum", lengths=lens).long()
+    weights_N = sequence_weights(kind, trained_N, max_response_len)
+    return weights_N.repeat_interleave(lens) * loss_mask_T
+
+
+def sequence_weights(kind: str, trained_N: Tensor, max_response_len: int | None = None) -> Tensor:
+    """Return float32 [N], the weight of each trained token of a sequence.
+
+    trained_N          int64, trained tokens of each sequence
+    max_response_len   tokens; only kind="constant" uses it
+    Raises ValueError for an unknown kind.
+    """
+    weights = AGGREGATIONS[kind](trained_N, max_response_len)
+    return weights.expand(len(trained_N)).float()
 
 
 @AGGREGATIONS.register("token_mean")
-def token_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+def token_mean(trained_N: Tensor, max_response_len: int | None) -> Tensor:
     """1 / (trained tokens of the mini-batch); DAPO, arXiv:2503.14476, section 3.3."""
-    return 1 / loss_mask_T.sum().clamp(min=1).double()
+    return 1 / trained_N.sum().clamp(min=1).double()
 
 
 @AGGREGATIONS.register("sequence_mean")
-def sequence_mean(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+def sequence_mean(trained_N: Tensor, max_response_len: int | None) -> Tensor:
     """1 / (N |o_i|): the mean over tokens, then over the N sequences that have trained tokens.
 
     GRPO, arXiv:2402.03300, eq. 3.
     """
-    num_tokens_N = torch.segment_reduce(loss_mask_T.double(), "sum", lengths=lens_N)
-    num_trained = (num_tokens_N > 0).sum().clamp(min=1)
-    return (1 / (num_trained * num_tokens_N.clamp(min=1))).repeat_interleave(lens_N)
+    num_trained = (trained_N > 0).sum().clamp(min=1)
+    return 1 / (num_trained * trained_N.double().clamp(min=1))
 
 
 @AGGREGATIONS.register("constant")
-def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+def constant(trained_N: Tensor, max_response_len: int | None) -> Tensor:
     """1 / (N max_response_len), independent of response lengths.
 
     Dr. GRPO, arXiv:2503.20783, section 3.2.
@@ -58,13 +73,13 @@ def constant(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) 
         raise ValueError(
             f"algorithm.aggregation='constant' needs max_response_len >= 1, got {max_response_len}"
         )
-    num_sequences = max(len(lens_N), 1)
+    num_sequences = max(len(trained_N), 1)
     return torch.tensor(
-        1 / (num_sequences * max_response_len), dtype=torch.float64, device=lens_N.device
+        1 / (num_sequences * max_response_len), dtype=torch.float64, device=trained_N.device
     )
 
 
 @AGGREGATIONS.register("token_sum")
-def token_sum(loss_mask_T: Tensor, lens_N: Tensor, max_response_len: int | None) -> Tensor:
+def token_sum(trained_N: Tensor, max_response_len: int | None) -> Tensor:
     """1, for advantages that already contain every denominator."""
-    return torch.ones((), dtype=torch.float64, device=lens_N.device)
+    return torch.ones((), dtype=torch.float64, device=trained_N.device)

@@ -1,7 +1,6 @@
 """Finds the advantage and the loss that the options choose, and what both need from a run."""
 
 from dataclasses import replace
-from functools import cache
 
 from mcore_rl.algo import advantages as built_in_advantages
 from mcore_rl.algo import losses as built_in_losses
@@ -59,7 +58,16 @@ def _register(user_file: UserFile | None) -> None:
         register_user_file(user_file)
 
 
-@cache
+def adopt_user_file(user_file: UserFile) -> None:
+    """Use this text for its path in this process, which may not see the file itself."""
+    _files.setdefault(user_file.path, user_file)
+
+
+_files: dict[str, UserFile] = {}
+
+
 def _read_once(path: str) -> UserFile:
     """Read the file once, so that an edit during a run does not reach some processes only."""
-    return read_user_file(path)
+    if path not in _files:
+        _files[path] = read_user_file(path)
+    return _files[path]

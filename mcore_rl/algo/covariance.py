@@ -17,11 +17,9 @@ from mcore_rl.types import TrainBatch
 
 
 def with_held_back(
-    batch: TrainBatch, config: AlgorithmConfig, pick: Pick | None, seed: int
-) -> TrainBatch:
-    """Return the mini-batch with `held_back_T`, or as it is if `pick` (Needs.held_back) is None."""
-    if pick is None:
-        return batch
+    batch: TrainBatch, config: AlgorithmConfig, pick: Pick, seed: int
+) -> tuple[TrainBatch, dict[str, float]]:
+    """Return (the mini-batch with `held_back_T`, no metrics); `pick` is Needs.held_back."""
     old_logprobs_T = old_policy(batch, config)
     if old_logprobs_T is None or batch.advantages_T is None:
         raise ValueError(f"algorithm.loss={config.loss} needs old log-probs and advantages")
@@ -29,7 +27,7 @@ def with_held_back(
     covariance_R = covariance(batch.advantages_T[trained], old_logprobs_T[trained])
     held_back_T = torch.zeros_like(batch.loss_mask_T)
     held_back_T[trained[pick(covariance_R, config.covariance, seed)]] = True
-    return replace(batch, held_back_T=held_back_T)
+    return replace(batch, held_back_T=held_back_T), {}
 
 
 def covariance(advantages_R: Tensor, logprobs_R: Tensor) -> Tensor:

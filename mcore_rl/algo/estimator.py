@@ -1,20 +1,23 @@
 """Adds advantages, computed from a step's scores, to its batch; with a critic, also returns."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.advantages import teacher_log_ratio, weights_of_groups
-from mcore_rl.algo.choice import advantage_of, needs_of
+from mcore_rl.algo.choice import adopt_user_file, advantage_of, needs_of, user_file_of
 from mcore_rl.algo.correction import old_policy
 from mcore_rl.algo.diagnostics import log_ratio
 from mcore_rl.algo.kl import KL_ESTIMATORS
 from mcore_rl.algo.outcomes import Outcomes
+from mcore_rl.algo.registry import advantages
+from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import explained_variance, generalized
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.types import Sample, Scores, TrainBatch
+from mcore_rl.types import AnySample, Scores, TrainBatch
 
 
 class Advantages:
@@ -46,28 +49,58 @@ class Advantages:
                 " reward.parts"
             )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the options: a user's function, from a file, has no module to be found in."""
+        options = (self._config, self._part_weights, self._return_lambda)
+        return _restored, (user_file_of(self._config), self._kl_coef, *options)
+
     def __call__(
-        self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch
+        self, scores: Scores, samples: Sequence[AnySample], batch: TrainBatch
     ) -> tuple[TrainBatch, dict[str, float]]:
         """Return (the batch with advantages_T and, if it has values, returns_T; metrics).
 
         `batch` was made of `samples`, in their order. Advantages and returns are 0 off its loss
         mask.
         """
+        batch, metrics = self.estimate(batch, SampleShapes.of(samples), scores)
+        self.steer(metrics, len(samples))
+        return batch, metrics
+
+    @property
+    def are_by_sample(self) -> bool:
+        """Return whether rewards, groups and lengths suffice; see `of_samples`."""
+        config = self._config
+        has_token_rewards = config.kl.in_reward and bool(config.kl.coef)
+        needs_tokens = has_token_rewards or self._needs.critic or self._needs.teacher
+        return advantages.is_by_sample(config.advantage) and not needs_tokens
+
+    def of_samples(self, scores: Scores, samples: Sequence[AnySample]) -> Tensor:
+        """Return float32 [N], the advantage of each sample at all of its tokens."""
+        outcomes = Outcomes(**self._of_rewards(scores, SampleShapes.of(samples)), by_sample=True)
+        advantages_N = self._function(outcomes, self._config)
+        if advantages_N.shape != (len(samples),):
+            raise ValueError(
+                f"algorithm.advantage={self._config.advantage} returned shape"
+                f" {tuple(advantages_N.shape)} for {len(samples)} samples: registered with"
+                " by_sample=True, it must return Outcomes.spread(...) of a number per sample"
+            )
+        return advantages_N.float()
+
+    def estimate(
+        self, batch: TrainBatch, shapes: "SampleShapes", scores: Scores
+    ) -> tuple[TrainBatch, dict[str, float]]:
+        """Do as `__call__` without a change of state: `steer` comes after it."""
         kl_R = None
         metrics: dict[str, float] = {}
         if self._config.kl.in_reward and self._config.kl.coef:
             kl_R = kl_of_tokens(batch, self._config)
             metrics = {"kl/reward": float(kl_R.mean()), "kl/coef": self._kl_coef}
-        outcomes = self._outcomes(scores, samples, batch, kl_R)
+        outcomes = self._outcomes(scores, shapes, batch, kl_R)
         if self._needs.pairs:
             _, pair_metrics = weights_of_groups(outcomes, self._config.preference)
             metrics |= pair_metrics
         if outcomes.teacher_logprobs_R is not None:
             metrics["kl/teacher"] = -float(teacher_log_ratio(outcomes).mean())
-        if kl_R is not None:
-            kl = float(kl_R.mean())
-            self._kl_coef = steered(self._kl_coef, kl, len(samples), self._config.kl)
         advantages_R = self._function(outcomes, self._config)
         batch = replace(batch, advantages_T=self._at_tokens(batch, advantages_R))
         if outcomes.values_R is not None:
@@ -77,6 +110,12 @@ class Advantages:
             metrics["critic/explained_variance"] = explained_variance(outcomes.values_R, returns_R)
         return batch, metrics
 
+    def steer(self, metrics: Mapping[str, float], num_samples: int) -> None:
+        """Adapt the coefficient of a KL in the reward to the KL of a step."""
+        if "kl/reward" in metrics:
+            kl = metrics["kl/reward"]
+            self._kl_coef = steered(self._kl_coef, kl, num_samples, self._config.kl)
+
     def state_dict(self) -> dict[str, float]:
         return {"kl_coef": self._kl_coef}
 
@@ -84,32 +123,37 @@ class Advantages:
         self._kl_coef = state["kl_coef"]
 
     def _outcomes(
-        self, scores: Scores, samples: Sequence[Sample], batch: TrainBatch, kl_R: Tensor | None
+        self, scores: Scores, shapes: "SampleShapes", batch: TrainBatch, kl_R: Tensor | None
     ) -> Outcomes:
         """Gather rewards and log-probs; `kl_R` times its coefficient is subtracted from rewards."""
-        parts = [
-            (weight, torch.tensor(scores.parts[name]))
-            for name, weight in self._part_weights.items()
-        ]
-        greedy_N = torch.tensor(scores.greedy_N, dtype=torch.float64) if scores.greedy_N else None
-        teacher_R = None
+        teacher_R = _trained(batch, batch.teacher_logprobs_T)
         if scores.teacher_N:
             teacher_R = torch.tensor([value for row in scores.teacher_N for value in row])
         return Outcomes(
-            rewards_N=torch.tensor(scores.rewards_N, dtype=torch.float64),
-            group_N=torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
-            lens_N=torch.tensor(
-                [len(sample.response_ids) for sample in samples], dtype=torch.int64
-            ),
+            **self._of_rewards(scores, shapes),
             token_rewards_R=None if kl_R is None else -self._kl_coef * kl_R,
-            parts=parts,
             energy_R=_energy(batch),
-            greedy_N=greedy_N,
             logprobs_R=_trained(batch, old_policy(batch, self._config)),
             ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),
             teacher_logprobs_R=teacher_R,
             values_R=_trained(batch, batch.values_T),
         )
+
+    def _of_rewards(self, scores: Scores, shapes: "SampleShapes") -> dict[str, Any]:
+        """Return the fields of Outcomes that need no token."""
+        parts = [
+            (weight, torch.tensor(scores.parts[name]))
+            for name, weight in self._part_weights.items()
+        ]
+        return {
+            "rewards_N": torch.tensor(scores.rewards_N, dtype=torch.float64),
+            "group_N": shapes.group_N,
+            "lens_N": shapes.lens_N,
+            "parts": parts,
+            "greedy_N": torch.tensor(scores.greedy_N, dtype=torch.float64)
+            if scores.greedy_N
+            else None,
+        }
 
     def _at_tokens(self, batch: TrainBatch, values_R: Tensor) -> Tensor:
         """Spread values_R over the batch's tokens. Raises ValueError if they are not one per
@@ -126,6 +170,35 @@ class Advantages:
                 f" for {num_trained} response tokens: expected one number per token"
             )
         return torch.zeros(len(mask_T)).masked_scatter_(mask_T, values_R.float())
+
+
+@dataclass(frozen=True)
+class SampleShapes:
+    """Group and length of each sample. group_N, lens_N: int64; equal numbers are one group."""
+
+    group_N: Tensor
+    lens_N: Tensor
+
+    @staticmethod
+    def of(samples: Sequence[AnySample]) -> "SampleShapes":
+        return SampleShapes(
+            torch.tensor([sample.prompt.index for sample in samples], dtype=torch.int64),
+            torch.tensor([sample.response_len for sample in samples], dtype=torch.int64),
+        )
+
+
+def _restored(
+    user_file: UserFile | None,
+    coef: float,
+    config: AlgorithmConfig,
+    part_weights: Mapping[str, float],
+    return_lambda: float,
+) -> Advantages:
+    if user_file is not None:
+        adopt_user_file(user_file)
+    restored = Advantages(config, part_weights, return_lambda)
+    restored.load_state_dict({"kl_coef": coef})
+    return restored
 
 
 def steered(coef: float, kl: float, num_samples: int, config: KLConfig) -> float:

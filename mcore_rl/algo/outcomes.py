@@ -27,6 +27,7 @@ class Outcomes:
     logprobs_R, ref_logprobs_R, teacher_logprobs_R
                       log-probs by the policy that the step starts from, the reference and the
                       teacher
+    by_sample         advantages are wanted by sample, not by token
     """
 
     rewards_N: Tensor
@@ -40,6 +41,7 @@ class Outcomes:
     logprobs_R: Tensor | None = None
     ref_logprobs_R: Tensor | None = None
     teacher_logprobs_R: Tensor | None = None
+    by_sample: bool = False
 
     def __post_init__(self) -> None:
         shapes = [tuple(t.shape) for t in (self.rewards_N, self.group_N, self.lens_N)]
@@ -64,7 +66,9 @@ class Outcomes:
         return self.rewards_N.double() + self.padded(self.token_rewards_R).sum(1)
 
     def spread(self, values_N: Tensor) -> Tensor:
-        """float32 [R], the value of each sample repeated at all of its tokens."""
+        """float32 [R], the value of each sample at all of its tokens; [N] with `by_sample`."""
+        if self.by_sample:
+            return values_N.float()
         return values_N.repeat_interleave(self.lens_N).float()
 
     @property

@@ -58,11 +58,15 @@ F = TypeVar("F", bound=Callable)
 
 @dataclass(frozen=True)
 class Registration(Generic[F]):
-    """A registered function, the things it needs, and the options it reads (None: unknown)."""
+    """A registered function, the things it needs, and the options it reads (None: unknown).
+
+    by_sample   an advantage that is the same at all tokens of a sample, and needs none of them
+    """
 
     function: F
     needs: Needs
     reads: tuple[str, ...] | None
+    by_sample: bool
 
 
 class Registry(Generic[F]):
@@ -73,13 +77,19 @@ class Registry(Generic[F]):
         self._entries: dict[str, Registration[F]] = {}
 
     def register(
-        self, name: str, needs: Needs | None = None, reads: tuple[str, ...] | None = None
+        self,
+        name: str,
+        needs: Needs | None = None,
+        reads: tuple[str, ...] | None = None,
+        *,
+        by_sample: bool = False,
     ) -> Callable[[F], F]:
         """Decorate a function to make it a choice. Raises ValueError if `name` is taken.
 
         `reads` names the options that the function reads and other choices may not. A recipe with
         this choice is refused if it sets an option that only other choices read. None: unknown, so
-        no option is refused.
+        no option is refused. `by_sample`: an advantage that returns Outcomes.spread of values that
+        it computed of rewards, groups and lengths alone; tokens then stay where they were sampled.
         """
 
         def add(function: F) -> F:
@@ -88,7 +98,7 @@ class Registry(Generic[F]):
                 raise ValueError(
                     f"{self.option}={name!r} is registered already, by {owner}: choose another name"
                 )
-            self._entries[name] = Registration(function, needs or Needs(), reads)
+            self._entries[name] = Registration(function, needs or Needs(), reads, by_sample)
             return function
 
         return add
@@ -100,6 +110,10 @@ class Registry(Generic[F]):
     def needs(self, name: str) -> Needs:
         """Return what `name` was registered with. Raises ValueError like `[]`."""
         return self._entry(name).needs
+
+    def is_by_sample(self, name: str) -> bool:
+        """Return whether `name` was registered with by_sample. Raises ValueError like `[]`."""
+        return self._entry(name).by_sample
 
     def unread_by(self, name: str) -> dict[str, list[str]]:
         """Return each option that other choices read and `name` does not, with those choices.

@@ -6,10 +6,10 @@ They take micro-batches and return values and step stats.
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from mcore_rl.cluster.model_group import ModelGroup, ModelWorker, Share
+from mcore_rl.types import StepStats, StoredBatch, StoredColumn
 
-from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
-from mcore_rl.types import StepStats, TrainBatch
+VALUES = StoredColumn("values")
 
 
 class CriticWorker(ModelWorker):
@@ -20,13 +20,17 @@ class CriticWorker(ModelWorker):
 
         return CriticModel
 
-    def compute_values(self, microbatches: Sequence[TrainBatch]) -> list[Tensor] | None:
-        return self._model.compute_values(microbatches)
+    def compute_values(self, share: Share) -> list[Any] | None:
+        """For a StoredBatch the values go to its stores; their column is returned."""
+        values = self._model.compute_values(self._with_tokens(share))
+        if values is None or not isinstance(share, StoredBatch):
+            return values
+        self._keep(share, {VALUES.name: values})
+        return [VALUES]
 
-    def train_step(
-        self, microbatches: Sequence[TrainBatch], *, num_tokens: int
-    ) -> StepStats | None:
-        return self._model.train_step(microbatches, self._loss, num_tokens=num_tokens)
+    def train_step(self, share: Share, *, num_tokens: int) -> StepStats | None:
+        with_tokens = self._with_tokens(share)
+        return self._model.train_step(with_tokens, self._loss, num_tokens=num_tokens)
 
 
 class CriticGroup(ModelGroup):
@@ -35,10 +39,10 @@ class CriticGroup(ModelGroup):
     role = "critic"
     worker_cls = CriticWorker
 
-    def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[Tensor]]:
+    def compute_values(self, per_dp: Sequence[Share]) -> list[list[Any]]:
         return self._group.dispatch("compute_values", per_dp, deadline_s=self._call_timeout_s)
 
-    def train_step(self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int) -> StepStats:
+    def train_step(self, per_dp: Sequence[Share], *, num_tokens: int) -> StepStats:
         stats = self._group.dispatch(
             "train_step", per_dp, deadline_s=self._call_timeout_s, num_tokens=num_tokens
         )

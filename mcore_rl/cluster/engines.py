@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.engine_worker import EngineWorker
@@ -103,6 +103,10 @@ class EngineGroup:
             "check", self._restarts, deadline_s=self._call_timeout_s
         )
         self._note(states)
+
+    def first_of_nodes(self) -> dict[str, Any]:
+        """See RankGroup.first_of_nodes."""
+        return self._group.first_of_nodes()
 
     async def watch(self) -> None:
         """Never return; raise RankError once a server or its worker is lost."""

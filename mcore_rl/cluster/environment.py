@@ -1,5 +1,6 @@
 """Gives the processes of a run the controller's environment variables, and compares them."""
 
+import json
 import logging
 import os
 from collections import defaultdict
@@ -8,6 +9,11 @@ from collections.abc import Mapping
 from mcore_rl.device.environment import AGREED, differences, forwarded
 
 _log = logging.getLogger(__name__)
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""In which Ray describes the job to its command (ray/_private/runtime_env/constants.py)."""
+
+_BY_NODE = "MCORE_RL_SET_BY_NODE"
+"""Names the variables that each node has found for itself, separated by commas."""
 
 RAY_DEFAULTS = {
     "RAY_DEBUG": "legacy",  # breakpoint() answers to `ray debug`; "1" is the VS Code extension's
@@ -25,10 +31,33 @@ def set_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+def set_for_node(values: Mapping[str, str]) -> None:
+    """Set variables that hold on this machine alone, such as the name of its network interface.
+
+    Those that the caller has set are kept, and reach the other machines.
+    """
+    own = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(own)
+    os.environ[_BY_NODE] = ",".join(own)
+
+
 def variables_for_workers() -> dict[str, str]:
-    """Return what the processes on other machines get of this process's environment."""
+    """Return what the processes on other machines get of this process's environment.
+
+    Variables of a job that `ray job submit --runtime-env-json` began are left out: its processes
+    have them all, and Ray refuses to be given one twice. So are those of `set_for_node`: each
+    node's processes have its own.
+    """
     of_ray = {name: os.environ[name] for name in RAY_DEFAULTS}
-    return {**of_ray, **forwarded(os.environ)}
+    job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env") or {}
+    of_job = job.get("env_vars") or {}
+    variables = {**of_ray, **forwarded(os.environ)}
+    left_out = {*of_job, *_of_node()}
+    return {name: value for name, value in variables.items() if name not in left_out}
+
+
+def _of_node() -> set[str]:
+    return set(filter(None, os.environ.get(_BY_NODE, "").split(",")))
 
 
 def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
@@ -39,6 +68,8 @@ def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
     found: dict[str, list[str]] = defaultdict(list)
     for who, environment in environments.items():
         for variable, how in differences(os.environ, environment).items():
+            if variable in _of_node():
+                continue
             found[f"{variable} is {how}"].append(who)
             if variable in AGREED:
                 raise ValueError(

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mcore_rl.cluster.actor_start import start_actor
 from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
 from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.placement import Slot
-from mcore_rl.cluster.rank_actor import RankActor
 
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
@@ -44,10 +43,12 @@ class RankGroup:
         slots: Sequence[Slot],
         log_dir: Path,
         runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
+        threads: int = 1,
     ) -> None:
         """Start the processes, without waiting for them.
 
-        Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's, by rank.
+        Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's, by rank. Each rank
+        answers up to `threads` calls at once.
         """
         envs = runtime_envs or {}
         self.role = role
@@ -58,7 +59,7 @@ class RankGroup:
             for k, slot in enumerate(slots)
         ]
         self._actors = [
-            _start_actor(rank, slot, envs.get(rank.index))
+            start_actor(rank, slot, envs.get(rank.index), threads)
             for rank, slot in zip(self.ranks, slots, strict=True)
         ]
         self._failed: BaseException | None = None
@@ -91,6 +92,39 @@ class RankGroup:
     ) -> list[Any]:
         """Make the same call on every rank; return the answers in rank order. Raises RankError."""
         return self.finish(self._send_all(method, args, kwargs, deadline_s))
+
+    def call_each(
+        self, method: str, args_per_rank: Sequence[Sequence[object]], *, deadline_s: float
+    ) -> list[Any]:
+        """Make a call on every rank with arguments of its own; else as `call_all`."""
+        pairs = zip(self._actors, args_per_rank, strict=True)
+        refs = [actor.call.remote(deadline_s, method, *args) for actor, args in pairs]
+        return self.finish(self._expect(method, refs, deadline_s))
+
+    async def call_one_async(self, rank: int, method: str, *args: object, deadline_s: float) -> Any:
+        """Make a call on one rank, without blocking the event loop; return its answer."""
+        if self._failed is not None:
+            raise self._failed
+        ref = self._actors[rank].call.remote(deadline_s, method, *args)
+        try:
+            answers = Answers(method, [ref], [self.ranks[rank]], deadline_s)
+            return (await answers.wait_async())[0]
+        except RankError as error:
+            self._fail(error)
+            raise
+
+    def first_of_nodes(self) -> dict[str, Any]:
+        """Return an actor of each node by its name; none if the cluster has a single node."""
+        firsts: dict[str, Any] = {}
+        for rank, actor in zip(self.ranks, self._actors, strict=True):
+            if rank.node:
+                firsts.setdefault(rank.node, actor)
+        return firsts
+
+    @property
+    def actors(self) -> list[Any]:
+        """The ranks' actors, for processes that call them directly."""
+        return list(self._actors)
 
     async def call_all_async(
         self, method: str, *args: object, deadline_s: float, **kwargs: object
@@ -244,20 +278,6 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
         for each in (task, *watching):
             each.cancel()
         await asyncio.gather(task, *watching, return_exceptions=True)
-
-
-def _start_actor(rank: Rank, slot: Slot, runtime_env: Mapping[str, Any] | None) -> Any:
-    # Ray titles the process after the class: `ps` shows ray::trainer_rank0
-    actor_cls = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
-    strategy = PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index)
-    options: dict[str, Any] = {
-        "num_cpus": slot.bundle["CPU"],
-        "num_gpus": slot.bundle.get("GPU", 0),
-    }
-    if runtime_env is not None:
-        options["runtime_env"] = dict(runtime_env)
-    actor = ray.remote(actor_cls).options(scheduling_strategy=strategy, max_restarts=0, **options)
-    return actor.remote(str(rank.log_path))
 
 
 def _in_words(coordinate: object) -> str:

@@ -10,12 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
+from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.process.lazy_imports import without_collector
+from mcore_rl.types import StoredBatch, TrainBatch
+
+Share = Sequence[TrainBatch] | StoredBatch
+"""The micro-batches of a data-parallel coordinate, or references to them in parts."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,8 @@ class ModelSpec:
 
 class ModelWorker:
     """One rank of a model in training. Only this process imports Megatron, not the controller."""
+
+    _stores: StoreHandles | None = None
 
     def __init__(
         self,
@@ -80,6 +89,21 @@ class ModelWorker:
     def _model_cls(self) -> Any:
         """Return the subclass of TrainedModel that each rank has a share of."""
         raise NotImplementedError
+
+    def connect_stores(self, stores: StoreHandles) -> None:
+        self._stores = stores
+
+    def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
+        """Return micro-batches with their tokens, and with the experts of this rank's layers."""
+        if not isinstance(share, StoredBatch):
+            return share
+        assert self._stores is not None, "connect_stores comes first"
+        return self._stores.assemble_parts(share, self._model.layers)
+
+    def _keep(self, share: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
+        """Bring values, one tensor per micro-batch, to the stores of the samples."""
+        assert self._stores is not None, "connect_stores comes first"
+        self._stores.scatter_parts(share, columns)
 
     def peak_flops(self) -> float | None:
         return peak_flops()
@@ -148,6 +172,10 @@ class ModelGroup:
     def world_size(self) -> int:
         return len(self._group.ranks)
 
+    def connect_stores(self, stores: StoreHandles) -> None:
+        """Tell every rank where the samples of StoredBatches lie."""
+        self._call("connect_stores", stores)
+
     async def hold(self, parts: Collection[str]) -> None:
         """Keep these parts of every rank's model in device memory and offload the others."""
         await self._group.call_all_async("hold", tuple(parts), deadline_s=self._call_timeout_s)
@@ -169,6 +197,10 @@ class ModelGroup:
 
     def export_hf(self, folder: str) -> None:
         self._call("export_hf", folder)
+
+    def first_of_nodes(self) -> dict[str, Any]:
+        """See RankGroup.first_of_nodes."""
+        return self._group.first_of_nodes()
 
     async def watch(self) -> None:
         """Never return; raise RankError once a rank's process is gone."""

@@ -1,12 +1,18 @@
 """Reserves slots in the Ray cluster for resource bundles, and so decides where ranks run."""
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.planning.bundles import Bundle, make_bundle
@@ -108,28 +114,56 @@ def gpus_per_node() -> int:
     return max((node.gpus for node in alive_nodes()), default=0)
 
 
-def reserve(plans: Sequence[Sequence[Bundle]], timeout_s: float) -> list[list[Slot]]:
+def reserve(
+    plans: Sequence[Sequence[Bundle]], timeout_s: float, spread: Collection[int] = ()
+) -> list[list[Slot]]:
     """Reserve all bundles or none, packed on few nodes; return the slots of each plan.
 
-    Neighbors in a plan share a node where possible, and nodes follow in their order. Raises
-    ValueError naming what is needed and what is free if that does not suffice within `timeout_s`.
+    Each bundle of the plans numbered in `spread` gets a node of its own, unless the cluster has
+    fewer nodes than such a plan has bundles: then servers of an engine share one, as in a rehearsal
+    on one machine. Neighbors in other plans share a node where possible, and nodes follow in their
+    order. Raises ValueError naming what is needed and what is free if that does not suffice within
+    `timeout_s`.
     """
-    bundles = [bundle for plan in plans for bundle in plan]
-    group = placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
-    if not group.wait(timeout_s):
-        raise ValueError(_shortage(bundles, timeout_s))
+    nodes = alive_nodes()
+    apart = [k for k in sorted(spread) if 1 < len(plans[k]) <= len(nodes)]
+    together = [k for k in range(len(plans)) if k not in apart]
+    # Plans that are apart come first: the others would fill nodes that these need a part of.
+    requests = [([k], "STRICT_SPREAD") for k in apart] + [(together, "PACK")]
+    order = {node.id: position for position, node in enumerate(nodes)}
+    until_s = time.monotonic() + timeout_s
+    slots: dict[int, list[Slot]] = {}
+    groups: list[PlacementGroup] = []
+    for numbers, strategy in requests:
+        bundles = [dict(bundle) for k in numbers for bundle in plans[k]]
+        if not bundles:
+            slots |= {k: [] for k in numbers}
+            continue
+        groups.append(placement_group(bundles, strategy=strategy))
+        if not groups[-1].wait(max(until_s - time.monotonic(), 0.0)):
+            for group in groups:
+                remove_placement_group(group)
+            raise ValueError(_shortage(plans, timeout_s, strategy == "STRICT_SPREAD"))
+        slots |= _slots(groups[-1], {k: plans[k] for k in numbers}, order)
+    return [slots[k] for k in range(len(plans))]
+
+
+def _slots(
+    group: PlacementGroup, plans: Mapping[int, Sequence[Bundle]], order: Mapping[str, int]
+) -> dict[int, list[Slot]]:
+    """Return the slots of plans by number, whose bundles follow one another in the group."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    order = {node.id: position for position, node in enumerate(alive_nodes())}
-    slots = []
+    slots = {}
     first = 0
-    for plan in plans:
+    for number, plan in plans.items():
         indices = sorted(range(first, first + len(plan)), key=lambda i: (order[nodes[i]], i))
-        slots.append([Slot(group, i, bundles[i], nodes[i]) for i in indices])
+        slots[number] = [Slot(group, i, plan[i - first], nodes[i]) for i in indices]
         first += len(plan)
     return slots
 
 
-def _shortage(bundles: Sequence[Bundle], timeout_s: float) -> str:
+def _shortage(plans: Sequence[Sequence[Bundle]], timeout_s: float, for_spread: bool) -> str:
+    bundles = [bundle for plan in plans for bundle in plan]
     needed = {kind: sum(bundle.get(kind, 0) for bundle in bundles) for kind in ("CPU", "GPU")}
     total = ray.cluster_resources()
     free = ray.available_resources()
@@ -137,6 +171,8 @@ def _shortage(bundles: Sequence[Bundle], timeout_s: float) -> str:
     kinds = {kind for bundle in bundles for kind in bundle}
     if missing := sorted(kinds - total.keys()):
         have += f"; no node has Ray's resource {' or '.join(missing)}"
+    if for_spread:
+        have += "; each part of an engine needs a node of its own (rollout.nodes_per_engine)"
     return (
         f"the run needs {needed['CPU']:g} CPU and {needed['GPU']:g} GPU in {len(bundles)} bundles;"
         f" after {timeout_s:g} s the Ray cluster has free: {have}. Lower cluster.cpus_per_rank,"

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import sysconfig
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import ray
 
 import mcore_rl
+from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
@@ -51,6 +53,7 @@ class RankActor:
         self._environment = dict(os.environ)
         gc.disable()  # until the worker is built: what Ray unpickles for it imports torch
         redirect_output(Path(log_path))
+        answer_in_rank()
         address = ray.get_runtime_context().gcs_address
         print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
         self._worker: Any = None
@@ -80,6 +83,21 @@ class RankActor:
     def meeting_point(self) -> tuple[str, int]:
         """Return (address of this machine, TCP port that was free a moment ago)."""
         return node_address(), find_free_port("")
+
+    def answer_mark(self, path: str, wait_s: float) -> tuple[str, str] | None:
+        """Return what the file at `path` says, and the file that is written beside it in answer.
+
+        Returns None if there is no such file after `wait_s` seconds; see shared_folder.py.
+        """
+        mark = Path(path)
+        until_s = time.monotonic() + wait_s
+        while not mark.exists():
+            if time.monotonic() > until_s:
+                return None
+            time.sleep(0.1)
+        answer = mark.with_name(f"{mark.name}_{socket.gethostname()}_{os.getpid()}")
+        answer.write_text("seen")
+        return mark.read_text(), str(answer)
 
     def _build(self, worker_cls: type, *args: object, **kwargs: object) -> None:
         collect_from_here()

@@ -7,11 +7,15 @@ import json
 import logging
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.cluster.breakpoint_watch import naming_breakpoints
+from mcore_rl.cluster.breakpoints import answered_in_controller
+from mcore_rl.cluster.collector_worker import CollectorSpec
+from mcore_rl.cluster.collectors import CollectorGroup
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import guard
@@ -20,7 +24,8 @@ from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.seating import describe
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.slots import reserve_slots
+from mcore_rl.cluster.shared_folder import check_shared
+from mcore_rl.cluster.slots import RunSlots, reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
     Config,
@@ -45,6 +50,9 @@ from mcore_rl.stream.controller.engine_control import LOADER
 _log = logging.getLogger(__name__)
 
 
+Groups = tuple[TrainerGroup | None, CriticGroup | None, EngineGroup | None, CollectorGroup | None]
+
+
 class RunProcesses:
     """The ranks and engines of a run; those that the command does not need are None."""
 
@@ -54,9 +62,7 @@ class RunProcesses:
         policy: ModelFacts,
         log_dir: Path,
         event_loop: EventLoop,
-        trainer: TrainerGroup | None,
-        critic: CriticGroup | None,
-        engines: EngineGroup | None,
+        groups: Groups,
         served_engines: ServedEngines,
         keys: ServerKeys,
     ) -> None:
@@ -64,10 +70,8 @@ class RunProcesses:
         self._config = config
         self._policy = policy
         self._log_dir = log_dir
-        self._event_loop = event_loop
-        self._trainer = trainer
-        self._critic = critic
-        self._engines = engines
+        self.event_loop = event_loop
+        self._trainer, self._critic, self._engines, self.collectors = groups
         self.served_engines = served_engines
         self.keys = keys
 
@@ -151,16 +155,16 @@ class RunProcesses:
         Raises RankError as soon as a rank or an engine is lost meanwhile.
         """
         watches = self.served_engines.watches()
-        for group in (self._trainer, self._critic, self._engines):
+        for group in (self._trainer, self._critic, self._engines, self.collectors):
             if group is not None:
                 watches.append(group.watch())
-        return self._event_loop.run(guard(work, *watches))
+        return self.event_loop.run(guard(work, *watches))
 
     def start_watched(self, work: Awaitable[Any]) -> "Future[Any]":
         """Begin `work` and return at once; it ends with RankError if an engine is lost."""
-        assert self._engines is not None
-        watches = [self._engines.watch(), *self.served_engines.watches()]
-        return self._event_loop.start(guard(work, *watches))
+        assert self._engines is not None and self.collectors is not None
+        watches = [self._engines.watch(), self.collectors.watch(), *self.served_engines.watches()]
+        return self.event_loop.start(guard(work, *watches))
 
 
 @contextmanager
@@ -169,8 +173,11 @@ def run_processes(
     policy: ModelFacts,
     log_dir: Path,
     command: str,
+    collector: CollectorSpec | None = None,
 ) -> Iterator[RunProcesses]:
     """Start Ray and the processes of ranks and engines; end them with the block, whatever happened.
+
+    `collector`: how to build the collectors beside the engines; None if the command has no engines.
 
     The served models that `command` needs and the recipe has begin to start here. Raises ValueError
     if such a model cannot be started or found, or if the cluster is too small.
@@ -185,26 +192,54 @@ def run_processes(
     num_cpus = size.num_cpus(config.cluster.cpus_per_rank, config.rollout.engine_ranks)
     startup_s = config.run.startup_timeout_s
     keys = ServerKeys.make()
-    with ray_session(config.cluster, num_cpus, startup_s):
+    naming = naming_breakpoints() if config.run.debug else nullcontext()
+    with (
+        ray_session(config.cluster, num_cpus, startup_s),
+        answered_in_controller(timeout_s),
+        naming,
+    ):
         slots = reserve_slots(size, config.rollout, config.cluster, startup_s)
         for line in describe(slots, alive_nodes()):
             _log.info(line)
-        trainer = None
-        if size.trainer:
-            nsys = nsys_environments(config.profile, log_dir.parent / "profile")
-            trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys)
+        nsys = nsys_environments(config.profile, log_dir.parent / "profile")
+        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
         engines = EngineGroup(slots.engines, log_dir, timeout_s) if size.engines else None
+        collectors = _start_collectors(config, collector, slots, log_dir)
         served_engines = ServedEngines(
             models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
+        started = (trainer, critic, engines, collectors)
+        check_shared(log_dir.parent, _first_of_nodes(started), startup_s)
         event_loop = EventLoop()
         try:
-            yield RunProcesses(
-                config, policy, log_dir, event_loop, trainer, critic, engines, served_engines, keys
-            )
+            yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
+            if collectors is not None:
+                collectors.close()
         finally:
             event_loop.close()
+
+
+def _first_of_nodes(groups: Groups) -> dict[str, Any]:
+    """Return an actor of each node by its name; none if the cluster has a single node."""
+    firsts: dict[str, Any] = {}
+    for group in groups:
+        if group is not None:
+            firsts = {**group.first_of_nodes(), **firsts}
+    return firsts
+
+
+def _start_collectors(
+    config: Config, spec: CollectorSpec | None, slots: RunSlots, log_dir: Path
+) -> CollectorGroup | None:
+    if spec is None:
+        return None
+    rollout = config.rollout
+    timeout_s = config.run.call_timeout_s
+    hold_timeout_s = rollout.request_timeout_s * (rollout.retries + 1) + timeout_s
+    collectors = CollectorGroup(slots.engines, log_dir, timeout_s, hold_timeout_s)
+    collectors.start_build(spec, config.run.startup_timeout_s)
+    return collectors
 
 
 def nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:

@@ -7,13 +7,14 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import ray
+import ray._private.utils
 import ray._private.worker
 from ray._private import ray_constants
 
@@ -24,6 +25,7 @@ from mcore_rl.cluster.nodes import wait_for_nodes
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 
+_log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
 JOIN_TRIES = 2
 _TRIES = "RAY_gcs_server_port_wait_time_s"
@@ -72,18 +74,59 @@ class RayLost(SystemExit):
 
 
 def _start(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> None:
+    if config.dashboard:
+        _refuse_open_dashboard()
     signal.signal(signal.SIGCHLD, _raise_if_ray_is_lost)
-    ray.init(
+    with nullcontext() if config.dashboard else _small_agents():
+        started = _init(config, num_cpus, temp_dir)
+    _exit_on_sigterm()
+    _raise_if_ray_is_lost()
+    if config.dashboard:
+        _name_dashboard(started.dashboard_url)
+
+
+@contextmanager
+def _small_agents() -> Iterator[None]:
+    """Have Ray start without what serves its dashboard, as if only `ray` were installed.
+
+    The agents of `ray[default]` start two seconds later, and keep a core busy meanwhile.
+    """
+    utils: Any = ray._private.utils
+    ask = utils.get_dashboard_dependency_error
+    utils.get_dashboard_dependency_error = lambda: ImportError("no dashboard is wanted")
+    try:
+        yield
+    finally:
+        utils.get_dashboard_dependency_error = ask
+
+
+def _init(config: ClusterConfig, num_cpus: float, temp_dir: Path) -> Any:
+    return ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)),
         object_store_memory=_object_store_mib(config) * 2**20,
-        include_dashboard=False,
+        include_dashboard=config.dashboard,
+        dashboard_host="127.0.0.1",
         log_to_driver=False,
         logging_level=logging.ERROR,
         _temp_dir=str(temp_dir),
     )
-    _exit_on_sigterm()
-    _raise_if_ray_is_lost()
+
+
+def _refuse_open_dashboard() -> None:
+    """Whoever reaches a dashboard runs what they like; that is the holder of the token alone."""
+    if os.environ.get("RAY_AUTH_MODE") == "disabled":
+        raise ValueError(
+            "cluster.dashboard=true with RAY_AUTH_MODE=disabled: every user of this machine could"
+            " run programs through the dashboard; unset RAY_AUTH_MODE"
+        )
+
+
+def _name_dashboard(url: str | None) -> None:
+    token = os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")
+    text = f"Ray's dashboard is at http://{url}, for those who have the token in {token}"
+    _log.info(text)
+    print(f"mcore-rl: {text}", file=sys.stderr)
 
 
 def _object_store_mib(config: ClusterConfig) -> int:

@@ -42,7 +42,9 @@ def reserve_slots(
     """
     bundles = plan_run(size, rollout, cluster, gpus_per_node())
     num_own = len(bundles.of_models)
-    reserved = reserve([*bundles.of_models, *bundles.of_served], timeout_s)
+    plans = [*bundles.of_models, *bundles.of_served]
+    num_ranks = num_own - len(bundles.engines)  # plans of trainer and critic
+    reserved = reserve(plans, timeout_s, spread=range(num_ranks, len(plans)))
     trainer = divide(reserved[0], size.tenants)
     critic = reserved[1]
     check_tensor_parallel(trainer, size.trainer_tp, "parallel.tp")

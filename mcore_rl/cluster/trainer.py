@@ -4,13 +4,15 @@ They take micro-batches and return log-probs and step stats. Once linked to the 
 them their weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from mcore_rl.cluster.model_group import ModelGroup, ModelWorker
+from torch import Tensor
+
+from mcore_rl.cluster.model_group import ModelGroup, ModelWorker, Share
 from mcore_rl.stream.wire import Link, Report
-from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, StoredBatch, StoredColumn, TokenScores
 
 
 class TrainerWorker(ModelWorker):
@@ -23,17 +25,20 @@ class TrainerWorker(ModelWorker):
 
         return Actor
 
-    def compute_logprobs(
-        self, microbatches: Sequence[TrainBatch], options: LogprobOptions
-    ) -> list[TokenScores] | None:
-        return self._model.compute_logprobs(microbatches, options)
+    def compute_logprobs(self, share: Share, options: LogprobOptions) -> list[TokenScores] | None:
+        """For a StoredBatch the scores go to its stores; their columns are returned."""
+        scores = self._model.compute_logprobs(self._with_tokens(share), options)
+        if scores is None or not isinstance(share, StoredBatch):
+            return scores
+        columns = columns_of_scores(scores, options)
+        self._keep(share, columns)
+        return [scores_in(columns)]
 
-    def train_step(
-        self, microbatches: Sequence[TrainBatch], *, temperature: float, num_tokens: int
-    ) -> StepStats | None:
+    def train_step(self, share: Share, *, temperature: float, num_tokens: int) -> StepStats | None:
+        with_tokens = self._with_tokens(share)
         with self._captured():
             return self._model.train_step(
-                microbatches, self._loss, temperature=temperature, num_tokens=num_tokens
+                with_tokens, self._loss, temperature=temperature, num_tokens=num_tokens
             )
 
     def _captured(self) -> AbstractContextManager[None]:
@@ -63,6 +68,38 @@ class TrainerWorker(ModelWorker):
         return self._sender.send(version, engines, timeout_s)
 
 
+def columns_of_scores(
+    scores: Sequence[TokenScores], options: LogprobOptions
+) -> dict[str, list[Tensor]]:
+    """Return the values of each micro-batch by the column that keeps them.
+
+    Of a reference, only log-probs are kept: what its routers chose says nothing about the policy.
+    """
+    if options.reference:
+        return {"ref_logprobs": [score.logprobs_T for score in scores]}
+    columns = {
+        "old_logprobs": [score.logprobs_T for score in scores],
+        "router_flips": [score.router_flips_T for score in scores],
+        "sum_squares": [score.sum_squares_T for score in scores],
+        "routed_experts": [score.routed_experts_TLK for score in scores],
+    }
+    return {name: values for name, values in columns.items() if values[0] is not None}
+
+
+def scores_in(columns: Collection[str]) -> TokenScores:
+    """Return the scores as references to their columns."""
+
+    def column(name: str) -> StoredColumn | None:
+        return StoredColumn(name) if name in columns else None
+
+    return TokenScores(
+        column("ref_logprobs") or column("old_logprobs"),
+        router_flips_T=column("router_flips"),
+        sum_squares_T=column("sum_squares"),
+        routed_experts_TLK=column("routed_experts"),
+    )
+
+
 class TrainerGroup(ModelGroup):
     """All ranks of the policy; plays players.trainer.RankCalls and stream's TrainerRanks."""
 
@@ -70,14 +107,14 @@ class TrainerGroup(ModelGroup):
     worker_cls = TrainerWorker
 
     def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
+        self, per_dp: Sequence[Share], options: LogprobOptions
     ) -> list[list[TokenScores]]:
         return self._group.dispatch(
             "compute_logprobs", per_dp, deadline_s=self._call_timeout_s, options=options
         )
 
     def train_step(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
+        self, per_dp: Sequence[Share], *, temperature: float, num_tokens: int
     ) -> StepStats:
         stats = self._group.dispatch(
             "train_step",

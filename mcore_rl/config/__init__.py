@@ -22,6 +22,7 @@ from mcore_rl.config.consistency import (
     check_replay,
     check_steps,
 )
+from mcore_rl.config.data import CurriculumConfig, DataConfig, SourceConfig, StageConfig
 from mcore_rl.config.rollout import (
     CanaryConfig,
     DriftConfig,
@@ -32,7 +33,6 @@ from mcore_rl.config.rollout import (
 from mcore_rl.config.run import (
     CheckpointConfig,
     ClusterConfig,
-    DataConfig,
     EvalConfig,
     JudgeConfig,
     LogConfig,
@@ -41,6 +41,7 @@ from mcore_rl.config.run import (
     RunConfig,
 )
 from mcore_rl.config.served_models import ServedModelConfig
+from mcore_rl.config.simulation import SimulateConfig
 from mcore_rl.config.training import (
     CriticConfig,
     DpoConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "CorrectionConfig",
     "CovarianceConfig",
     "CriticConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DpoConfig",
     "DriftConfig",
@@ -80,6 +82,9 @@ __all__ = [
     "RunConfig",
     "ServedModelConfig",
     "SftConfig",
+    "SimulateConfig",
+    "SourceConfig",
+    "StageConfig",
     "SyncConfig",
     "TrainConfig",
 ]
@@ -108,6 +113,7 @@ class Config(Options, group=""):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)
     judge: ServedModelConfig = field(default_factory=ServedModelConfig)

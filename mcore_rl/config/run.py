@@ -1,4 +1,4 @@
-"""Options of the run itself: folder, data, reward, evaluation, checkpoints, logs, cluster."""
+"""Options of the run itself: folder, reward, evaluation, checkpoints, logs, cluster."""
 
 import re
 from dataclasses import dataclass, field
@@ -18,19 +18,9 @@ class RunConfig(Options, group="run"):
     call_timeout_s: float = bounded(600.0, above=0)
     """Deadline of any one call to the ranks or engines (a step, a save, a weight sync)."""
     startup_timeout_s: float = bounded(240.0, above=0)
-
-
-@dataclass
-class DataConfig(Options, group="data"):
-    train: list[str] = field(default_factory=list)
-    """Prompt files: parquet with verl's columns, or jsonl with the same keys; local or on the
-    Hugging Face hub (docs/recipes.md)."""
-    max_prompt_len: int = bounded(512, least=1)
-    overlong: str = one_of("filter", ("filter", "error"))
-    """Longer prompts are dropped and counted, or refused."""
-    shuffle: bool = True
-    cache_dir: str = ""
-    """Folder that keeps tokenized files; empty: mcore_rl/tokens in $XDG_CACHE_HOME or ~/.cache."""
+    debug: bool = False
+    """For a debugger (docs/debugging.md): deadlines are a week, breakpoints of ranks are named on
+    the terminal, and collectors call the reward function themselves, despite reward.workers."""
 
 
 @dataclass
@@ -205,6 +195,8 @@ class ClusterConfig(Options, group="cluster"):
     the GPU."""
     cpus_per_rank: float = bounded(1.0, above=0)
     """CPUs reserved in Ray for each rank; those that share a GPU share them, too."""
+    dashboard: bool = False
+    """The Ray that is started here has its dashboard, on loopback (docs/debugging.md)."""
     object_store_mib: int | None = bounded(None, least=75)
     """Ray's shared memory on this machine, at least Ray's minimum; None: 8192 with GPUs, 512
     without. A cluster that is joined has its own."""

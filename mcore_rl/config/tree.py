@@ -1,6 +1,6 @@
 """Lists, reads and replaces options by dotted name, in a configuration or its class."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
@@ -47,22 +47,21 @@ def defaults_of(cls: type, key: str) -> tuple[tuple[str, Any], ...]:
 
 
 def with_settings(config: C, settings: Settings) -> C:
-    """The configuration with options replaced. Raises ValueError as its class does."""
+    """The configuration with options replaced, all at once: only together they need to be right.
+
+    Raises ValueError as its class does.
+    """
+    values: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
-        group, _, name = key.rpartition(".")
-        groups.setdefault(group, {})[name] = value
-    for group, values in groups.items():
-        path = group.split(".") if group else []
-        config = _replaced(config, path, values)
-    return config
-
-
-def _replaced(node: Any, path: Sequence[str], values: Settings) -> Any:
-    if not path:
-        return replace(node, **values)
-    inner = _replaced(getattr(node, path[0]), path[1:], values)
-    return replace(node, **{path[0]: inner})
+        group, dot, name = key.partition(".")
+        if dot:
+            groups.setdefault(group, {})[name] = value
+        else:
+            values[key] = value
+    inner = {group: with_settings(getattr(config, group), own) for group, own in groups.items()}
+    whole: Any = config
+    return replace(whole, **values, **inner)
 
 
 def shown(value: object) -> str:

@@ -66,6 +66,8 @@ def _unread(config: "Config") -> Iterator[Unread]:
         context = f"cluster.address={config.cluster.address}"
         remedy = "give it to `ray start --object-store-memory`"
         yield Unread(("cluster.object_store_mib",), context, remedy)
+        remedy = "give `ray start --head` --include-dashboard=true"
+        yield Unread(("cluster.dashboard",), context, remedy)
     else:
         options = ("cluster.num_nodes", "cluster.separate_nodes")
         yield Unread(

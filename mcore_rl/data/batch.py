@@ -3,15 +3,35 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
-from mcore_rl.types import Sample, TrainBatch, WeightVersion
+from mcore_rl.data.stored_batch import make_stored_batch, select_stored, with_stored_weights
+from mcore_rl.types import (
+    AnyBatch,
+    AnySample,
+    Sample,
+    StoredBatch,
+    StoredSample,
+    TrainBatch,
+    WeightVersion,
+)
 
+B = TypeVar("B", bound=AnyBatch)
 NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
+
+
+def make_batch(samples: Sequence[AnySample], version: WeightVersion | None = None) -> AnyBatch:
+    """Return the batch of samples that all lie in stores or are all here; see make_train_batch."""
+    here = [sample for sample in samples if isinstance(sample, Sample)]
+    if here:
+        assert len(here) == len(samples), "some samples are here, others in stores"
+        return make_train_batch(here, version)
+    return make_stored_batch([s for s in samples if isinstance(s, StoredSample)], version)
 
 
 def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = None) -> TrainBatch:
@@ -67,25 +87,29 @@ def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
     return torch.cat([part for row in rows for part in (row, unknown)])
 
 
-def without_truncated(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
+def without_truncated(batch: B, samples: Sequence[AnySample]) -> B:
     """Remove cut-off responses from the loss mask of the batch that was made of `samples`.
 
     DAPO, arXiv:2503.14476, section 3.4.
     """
     whole_N = torch.tensor(
-        [sample.finish_reason != "length" for sample in samples if sample.response_ids]
+        [sample.finish_reason != "length" for sample in samples if sample.response_len]
     )
+    if isinstance(batch, StoredBatch):
+        return replace(batch, is_trained_N=batch.is_trained_N & whole_N.numpy())
     whole_T = whole_N.repeat_interleave(torch.tensor(batch.lens_N))
     return replace(batch, loss_mask_T=batch.loss_mask_T & whole_T)
 
 
-def select(batch: TrainBatch, indices: Sequence[int]) -> TrainBatch:
+def select(batch: B, indices: Sequence[int]) -> B:
     """Return the sequences at `indices`, in that order."""
     return select_each(batch, [indices])[0]
 
 
-def select_each(batch: TrainBatch, groups: Sequence[Sequence[int]]) -> list[TrainBatch]:
+def select_each(batch: B, groups: Sequence[Sequence[int]]) -> list[B]:
     """Return a batch of the sequences at each group's indices, in that order."""
+    if isinstance(batch, StoredBatch):
+        return [select_stored(batch, indices) for indices in groups]
     lens = [tuple(batch.lens_N[i] for i in indices) for indices in groups]
     rows_S = tokens_of(batch.lens_N, [i for indices in groups for i in indices])
     rows_by_group = rows_S.split([sum(of_group) for of_group in lens])
@@ -130,8 +154,10 @@ def plan_mini_batches(
     return [step for step in steps if step]
 
 
-def with_loss_weights(batch: TrainBatch, aggregation: str, max_response_len: int) -> TrainBatch:
+def with_loss_weights(batch: B, aggregation: str, max_response_len: int) -> B:
     """Set the batch's loss weights as one optimizer step; max_response_len in tokens."""
+    if isinstance(batch, StoredBatch):
+        return with_stored_weights(batch, aggregation, max_response_len)
     weights_T = loss_weights(aggregation, batch.loss_mask_T, batch.lens_N, max_response_len)
     return replace(batch, loss_weights_T=weights_T)
 

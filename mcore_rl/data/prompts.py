@@ -1,7 +1,7 @@
 """Reads prompt files (parquet or jsonl, verl's columns) and returns their prompts, tokenized."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.data.rows import Row, load_rows, required
@@ -25,12 +25,12 @@ def load_prompts(
     cache_dir   folder that keeps token ids; None keeps nothing
     """
     rows = list(load_rows(files))
-    conversations = [_messages(row, where) for where, row in rows]
+    conversations = [messages_of(row, where) for where, row in rows]
     token_ids = Tokenization(tokenizer, cache_dir).encode(
         conversations, add_generation_prompt=True, files=files, column="prompt"
     )
     prompts = [
-        _make_prompt(i, token_ids[i], conversations[i], where, row)
+        make_prompt(i, token_ids[i], conversations[i], where, row)
         for i, (where, row) in enumerate(rows)
     ]
     too_long = [p for p in prompts if len(p.token_ids) > max_prompt_len]
@@ -52,17 +52,25 @@ def load_prompts(
     return kept
 
 
-def _messages(row: Row, where: str) -> tuple[dict[str, str], ...]:
-    return tuple(dict(message) for message in required(row, "prompt", where))
+def messages_of(row: Row, where: str) -> tuple[dict[str, str], ...]:
+    """Return the chat messages of a row. Raises ValueError if it has none."""
+    messages = required(row, "prompt", where)
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError(
+            f"{where}: `prompt` is {messages!r:.100}, not a list of chat messages such as"
+            ' [{"role": "user", "content": "2 + 2 ?"}]'
+        )
+    return tuple(dict(message) for message in messages)
 
 
-def _make_prompt(
+def make_prompt(
     index: int,
     token_ids: tuple[int, ...],
     messages: tuple[dict[str, str], ...],
     where: str,
     row: Row,
 ) -> Prompt:
+    """Return the prompt of a row. Raises ValueError if it lacks a column."""
     return Prompt(
         index=index,
         token_ids=token_ids,

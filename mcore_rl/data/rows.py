@@ -43,10 +43,11 @@ def jsonl_rows(path: Path) -> Iterator[tuple[str, Row]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 where = f"{path} line {number}"
-                yield where, _parse(line, where)
+                yield where, parse_line(line, where)
 
 
-def _parse(line: bytes, where: str) -> Row:
+def parse_line(line: bytes, where: str) -> Row:
+    """Return the row of a line. Raises ValueError as jsonl_rows does."""
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:

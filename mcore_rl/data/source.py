@@ -50,6 +50,12 @@ class ShuffledStream(Generic[T]):
         with self._lock:
             self._open -= set(positions)
 
+    def note_scores(self, prompts: Sequence[Any], scores: object) -> None:
+        """Change nothing: rewards do not move this order."""
+
+    def close(self) -> None:
+        """Do nothing: all items are in memory."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the open items. Safe to call while another thread begins and ends
         items.
@@ -63,9 +69,9 @@ class ShuffledStream(Generic[T]):
         another seed.
         """
         for name, here in (("num_items", len(self._items)), ("seed", self._seed)):
-            if state[name] != here:
+            if state.get(name) != here:
                 raise ValueError(
-                    f"the checkpoint's data position has {name}={state[name]}, this run {here}:"
+                    f"the checkpoint's data position has {name}={state.get(name)}, this run {here}:"
                     " resume with the same data files and run.seed, or start in a new run.dir"
                 )
         self._position = state["position"]

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.types import Sample, Scores, StepStats
+from mcore_rl.types import AnySample, Scores, StepStats
 
 
 def summarize_samples(
-    samples: Sequence[Sample], scores: Scores, seconds: float
+    samples: Sequence[AnySample], scores: Scores, seconds: float
 ) -> dict[str, float]:
     """Return rewards, lengths (tokens) and generation speed of one rollout that took `seconds`."""
     rewards_N = scores.rewards_N
-    lens_N = [len(sample.response_ids) for sample in samples]
+    lens_N = [sample.response_len for sample in samples]
     groups: dict[int, set[float]] = {}
     for sample, reward in zip(samples, rewards_N, strict=True):
         groups.setdefault(sample.prompt.index, set()).add(reward)

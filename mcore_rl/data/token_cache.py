@@ -19,6 +19,11 @@ def default_cache_dir() -> Path:
     return Path(base) / "mcore_rl" / "tokens"
 
 
+def token_cache_dir(cache_dir: str) -> Path:
+    """Return the folder that keeps token ids: data.cache_dir, or the default if it is empty."""
+    return Path(cache_dir) if cache_dir else default_cache_dir()
+
+
 class TokenCache:
     """A folder of entries. Several runs may share it: files appear whole or not at all."""
 

@@ -57,7 +57,7 @@ class Tokenization:
         """
 
         def encode() -> list[list[int]]:
-            return list(self._encode(conversations, add_generation_prompt))
+            return list(self.encode_now(conversations, add_generation_prompt))
 
         if self._cache is None:
             return [tuple(ids) for ids in encode()]
@@ -65,9 +65,10 @@ class Tokenization:
         key = self._key(files, options)
         return [tuple(ids) for ids in self._cache.get(key, len(conversations), encode)]
 
-    def _encode(
+    def encode_now(
         self, conversations: Sequence[Messages], add_generation_prompt: bool
     ) -> Iterator[list[int]]:
+        """Yield the token ids of each conversation, without the cache."""
         options = {"add_generation_prompt": add_generation_prompt}
         template: Any = self._tokenizer.apply_chat_template
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

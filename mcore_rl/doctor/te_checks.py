@@ -32,6 +32,7 @@ from mcore_rl.doctor.lone_rank import (
 )
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import ModelFlops
 
 NEEDED = ("megatron", "zlib_ng")
 LEAST_MFU = 0.35
@@ -77,8 +78,8 @@ def speed() -> Figures:
     with _rank(qwen3_moe(), train=TrainConfig(recompute="selective")) as rank:
         rank.step(MICROBATCHES)
         seconds = _seconds(rank, num_steps=5)
-        facts = ModelFacts.read(rank.recipe.model.path)
-    measured = TrainSpeed(facts, 1, peak_flops()).metrics(rank.batch.lens_N * MICROBATCHES, seconds)
+        flops = ModelFlops.of(ModelFacts.read(rank.recipe.model.path))
+    measured = TrainSpeed(flops, 1, peak_flops()).metrics(rank.batch.lens_N * MICROBATCHES, seconds)
     figures: Figures = {
         "tokens_per_s": round(measured["train/tokens_per_second_per_gpu"], 1),
         "tflops": round(measured["train/tflops_per_gpu"], 3),

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
 from mcore_rl.roles import Generator, Reward
-from mcore_rl.types import Prompt, Sample, Scores
+from mcore_rl.types import Prompt, Scores
 
 TOLERANCE = 1e-6
 """Slack below the threshold, for the rounding of weighted sums."""
@@ -76,7 +77,7 @@ def evaluate(
     *,
     pass_k: int,
     seed: int,
-) -> tuple[dict[str, float], list[Sample], Scores]:
+) -> tuple[dict[str, float], list[Any], Scores]:
     """Return metrics over `prompts`, with the greedy samples and their scores; no metrics without
     prompts.
 

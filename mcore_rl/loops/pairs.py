@@ -8,7 +8,7 @@ from typing import Any
 from mcore_rl.algo.preferences import best_and_worst
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.preferences import preference_row
-from mcore_rl.roles import Generator, Reward
+from mcore_rl.roles import Generator, ReadSamples, Reward
 from mcore_rl.types import Prompt, Sample
 
 Scored = tuple[Sample, float]
@@ -22,8 +22,11 @@ def sample_pairs(
     num_samples: int,
     pairs_per_prompt: int,
     seed: int,
+    read: ReadSamples = list,
 ) -> list[dict[str, Any]]:
     """Return rows of a preference file, from `num_samples` samples of each prompt.
+
+    `read` brings the samples here, if the generator's lie in stores.
 
     Responses that were cut off or whose reward failed are left out, as are prompts whose responses
     all have the same reward.
@@ -33,7 +36,7 @@ def sample_pairs(
     errors = scores.errors or [""] * len(samples)
     scored = [
         (sample, value)
-        for sample, value, error in zip(samples, scores.rewards_N, errors, strict=True)
+        for sample, value, error in zip(read(samples), scores.rewards_N, errors, strict=True)
         if sample.finish_reason == "stop" and not error
     ]
     rows = []

@@ -10,7 +10,7 @@ from functools import partial
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
-from mcore_rl.data.batch import make_train_batch, without_truncated
+from mcore_rl.data.batch import make_batch, without_truncated
 from mcore_rl.data.summary import summarize_samples
 from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.sampling import WAITING, sample_step, sync_weights
@@ -25,35 +25,45 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
     """Run steps start_step + 1 .. run.steps; the engines must already serve the weights of
     `start_step`.
     """
-    needs = needs_of(config.algorithm)
-    options = StepOptions.of(config, needs)
+    options = StepOptions.of(config, needs_of(config.algorithm))
     if start_step == 0:
         run_evaluation(config, roles, step=0)
     for step in range(start_step + 1, config.run.steps + 1):
         timer = PhaseTimer(step)
-        samples, scores, sampling = sample_step(
-            config.rollout, roles, timer, config.run.seed + step, needs.greedy_baseline
-        )
-        with timer("logprobs"):
-            batch = make_train_batch(samples, WeightVersion(step - 1))
-            batch = add_logprobs_and_values(options, roles, batch)
-            batch, estimated = roles.advantages(scores, samples, batch)
-            if config.algorithm.filter_overlong:
-                batch = without_truncated(batch, samples)
-        with timer("train"):
-            trained = train_policy_and_critic(options, roles, batch, step)
-        synced = sync_weights(roles, timer, WeightVersion(step), batch)
-        metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | trained
-        roles.log.log(
-            step, {**metrics, **sampling, **estimated, **synced, **timer.metrics(waiting=WAITING)}
-        )
-        roles.log.log_samples(step, samples, scores)
+        metrics = run_step(config, options, roles, timer)
         check_drift(config.drift, step, metrics)
         if is_due(step, config.eval.every_steps, config.run.steps):
             run_evaluation(config, roles, step)
         # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
         save = partial(save_checkpoint, roles, timer, step)
         save_if_due(step, config.checkpoint.every_steps, config.run.steps, save)
+
+
+def run_step(
+    config: Config, options: StepOptions, roles: Roles, timer: PhaseTimer
+) -> dict[str, float]:
+    """Sample, train and sync once; return metrics of samples and training.
+
+    The stores forget the step's samples when this returns, as nothing refers to them any more.
+    """
+    step = timer.step
+    samples, scores, sampling = sample_step(
+        config.rollout, roles, timer, config.run.seed + step, options.needs.greedy_baseline
+    )
+    with timer("logprobs"):
+        batch = make_batch(samples, WeightVersion(step - 1))
+        batch = add_logprobs_and_values(options, roles, batch)
+        batch, estimated = roles.advantages(scores, samples, batch)
+        if config.algorithm.filter_overlong:
+            batch = without_truncated(batch, samples)
+    with timer("train"):
+        trained = train_policy_and_critic(options, roles, batch, step)
+    synced = sync_weights(roles, timer, WeightVersion(step), batch)
+    metrics = summarize_samples(samples, scores, timer.seconds["rollout"]) | trained
+    waited = timer.metrics(waiting=WAITING)
+    roles.log.log(step, {**metrics, **sampling, **estimated, **synced, **waited})
+    roles.log.log_samples(step, samples, scores)
+    return metrics
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:

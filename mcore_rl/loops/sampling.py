@@ -4,12 +4,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.metrics import PhaseTimer
-from mcore_rl.roles import Roles
+from mcore_rl.roles import Batch, Roles, Samples
 from mcore_rl.rollout.staleness import staleness_metrics
-from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, WeightVersion
+from mcore_rl.types import Prompt, Scores, WeightVersion
 
 _log = logging.getLogger(__name__)
 WAITING = ("rollout", "reward", "pause")
@@ -20,7 +21,7 @@ ROUND_SEEDS = 1_000_003
 
 def sample_step(
     options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
-) -> tuple[list[Sample], Scores, dict[str, float]]:
+) -> tuple[list[Any], Scores, dict[str, float]]:
     """Return (samples, scores, metrics) for the step to train on.
 
     with_greedy   also score a greedy response to each prompt; background sampling decides this for
@@ -41,7 +42,7 @@ def sample_step(
 
 
 def sync_weights(
-    roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: TrainBatch
+    roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: Batch
 ) -> dict[str, float]:
     """Bring the trainer's weights to the engines; background sampling pauses and continues with
     them.
@@ -61,13 +62,13 @@ def sync_weights(
 class Rounds:
     """Samples that the rounds of dynamic sampling have drawn and kept so far."""
 
-    kept: list[Sample] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
     kept_scores: Scores = field(default_factory=lambda: Scores([]))
     num_rounds: int = 0
     num_sampled: int = 0
     reward_sum: float = 0.0
 
-    def add(self, samples: Sequence[Sample], scores: Scores, kept: Sequence[int]) -> None:
+    def add(self, samples: Samples, scores: Scores, kept: Sequence[int]) -> None:
         """Count a round and keep its samples at the indices `kept`."""
         self.num_rounds += 1
         self.num_sampled += len(samples)
@@ -86,7 +87,7 @@ class Rounds:
 
 def sample_now(
     options: RolloutConfig, roles: Roles, timer: PhaseTimer, seed: int, with_greedy: bool = False
-) -> tuple[list[Sample], Scores, dict[str, float]]:
+) -> tuple[list[Any], Scores, dict[str, float]]:
     """Sample from the engines' present weights; with dynamic sampling in as many rounds as it
     takes.
 
@@ -134,13 +135,14 @@ def _sample_round(
     timer: PhaseTimer,
     seed: int,
     with_greedy: bool,
-) -> tuple[list[Sample], Scores]:
+) -> tuple[list[Any], Scores]:
     """Sample and score `group_size` responses to each of the next prompts."""
     with timer("rollout"):
         prompts = roles.prompts.take(num_prompts)
         samples = roles.generator.generate(prompts, group_size, greedy=False, seed=seed)
     with timer("reward"):
         scores = roles.reward(samples)
+    roles.prompts.note_scores(prompts, scores)
     if with_greedy:
         scores = _with_greedy(scores, prompts, group_size, roles, timer, seed)
     return samples, scores

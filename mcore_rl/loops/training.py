@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.data.batch import plan_mini_batches, select, with_loss_weights
 from mcore_rl.data.summary import summarize_critic, summarize_steps
-from mcore_rl.roles import Critic, Roles, Trainer
-from mcore_rl.types import LogprobOptions, TrainBatch
+from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Trainer
+from mcore_rl.types import LogprobOptions
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class StepOptions:
         return step > self.critic.warmup_steps
 
 
-def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: TrainBatch) -> TrainBatch:
+def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: Batch) -> Batch:
     """Add the trainer's log-probs and the critic's values, both from before the first optimizer
     step.
     """
@@ -46,47 +47,43 @@ def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: TrainBatc
 
 
 def train_policy_and_critic(
-    options: StepOptions, roles: Roles, batch: TrainBatch, step: int
+    options: StepOptions, roles: Roles, batch: Batch, step: int
 ) -> dict[str, float]:
     """Take the optimizer steps of both; the policy takes none while its critic warms up."""
     critic = roles.critic
     if critic is None:
-        return train_policy(options, roles.trainer, batch, step)
+        return train_policy(options, roles, batch, step)
     is_warm = options.critic_is_warm(step)
     policy_metrics, critic_metrics = roles.both(
-        lambda: train_policy(options, roles.trainer, batch, step) if is_warm else {},
+        lambda: train_policy(options, roles, batch, step) if is_warm else {},
         lambda: train_critic(options, critic, batch, step),
     )
     return policy_metrics | critic_metrics
 
 
-def train_policy(
-    options: StepOptions, trainer: Trainer, batch: TrainBatch, seed: int
-) -> dict[str, float]:
+def train_policy(options: StepOptions, roles: Roles, batch: Batch, seed: int) -> dict[str, float]:
     """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
     stats = []
     parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)
     for i, part in enumerate(parts):
-        part = with_held_back(part, options.algorithm, options.needs.held_back, seed * 1009 + i)
-        stats.append(trainer.train_step(_weighted(options, part)))
+        part = _with_held_back(options, roles.on_tokens, part, seed * 1009 + i)
+        stats.append(roles.trainer.train_step(_weighted(options, part)))
     return summarize_steps(stats)
 
 
-def train_critic(
-    options: StepOptions, critic: Critic, batch: TrainBatch, seed: int
-) -> dict[str, float]:
+def train_critic(options: StepOptions, critic: Critic, batch: Batch, seed: int) -> dict[str, float]:
     """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
     parts = mini_batches(batch, options.critic.mini_batches, options.critic.epochs, seed)
     return summarize_critic([critic.train_step(_weighted(options, part)) for part in parts])
 
 
-def mini_batches(batch: TrainBatch, number: int, epochs: int, seed: int) -> Iterator[TrainBatch]:
+def mini_batches(batch: Batch, number: int, epochs: int, seed: int) -> Iterator[Batch]:
     """Yield the batch of each optimizer step."""
     for indices in plan_mini_batches(len(batch.lens_N), number, epochs, seed):
         yield select(batch, indices)
 
 
-def add_logprobs(options: StepOptions, trainer: Trainer, batch: TrainBatch) -> TrainBatch:
+def add_logprobs(options: StepOptions, trainer: Trainer, batch: Batch) -> Batch:
     """Add the old log-probs if something reads them, and the reference's if the algorithm needs
     them.
 
@@ -111,6 +108,15 @@ def add_logprobs(options: StepOptions, trainer: Trainer, batch: TrainBatch) -> T
     return batch
 
 
-def _weighted(options: StepOptions, batch: TrainBatch) -> TrainBatch:
+def _with_held_back(options: StepOptions, on_tokens: OnTokens, batch: Batch, seed: int) -> Batch:
+    """Set the tokens that the loss holds back, if it holds any back."""
+    pick = options.needs.held_back
+    if pick is None:
+        return batch
+    choose = partial(with_held_back, config=options.algorithm, pick=pick, seed=seed)
+    return on_tokens(choose, batch)[0]
+
+
+def _weighted(options: StepOptions, batch: Batch) -> Batch:
     """Set the loss weights of the batch as one optimizer step."""
     return with_loss_weights(batch, options.algorithm.aggregation, options.max_response_len)

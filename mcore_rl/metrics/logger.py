@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -37,7 +37,10 @@ class MetricsLogger:
         wandb_project: str | None = None,
         mlflow_uri: str | None = None,
         config: Mapping[str, Any] | None = None,
+        read: Callable[[Sequence[Any]], list[Sample]] = list,
     ) -> None:
+        """`read` brings the samples that are logged here, if they lie in stores."""
+        self._read = read
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._trackers: list[Tracker] = []
@@ -66,7 +69,7 @@ class MetricsLogger:
             self._console.show(step, metrics)
 
     def log_samples(
-        self, step: int, samples: Sequence[Sample], scores: Scores, split: str = "train"
+        self, step: int, samples: Sequence[Any], scores: Scores, split: str = "train"
     ) -> None:
         """Write the first SAMPLES_PER_LOG samples and all whose reward failed.
 
@@ -76,7 +79,13 @@ class MetricsLogger:
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))
         failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
         rows = rows[:SAMPLES_PER_LOG] + failed
-        self._samples.write(*(_sample_row(step, split, *row) for row in rows))
+        here = self._read([sample for sample, _, _ in rows])
+        self._samples.write(
+            *(
+                _sample_row(step, split, sample, reward, error)
+                for sample, (_, reward, error) in zip(here, rows, strict=True)
+            )
+        )
 
     def close(self, failed: bool = False) -> None:
         """Close files and console, and tell the trackers whether the run failed."""

@@ -1,9 +1,10 @@
 """Measures the seconds of each phase of a step, and logs when a phase starts."""
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+from mcore_rl.process.clock import now_s
 
 logger = logging.getLogger(__name__)
 
@@ -17,16 +18,16 @@ class PhaseTimer:
     def __init__(self, step: int) -> None:
         self.step = step
         self.seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
+        self._start = now_s()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         logger.info("step %d: %s", self.step, phase)
-        start = time.perf_counter()
+        start = now_s()
         try:
             yield
         finally:
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + now_s() - start
 
     def metrics(self, waiting: Sequence[str] = ()) -> dict[str, float]:
         """Return time/<phase> of each phase so far and time/step, in wall seconds.
@@ -34,7 +35,7 @@ class PhaseTimer:
         `waiting` names phases in which the trainer has no work: their share of the step is
         idle/trainer.
         """
-        step_s = time.perf_counter() - self._start
+        step_s = now_s() - self._start
         metrics = {f"time/{phase}": seconds for phase, seconds in self.seconds.items()}
         metrics["time/step"] = step_s
         if waiting:

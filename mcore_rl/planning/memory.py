@@ -74,7 +74,7 @@ def predict_memory(
         ranks += _trainer_gpus(config, models)
     has_critic = needs_of(config.algorithm).critic
     if side in (None, "critic") and has_critic and not config.critic.colocated:
-        ranks += _own_gpus("critic", _critic(config, models), config.critic.parallel)
+        ranks += _own_gpus("critic", critic_uses(config, models), config.critic.parallel)
     if side in (None, "engine") and not config.cluster.colocated:
         ranks += _engine_ranks(engine_uses(config, models.policy))
     return ranks
@@ -82,11 +82,9 @@ def predict_memory(
 
 def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     parallel = config.parallel
-    trainer = _trained(
-        config, models.policy.config, parallel, config.train, config.train.optimizer, sends=True
-    )
+    trainer = trainer_uses(config, models)
     shares_critic = needs_of(config.algorithm).critic and config.critic.colocated
-    critic = _critic(config, models) if shares_critic else []
+    critic = critic_uses(config, models) if shares_critic else []
     engines = engine_uses(config, models.policy) if config.cluster.colocated else []
     served = {
         role: served_bytes(model)
@@ -99,7 +97,15 @@ def _trainer_gpus(config: Config, models: RecipeModels) -> Iterable[RankMemory]:
     return _own_gpus("trainer", trainer, parallel)
 
 
-def _critic(config: Config, models: RecipeModels) -> list[Uses]:
+def trainer_uses(config: Config, models: RecipeModels) -> list[Uses]:
+    """Bytes per purpose of a trainer rank of each pipeline stage."""
+    train = config.train
+    hf_config = models.policy.config
+    return _trained(config, hf_config, config.parallel, train, train.optimizer, sends=True)
+
+
+def critic_uses(config: Config, models: RecipeModels) -> list[Uses]:
+    """Bytes per purpose of a critic rank of each pipeline stage; the recipe has a critic."""
     assert models.critic is not None, "a recipe with a critic was read without one"
     model = with_value_head(models.critic.config)
     critic = config.critic

@@ -14,6 +14,7 @@ from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.models import read_models
 from mcore_rl.planning.rank_memory import as_json as memory_as_json
+from mcore_rl.planning.store_memory import explain_stores, store_bytes, store_nodes
 from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
 from mcore_rl.planning.tables import explain, memory_table, verdict
 
@@ -38,6 +39,8 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
             "fits": fits,
             "verdict": sentence,
             "explained": explain(config, ranks),
+            "store_bytes": store_bytes(config, models.policy),
+            "store_nodes": store_nodes(config),
         }
         print(json.dumps(asdict(summary) | memory))
         return fits
@@ -45,6 +48,7 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     console.print(flows_table(config, deployment, traffic, summary))
     console.print(comparison_table(summary))
     console.print(memory_table(config.plan, ranks))
-    for line in (*explain(config, ranks), sentence):
+    stores = explain_stores(config, models.policy)
+    for line in (*explain(config, ranks), stores, sentence):
         console.print(line, soft_wrap=True, highlight=False)
     return fits

@@ -1,7 +1,7 @@
 """Samples while the trainer trains: turns prompts into finished groups within a staleness bound.
 
                  room for one more?         every sample done         a step takes P groups
-    prompts --begin--> group, born at version v --> scored in a thread --> buffer --------> loop
+    prompts --begin--> group, born at version v --> scored by rewards --> buffer --------> loop
        ^                     |                                                |
        +--- begun again -----+---- engines lost, or too stale (stale=drop) ---+
 
@@ -22,11 +22,12 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.sampling import groups_with_signal
 from mcore_rl.players.generator import make_sampling
 from mcore_rl.players.groups import SampleGroup, make_buffer
+from mcore_rl.players.sampling_failures import SamplingFailures
 from mcore_rl.players.sampling_stats import SamplingStats
-from mcore_rl.rewards.in_thread import in_thread
-from mcore_rl.roles import Reward, Watched
-from mcore_rl.rollout.client import RolloutClient, RolloutError, RolloutSession
-from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
+from mcore_rl.roles import ScoreLater, Watched
+from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
+from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.types import AnySample, Prompt, Scores, WeightVersion
 
 _log = logging.getLogger(__name__)
 POLL_S = 1.0
@@ -44,11 +45,13 @@ class OpenPrompts(Protocol):
 
     def end(self, positions: Sequence[int]) -> None: ...
 
+    def note_scores(self, prompts: Sequence[Prompt], scores: Scores) -> None: ...
+
 
 class BackgroundSampler:
     """Samples from `with BackgroundSampler(...) as background:` on; plays roles.Background."""
 
-    _session: RolloutSession
+    _session: SamplingSession
 
     def __init__(
         self,
@@ -56,8 +59,8 @@ class BackgroundSampler:
         seed: int,
         version: WeightVersion,
         prompts: OpenPrompts,
-        client: RolloutClient,
-        reward: Reward,
+        client: SamplingClient,
+        reward: ScoreLater,
         watched: Watched[Any],
         start: Callable[[Awaitable[None]], "Future[None]"],
         revive: Callable[[], Awaitable[bool]],
@@ -86,10 +89,8 @@ class BackgroundSampler:
         self._tasks: dict[SampleGroup, asyncio.Task[None]] = {}
         self._requeued: list[tuple[int, Prompt]] = []
         """Positions and prompts whose samples were lost or dropped; they begin first."""
-        self._failure: RolloutError | None = None
-        """Why the engines could not sample; no group begins while it is set."""
-        self._num_failures = 0
-        """Failures in a row, without a group that was sampled in between."""
+        self._failures = SamplingFailures()
+        """No group begins from a failure to the next recovery."""
         self._num_sampling = 0
         """Groups that wait for samples, not for scores."""
         self._stats = SamplingStats()
@@ -104,13 +105,13 @@ class BackgroundSampler:
     def __exit__(self, *exception: object) -> None:
         self._running.cancel()
 
-    def take(self, version: WeightVersion) -> tuple[list[Sample], Scores, dict[str, float]]:
+    def take(self, version: WeightVersion) -> tuple[list[AnySample], Scores, dict[str, float]]:
         """Wait for the groups of a step; return their samples, their scores and metrics.
 
         Raises the error that ended the sampling, if it has ended.
         """
         groups, metrics = self._watched(self._take(version))
-        samples: list[Sample] = []
+        samples: list[AnySample] = []
         scores = Scores([])
         for group in groups:
             samples += group.samples
@@ -150,7 +151,7 @@ class BackgroundSampler:
             raise failures.exceptions[0] from None
 
     def _has_room(self) -> bool:
-        if self._failure is not None or self._session.is_held or self._buffer.room() <= 0:
+        if self._failures.error is not None or self._session.is_held or self._buffer.room() <= 0:
             return False
         return self._session.num_open + self._rollout.samples_per_prompt <= self._max_in_flight
 
@@ -164,32 +165,31 @@ class BackgroundSampler:
 
     async def _complete(self, group: SampleGroup) -> None:
         """Sample and score a group, then keep it for a step, replace it or requeue its prompt."""
+        begun_after = self._failures.num_recoveries
         try:
             samples, greedy = await self._sample(group)
-            scores = await in_thread(lambda: self._score(samples, greedy))
+            scores = await self._score(samples, greedy)
         except RolloutError as error:
-            # Many groups fail at once when an engine is lost; that counts as one failure.
-            self._num_failures += self._failure is None
-            self._failure = error
+            self._failures.note(error, begun_after)
             self._requeue(group)
             return
         finally:
             del self._tasks[group]
             self._notify()
         self._stats.note(samples, scores)
+        self._prompts.note_scores([group.prompt], scores)
         if self._rollout.dynamic_sampling and self._is_replaced(scores):
             self._buffer.remove(group)
             self._prompts.end([group.position])
         else:
-            group.samples = samples
-            group.scores = scores
+            self._buffer.finish(group, samples, scores)
 
-    async def _sample(self, group: SampleGroup) -> tuple[list[Sample], list[Sample]]:
+    async def _sample(self, group: SampleGroup) -> tuple[list[AnySample], list[AnySample]]:
         """Return the samples of a group, and its greedy sample where advantages need it."""
         seed = self._seed + group.position
         num_samples = self._rollout.samples_per_prompt
         sampling = make_sampling(self._rollout, greedy=False, seed=seed)
-        greedy: list[Sample] = []
+        greedy: list[AnySample] = []
         try:
             samples = await self._session.generate([group.prompt], num_samples, sampling)
             if self._with_greedy:
@@ -198,14 +198,15 @@ class BackgroundSampler:
         finally:
             self._num_sampling -= 1
             self._notify()
-        self._num_failures = 0
+        self._failures.note_success()
         return samples, greedy
 
-    def _score(self, samples: Sequence[Sample], greedy: Sequence[Sample]) -> Scores:
-        scores = self._reward(samples)
+    async def _score(self, samples: Sequence[AnySample], greedy: Sequence[AnySample]) -> Scores:
+        scores = await self._reward(samples)
         if not greedy:
             return scores
-        return replace(scores, greedy_N=self._reward(greedy).rewards_N * len(samples))
+        greedy_scores = await self._reward(greedy)
+        return replace(scores, greedy_N=greedy_scores.rewards_N * len(samples))
 
     def _is_replaced(self, scores: Scores) -> bool:
         """Return whether to sample another group in place of this one, whose rewards are all equal.
@@ -222,17 +223,17 @@ class BackgroundSampler:
     async def _take(self, version: WeightVersion) -> tuple[list[SampleGroup], dict[str, float]]:
         buffer = self._buffer
         assert buffer.version == version, (buffer.version, version)
+        if self._rollout.stale == "drop":
+            self._drop_late()
         while True:
             self._may_take.clear()
             if self._running.done():
                 self._running.result()
-            if self._rollout.stale == "drop":
-                self._drop_late()
             groups = buffer.choose()
             if groups is not None:
                 break
-            if self._failure is not None:
-                await self._recover(self._failure)
+            if self._failures.error is not None:
+                await self._recover(self._failures.error)
             assert buffer.num_unfinished or buffer.room() > 0, (
                 "a step waits for groups, but none will come"
             )
@@ -261,16 +262,16 @@ class BackgroundSampler:
         From the second failure in a row on, an engine must return with the current weights first;
         raises `error` if none does.
         """
-        if self._num_failures > 1 and not await self._revive():
+        if self._failures.num_in_row > 1 and not await self._revive():
             raise error
         _log.warning("%s; %d prompts are sampled again", error, len(self._requeued))
-        self._failure = None
+        self._failures.recover()
         self._notify()
 
     async def _finish_sampling(self) -> None:
         """Wait until all groups that there is room for are sampled, including replacements."""
         while self._is_sampling() or self._has_room():
-            if self._failure is not None or self._running.done():
+            if self._failures.error is not None or self._running.done():
                 return
             self._may_take.clear()
             await self._wait_for_change()
@@ -287,8 +288,8 @@ class BackgroundSampler:
 
     async def _resume(self, version: WeightVersion) -> None:
         self._buffer.version = version
-        self._failure = None
-        self._session.resume()
+        self._failures.recover()
+        await self._session.resume()
         self._notify()
 
     def _notify(self) -> None:

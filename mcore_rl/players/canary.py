@@ -16,9 +16,16 @@ from mcore_rl.config import CanaryConfig
 from mcore_rl.data.batch import select, split_by_lens
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.roles import Trainer
-from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import score_sequences
-from mcore_rl.types import LogprobOptions, Prompt, TrainBatch, WeightVersion
+from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.types import (
+    AnyBatch,
+    LogprobOptions,
+    Prompt,
+    StoredBatch,
+    TrainBatch,
+    WeightVersion,
+)
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |difference| in nats, by model dtype, that different kernels on the same weights stay below.
@@ -74,8 +81,13 @@ class Canary:
         timeout_s: float,
         ready: Callable[[], Awaitable[None]],
         keys: ServerKeys | None = None,
+        fetch: Callable[[StoredBatch], TrainBatch] | None = None,
     ) -> None:
-        """`ready` is awaited before the engines score; `keys` open them, if they have any."""
+        """`ready` is awaited before the engines score; `keys` open them, if they have any.
+
+        `fetch` brings the tokens of a probe that lies in sample stores.
+        """
+        self._fetch = fetch
         self._trainer = trainer
         self._config = config
         self._tolerance = TOLERANCE[dtype] if config.tolerance is None else config.tolerance
@@ -84,7 +96,7 @@ class Canary:
         self._headers = user_headers(keys)
         self._probe: ScoredProbe | None = None
 
-    def score_on_trainer(self, version: WeightVersion, batch: TrainBatch) -> None:
+    def score_on_trainer(self, version: WeightVersion, batch: AnyBatch) -> None:
         """Score the first sequences of `batch` on the trainer, whose weights are `version`.
 
         Call it before the weights are sent: engines with GPUs of their own go on meanwhile.
@@ -103,12 +115,15 @@ class Canary:
         answers = await self._score_on_engines(urls, self._probe.sequences)
         return self._judge(self._probe, dict(zip(urls, answers, strict=True)))
 
-    def _scored(self, version: WeightVersion, batch: TrainBatch) -> ScoredProbe | None:
+    def _scored(self, version: WeightVersion, batch: AnyBatch) -> ScoredProbe | None:
         num_sequences = min(self._config.sequences, len(batch.lens_N))
         if not num_sequences:
             return None
         # Without the engine's experts: the trainer routes by itself, as the engines do.
         probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
+        if isinstance(probe, StoredBatch):
+            assert self._fetch is not None, "the probe lies in stores that cannot be read"
+            probe = self._fetch(probe)
         options = LogprobOptions(temperature=1.0)
         logprobs_T = self._trainer.compute_logprobs(probe, options).logprobs_T
         sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]

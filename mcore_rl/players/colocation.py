@@ -19,14 +19,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import Tensor
-
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
-from mcore_rl.roles import Critic, Trainer
+from mcore_rl.roles import Batch, Critic, Samples, Trainer
 from mcore_rl.stream.controller.engine_control import KV_CACHE, WEIGHTS, EngineControl
 from mcore_rl.stream.controller.strategy import GRACE_S
-from mcore_rl.types import LogprobOptions, Sample, StepStats, TokenScores, TrainBatch
+from mcore_rl.types import LogprobOptions, StepStats, TokenScores
 
 S = TypeVar("S")
 TRAINER = "trainer"
@@ -205,14 +203,12 @@ class SharedGpus:
 class SharingScorer(Generic[S]):
     """Calls served models about samples while those of them that share GPUs are loaded."""
 
-    def __init__(
-        self, score: Callable[[Sequence[Sample]], S], roles: Collection[str], gpus: SharedGpus
-    ) -> None:
+    def __init__(self, score: Callable[[Any], S], roles: Collection[str], gpus: SharedGpus) -> None:
         self._score = score
         self._roles = roles
         self._gpus = gpus
 
-    def __call__(self, samples: Sequence[Sample]) -> S:
+    def __call__(self, samples: Samples) -> S:
         with self._gpus.loaded(self._roles):
             return self._score(samples)
 
@@ -225,12 +221,12 @@ class SharingTrainer:
         self._gpus = gpus
 
     def compute_logprobs(
-        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+        self, batch: Batch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
         self._gpus.load(TRAINER, WEIGHTS_ONLY)
         return self._trainer.compute_logprobs(batch, options)
 
-    def train_step(self, batch: TrainBatch) -> StepStats:
+    def train_step(self, batch: Batch) -> StepStats:
         self._gpus.load(TRAINER, ALL)
         return self._trainer.train_step(batch)
 
@@ -246,11 +242,11 @@ class SharingCritic:
         self._critic = critic
         self._gpus = gpus
 
-    def compute_values(self, batch: TrainBatch) -> Tensor:
+    def compute_values(self, batch: Batch) -> Any:
         self._gpus.load(CRITIC, WEIGHTS_ONLY)
         return self._critic.compute_values(batch)
 
-    def train_step(self, batch: TrainBatch) -> StepStats:
+    def train_step(self, batch: Batch) -> StepStats:
         self._gpus.load(CRITIC, ALL)
         return self._critic.train_step(batch)
 

@@ -1,14 +1,16 @@
 """Stands for the engines in the training loop: takes prompts and returns samples."""
 
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.process.clock import now_s
 from mcore_rl.roles import Watched
-from mcore_rl.rollout.client import RolloutClient, RolloutError
 from mcore_rl.rollout.request import Sampling
-from mcore_rl.types import Prompt, Sample
+from mcore_rl.rollout.sampling_client import SamplingClient
+from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.types import AnySample, Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -18,9 +20,9 @@ class EngineGenerator:
 
     def __init__(
         self,
-        client: RolloutClient,
+        client: SamplingClient,
         config: RolloutConfig,
-        watched: Watched[list[Sample]],
+        watched: Watched[Any],
         revive: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """`revive` waits for an engine when none serves, and returns False if none will."""
@@ -28,26 +30,26 @@ class EngineGenerator:
         self._config = config
         self._watched = watched
         self._revive = revive
-        self._idle_before = time.monotonic(), client.idle_s
+        self._idle_before = now_s(), watched(client.idle_seconds())
         """The time of the last `idle_share` and the engines' idle seconds then."""
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
-    ) -> list[Sample]:
+    ) -> list[AnySample]:
         sampling = make_sampling(self._config, greedy=greedy, seed=seed)
         return self._watched(self._generate(prompts, num_samples, sampling))
 
     def idle_share(self) -> float:
         """Return the share of the time since the last call in which an engine had no request."""
-        now_s = time.monotonic()
-        idle_s = self._client.idle_s
+        idle_s = self._watched(self._client.idle_seconds())
+        at_s = now_s()
         before_s, idle_before_s = self._idle_before
-        self._idle_before = now_s, idle_s
-        return (idle_s - idle_before_s) / (now_s - before_s)
+        self._idle_before = at_s, idle_s
+        return (idle_s - idle_before_s) / (at_s - before_s)
 
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[Sample]:
+    ) -> list[AnySample]:
         while True:
             try:
                 return await self._client.generate(prompts, num_samples, sampling)

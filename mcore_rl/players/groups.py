@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
+from mcore_rl.types import AnySample, Prompt, Scores, WeightVersion
 
 
 @dataclass(eq=False)
@@ -22,23 +22,21 @@ class SampleGroup:
     """The samples of one prompt, none of whose tokens is drawn from weights older than `born`.
 
     position   index of the prompt in its stream
+    oldest     the version of the oldest token; `born` while there is none
     """
 
     position: int
     prompt: Prompt
     born: WeightVersion
-    samples: Sequence[Sample] = ()
+    samples: Sequence[AnySample] = ()
     scores: Scores = field(default_factory=lambda: Scores([]))
+
+    def __post_init__(self) -> None:
+        self.oldest = self.born
 
     @property
     def is_finished(self) -> bool:
         return bool(self.samples)
-
-    @property
-    def oldest(self) -> WeightVersion:
-        """The version of the oldest token; `born` while there is none."""
-        versions = (span.version for sample in self.samples for span in sample.versions)
-        return min(versions, default=self.born)
 
 
 class GroupBuffer:
@@ -67,10 +65,7 @@ class GroupBuffer:
         """The version of the engines' weights; the next step trains on the same."""
         self._num_taken = groups_per_step * version
         self._groups: list[SampleGroup] = []
-
-    @property
-    def num_finished(self) -> int:
-        return sum(group.is_finished for group in self._groups)
+        self.num_finished = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -86,17 +81,30 @@ class GroupBuffer:
         self._groups.append(group)
         return group
 
+    def finish(self, group: SampleGroup, samples: Sequence[AnySample], scores: Scores) -> None:
+        """Keep the samples of a group, which has begun."""
+        group.samples = samples
+        group.scores = scores
+        versions = (span.version for sample in samples for span in sample.versions)
+        group.oldest = min(versions, default=group.born)
+        self.num_finished += 1
+
     def remove(self, group: SampleGroup) -> None:
         self._groups.remove(group)
+        self.num_finished -= group.is_finished
 
     def late(self) -> list[SampleGroup]:
         """Return the groups that are, or may be once they are finished, too stale for the next
         step.
+
+        Which ones they are changes with the version alone.
         """
         return [group for group in self._groups if group.oldest < self.version - self._bound]
 
     def choose(self) -> list[SampleGroup] | None:
         """Take out and return the groups of the next step, or return None while it has to wait."""
+        if self.num_finished < self._per_step:
+            return None
         if self._in_order:
             chosen = self._groups[: self._per_step]
         else:
@@ -104,10 +112,12 @@ class GroupBuffer:
             chosen = sorted(finished, key=lambda group: group.oldest)[: self._per_step]
         if len(chosen) < self._per_step or not all(group.is_finished for group in chosen):
             return None
-        remaining = [group for group in self._groups if group not in chosen]
+        taken = set(chosen)
+        remaining = [group for group in self._groups if group not in taken]
         if self._waits and not self._have_places(remaining):
             return None
         self._groups = remaining
+        self.num_finished -= len(chosen)
         self._num_taken += len(chosen)
         return chosen
 

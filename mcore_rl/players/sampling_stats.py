@@ -1,10 +1,10 @@
 """Counts finished groups and computes the metrics of background sampling between two steps."""
 
-import time
 from collections.abc import Sequence
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.types import Sample, Scores
+from mcore_rl.process.clock import now_s
+from mcore_rl.types import AnySample, Scores
 
 
 class SamplingStats:
@@ -15,7 +15,7 @@ class SamplingStats:
     """
 
     def __init__(self) -> None:
-        self._began_s = time.monotonic()
+        self._began_s = now_s()
         self._num_groups = 0
         self._num_samples = 0
         self._num_tokens = 0
@@ -23,16 +23,16 @@ class SamplingStats:
         self.num_silent = 0
         self.num_dropped = 0
 
-    def note(self, samples: Sequence[Sample], scores: Scores) -> None:
+    def note(self, samples: Sequence[AnySample], scores: Scores) -> None:
         """Count a finished group."""
         self._num_groups += 1
         self._num_samples += len(samples)
-        self._num_tokens += sum(len(sample.response_ids) for sample in samples)
+        self._num_tokens += sum(sample.response_len for sample in samples)
         self._reward_sum += sum(scores.rewards_N)
 
     def metrics(self, rollout: RolloutConfig) -> dict[str, float]:
         """Return the metrics so far; those of dynamic sampling only where the recipe has it."""
-        seconds = time.monotonic() - self._began_s
+        seconds = now_s() - self._began_s
         metrics = {
             "rollout/tokens_per_second": self._num_tokens / seconds,
             "staleness/dropped": float(self.num_dropped),

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import training_flops
+from mcore_rl.slices.hf.flops import ModelFlops
 
 
 @dataclass(frozen=True)
@@ -15,13 +14,13 @@ class TrainSpeed:
                  that is not known, as on a CPU
     """
 
-    facts: ModelFacts
+    flops: ModelFlops
     num_ranks: int
     peak_flops: float | None
 
     def metrics(self, lens_N: Sequence[int], seconds: float) -> dict[str, float]:
         """Return the metrics of a step over sequences of these lengths."""
-        flops = training_flops(self.facts, lens_N) / (seconds * self.num_ranks)
+        flops = self.flops.training(lens_N) / (seconds * self.num_ranks)
         metrics = {
             "train/tokens_per_second_per_gpu": sum(lens_N) / (seconds * self.num_ranks),
             "train/tflops_per_gpu": flops / 1e12,

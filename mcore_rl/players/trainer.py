@@ -3,7 +3,6 @@
 Batches are cut here, so that the loop sees no parallel layout and the ranks see no whole batch.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -14,25 +13,39 @@ from torch import Tensor
 from mcore_rl.config import CheckpointConfig, ParallelConfig
 from mcore_rl.data.batch import make_filler, select_each, tokens_of
 from mcore_rl.data.packing import plan_microbatches
+from mcore_rl.data.stored_batch import in_parts
 from mcore_rl.players.train_speed import TrainSpeed
+from mcore_rl.process.clock import now_s
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.types import (
+    AnyBatch,
+    LogprobOptions,
+    StepStats,
+    StoredBatch,
+    TokenScores,
+    TrainBatch,
+)
 
 T = TypeVar("T")
 S = TypeVar("S")
+PerCoordinate = Sequence[Any]
+"""For each data-parallel coordinate a list of TrainBatches, or a StoredBatch in parts."""
 
 
 class RankCalls(Protocol):
     """The policy's ranks; `per_dp` holds one list of micro-batches per data-parallel coordinate."""
 
     def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
+        self, per_dp: PerCoordinate, options: LogprobOptions
     ) -> list[list[TokenScores]]:
-        """`options.temperature` is never None here."""
+        """`options.temperature` is never None here.
+
+        For StoredBatches, ranks bring the scores to the stores and return their columns.
+        """
         ...
 
     def train_step(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
+        self, per_dp: PerCoordinate, *, temperature: float, num_tokens: int
     ) -> StepStats: ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
@@ -43,11 +56,11 @@ class RankCalls(Protocol):
 class CriticCalls(Protocol):
     """The critic's ranks; `per_dp` is as in RankCalls."""
 
-    def compute_values(self, per_dp: Sequence[Sequence[TrainBatch]]) -> list[list[Tensor]]: ...
+    def compute_values(self, per_dp: PerCoordinate) -> list[list[Any]]:
+        """Return tensors, or columns for StoredBatches."""
+        ...
 
-    def train_step(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, num_tokens: int
-    ) -> StepStats: ...
+    def train_step(self, per_dp: PerCoordinate, *, num_tokens: int) -> StepStats: ...
 
     def save(self, folder: str, extra: dict[str, Any]) -> None: ...
 
@@ -71,7 +84,7 @@ class Packing:
     def of(parallel: ParallelConfig, max_tokens: int) -> "Packing":
         return Packing(parallel.dp_size, parallel.pp if parallel.vpp else 1, max_tokens)
 
-    def plan(self, batch: TrainBatch) -> list[list[list[int]]]:
+    def plan(self, batch: AnyBatch) -> list[list[list[int]]]:
         """Return the sequence indices of each micro-batch, by data-parallel coordinate."""
         return plan_microbatches(batch.lens_N, self.dp_size, self.max_tokens, self.multiple_of)
 
@@ -101,12 +114,14 @@ class PackedTrainer:
         self._checkpoint = checkpoint
 
     def compute_logprobs(
-        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+        self, batch: AnyBatch, options: LogprobOptions = LogprobOptions()
     ) -> TokenScores:
         if options.temperature is None:
             options = replace(options, temperature=self._temperature)
         plan = self._packing.plan(batch)
         answers = self._ranks.compute_logprobs(_cut(batch, plan), options)
+        if isinstance(batch, StoredBatch):
+            return answers[0][0]
         scored = _pair_up(plan, answers)
         logprobs_T = _put_back(batch.lens_N, [(i, scores.logprobs_T) for i, scores in scored])
         return TokenScores(
@@ -116,14 +131,14 @@ class PackedTrainer:
             routed_experts_TLK=_put_back_optional(batch.lens_N, scored, "routed_experts_TLK"),
         )
 
-    def train_step(self, batch: TrainBatch) -> StepStats:
+    def train_step(self, batch: AnyBatch) -> StepStats:
         per_dp = _cut(batch, self._packing.plan(batch))
         num_tokens = sum(batch.lens_N)
-        began_s = time.monotonic()
+        began_s = now_s()
         stats = self._ranks.train_step(per_dp, temperature=self._temperature, num_tokens=num_tokens)
         if self._speed is None:
             return stats
-        speed = self._speed.metrics(batch.lens_N, time.monotonic() - began_s)
+        speed = self._speed.metrics(batch.lens_N, now_s() - began_s)
         return replace(stats, metrics={**stats.metrics, **speed})
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -156,12 +171,14 @@ class PackedCritic:
         self._packing = packing
         self._checkpoint = checkpoint
 
-    def compute_values(self, batch: TrainBatch) -> Tensor:
+    def compute_values(self, batch: AnyBatch) -> Any:
         plan = self._packing.plan(batch)
         answers = self._ranks.compute_values(_cut(_for_critic(batch), plan))
+        if isinstance(batch, StoredBatch):
+            return answers[0][0]
         return _put_back(batch.lens_N, _pair_up(plan, answers))
 
-    def train_step(self, batch: TrainBatch) -> StepStats:
+    def train_step(self, batch: AnyBatch) -> StepStats:
         per_dp = _cut(_for_critic(batch), self._packing.plan(batch))
         return self._ranks.train_step(per_dp, num_tokens=sum(batch.lens_N))
 
@@ -175,7 +192,12 @@ class PackedCritic:
             self._ranks.finish_save()
 
 
-def _for_critic(batch: TrainBatch) -> TrainBatch:
+def _for_critic(batch: AnyBatch) -> AnyBatch:
+    """Return the batch with nothing but the fields that a critic reads."""
+    if isinstance(batch, StoredBatch):
+        none = {name: None for name in vars(batch) if name.endswith(("_T", "_TLK"))}
+        kept = {"values_T": batch.values_T, "returns_T": batch.returns_T}
+        return replace(batch, version=None, advantages_N=None, **{**none, **kept})
     return TrainBatch(
         token_ids_T=batch.token_ids_T,
         loss_mask_T=batch.loss_mask_T,
@@ -215,8 +237,10 @@ def _put_back_optional(
     return _put_back(lens_N, parts) if parts else None
 
 
-def _cut(batch: TrainBatch, plan: Sequence[Sequence[Sequence[int]]]) -> list[list[TrainBatch]]:
+def _cut(batch: AnyBatch, plan: Sequence[Sequence[Sequence[int]]]) -> PerCoordinate:
     """Return the micro-batches of each data-parallel coordinate; without a sequence, a filler."""
+    if isinstance(batch, StoredBatch):
+        return [in_parts(batch, parts) for parts in plan]
     selected = iter(select_each(batch, [indices for part in plan for indices in part if indices]))
     return [
         [next(selected) if indices else make_filler(batch) for indices in microbatches]

@@ -6,17 +6,17 @@ engines score the same sequences -> requests go to the engines that agree.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mcore_rl.players.canary import Canary, CanaryReport
 from mcore_rl.players.colocation import TRAINER, WEIGHTS_ONLY, SharedGpus
-from mcore_rl.roles import Watched
+from mcore_rl.process.clock import now_s
+from mcore_rl.roles import Batch, Watched
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.stream.controller.sync import SyncError
 from mcore_rl.stream.controller.sync_report import SyncReport
-from mcore_rl.types import TrainBatch, WeightVersion
+from mcore_rl.types import WeightVersion
 
 RESTART_POLL_S = 0.5
 DEATH_SHOWS_S = 3.0
@@ -67,7 +67,7 @@ class EngineSync:
         """Engine url -> `restarts` of the process that was linked, also if it failed afterwards."""
         self._version = WeightVersion(0)
 
-    def sync(self, version: WeightVersion, probe: TrainBatch) -> Mapping[str, float]:
+    def sync(self, version: WeightVersion, probe: Batch) -> Mapping[str, float]:
         """Bring the engines to `version` and compare their log-probs of `probe` with the trainer's.
 
         Returns metrics of the sync. Raises SyncError if no engine took the weights, or none of
@@ -176,8 +176,8 @@ class EngineSync:
 
     async def _is_any_coming(self) -> bool:
         """Return whether an engine is starting again, after giving a death time to show."""
-        deadline = time.monotonic() + DEATH_SHOWS_S
-        while not self._has_new() and time.monotonic() < deadline:
+        deadline = now_s() + DEATH_SHOWS_S
+        while not self._has_new() and now_s() < deadline:
             await asyncio.sleep(RESTART_POLL_S)
             await self._look()
         return self._has_new()

@@ -29,6 +29,11 @@ def remember_secret(value: str) -> None:
         _known.add(value)
 
 
+def known_secrets() -> tuple[str, ...]:
+    """Return the values that `redact` hides, for other processes of the run to hide them, too."""
+    return tuple(sorted(_known))
+
+
 def remember_environment(environ: Mapping[str, str] = os.environ) -> None:
     """Have `redact` hide the values of environment variables that are secret by their names."""
     for name, value in environ.items():

@@ -69,7 +69,6 @@ class Scorer:
             _only_finite(sample_numbers) if error else sample_numbers
             for sample_numbers, error in zip(numbers, errors, strict=True)
         ]
-        self._log_errors(samples, errors)
         unpenalized_N = [reward for reward, _ in scored]
         scored = self._add_noise(samples, numbers, scored)
         names = dict.fromkeys([*self._config.parts, *chain(*numbers)])
@@ -161,22 +160,27 @@ class Scorer:
             with_noise.append((reward, error))
         return with_noise
 
-    def _log_errors(self, samples: Sequence[Sample], errors: Sequence[str]) -> None:
-        failed = [(sample, error) for sample, error in zip(samples, errors, strict=True) if error]
-        for sample, error in failed[:LOGGED_ERRORS]:
-            prompt = sample.prompt
-            _log.warning(
-                "reward of prompt %d (%s) failed and counts as %g: %s; ground truth %r,"
-                " response %r",
-                prompt.index,
-                prompt.data_source,
-                self._config.error_value,
-                error,
-                prompt.ground_truth,
-                sample.text[:200],
-            )
-        if len(failed) > LOGGED_ERRORS:
-            _log.warning("%d rewards of %d failed", len(failed), len(samples))
+
+def log_failures(samples: Sequence[Sample], errors: Sequence[str], config: RewardConfig) -> None:
+    """Log why the first of some samples have no reward of their own.
+
+    `errors` has an entry per sample, empty if it has one; `samples` has those that have none, at
+    least the first LOGGED_ERRORS of them.
+    """
+    failures = [error for error in errors if error]
+    for sample, error in zip(samples, failures[:LOGGED_ERRORS], strict=False):
+        prompt = sample.prompt
+        _log.warning(
+            "reward of prompt %d (%s) failed and counts as %g: %s; ground truth %r, response %r",
+            prompt.index,
+            prompt.data_source,
+            config.error_value,
+            error,
+            prompt.ground_truth,
+            sample.text[:200],
+        )
+    if len(failures) > LOGGED_ERRORS:
+        _log.warning("%d rewards of %d failed", len(failures), len(errors))
 
 
 def overlong_penalty(response_len: int, max_response_len: int, config: RewardConfig) -> float:

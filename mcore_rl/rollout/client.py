@@ -1,44 +1,29 @@
 """Sends prompts to the engines and returns samples (token ids, log-probs, weight versions)."""
 
 import asyncio
-import contextlib
-import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from statistics import fmean
-from typing import Any
-
-import aiohttp
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.process.http import open_session
-from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
-from mcore_rl.rollout.request import EngineAffinity, Request, Sampling, make_body, make_sample
-from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
+from mcore_rl.rollout.transport import (
+    AbortedError,
+    EngineTransport,
+    OpenTransport,
+    RolloutError,
+    TransientError,
+)
 from mcore_rl.types import Prompt, Sample
 
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.25
 _HOLD_POLL_S = 0.02
-_ABORT_S = 10.0
-
-
-class RolloutError(RuntimeError):
-    """A request failed for good; the message names the engine, its log file and the prompt."""
-
-
-class _Transient(Exception):
-    """A failure worth another try."""
-
-
-class _Aborted(_Transient):
-    """The engine ended the request."""
 
 
 class RolloutClient:
@@ -48,34 +33,32 @@ class RolloutClient:
         self,
         engines: Sequence[EngineAddress],
         config: RolloutConfig,
-        stop_token_ids: Sequence[int],
-        decode: Callable[[Sequence[int]], str],
-        experts_shape: RoutedExpertsShape | None = None,
+        transport: OpenTransport,
         health: EngineHealth | None = None,
+        own: Collection[str] = (),
     ) -> None:
         """Raises ValueError without an engine.
 
-        `experts_shape` is the shape of the experts that engines report; None asks for none.
-        `health` says before each request which engines serve; None: all of them, always.
+        `transport` is opened for each session. `health` says before each request which engines
+        serve; None: all of them, always. Engines whose urls are in `own` come first, the others
+        only where none of these serves; empty: all.
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
         self._health = health or EngineHealth([address.url for address in engines])
         self._engines = [EngineLoad(address) for address in engines]
+        self._own = [e for e in self._engines if not own or e.address.url in own]
         self._config = config
-        self._stop_token_ids = list(stop_token_ids)
-        self._decode = decode
-        self._experts_shape = experts_shape
+        self._transport = transport
 
     @property
     def max_in_flight(self) -> int:
         """Requests at once, all engines together."""
-        return self._config.max_concurrency * len(self._engines)
+        return self._config.max_concurrency * len(self._own)
 
-    @property
-    def idle_s(self) -> float:
-        """Seconds without a request so far, mean over the engines."""
-        return fmean(engine.idle_s for engine in self._engines)
+    async def idle_seconds(self) -> float:
+        """Return the seconds without a request so far, mean over the engines."""
+        return fmean(engine.idle_s for engine in self._own)
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -93,8 +76,8 @@ class RolloutClient:
         `max_in_flight` bounds the requests at once, all engines together; 0: as many as the engines
         take. `on_done` is called when a sample is complete, failed or canceled.
         """
-        async with open_session(self._config.request_timeout_s) as http:
-            yield RolloutSession(self, http, max_in_flight or self.max_in_flight, on_done)
+        async with self._transport() as transport:
+            yield RolloutSession(self, transport, max_in_flight or self.max_in_flight, on_done)
 
     async def sample_one(
         self, session: "RolloutSession", request: Request, sampling: Sampling
@@ -104,21 +87,19 @@ class RolloutClient:
         Requests that the session aborted are sampled again and don't count as retries. Raises
         RolloutError after config.retries + 1 failures.
         """
-        body = self._make_body(request, sampling)
-        experts_shape = self._experts_shape if sampling.routed_experts else None
         failed: list[EngineLoad] = []
         while True:
             async with session.slot():
                 engine = self._pick(request, failed)
                 try:
-                    answer = await self._post(session.http, engine, body)
-                    return make_sample(request, answer, self._decode, experts_shape)
-                except (aiohttp.ClientError, TimeoutError, _Transient) as failure:
-                    if session.is_held and isinstance(failure, _Aborted):
+                    with engine.request():
+                        return await session.transport.sample(engine.address, request, sampling)
+                except TransientError as failure:
+                    if session.is_held and isinstance(failure, AbortedError):
                         session.num_cut_off += 1
                         continue
                     failed.append(engine)
-                    reason = f"{type(failure).__name__}: {failure}"
+                    reason = str(failure)
             if len(failed) > self._config.retries:
                 raise RolloutError(
                     f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
@@ -126,36 +107,18 @@ class RolloutClient:
             _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
             await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
 
-    async def abort_all(self, http: aiohttp.ClientSession) -> None:
-        """Have the engines end their requests.
-
-        Raises nothing for an engine that does not answer: its requests fail by themselves.
-        """
-        timeout = aiohttp.ClientTimeout(_ABORT_S)
+    async def abort_all(self, transport: EngineTransport) -> None:
+        """Have the engines end their requests; those that do not answer let them fail."""
         for engine in self._engines:
             if engine.num_in_flight:
-                url = f"{engine.address.url}/abort_request"
-                headers = admin_headers(engine.address.keys)
-                body = {"abort_all": True}
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with http.post(url, json=body, headers=headers, timeout=timeout):
-                        pass
-
-    def _make_body(self, request: Request, sampling: Sampling) -> dict[str, Any]:
-        """Return the body, with a seed and experts only where the engines support them."""
-        supported = replace(
-            sampling,
-            seed=sampling.seed if self._config.deterministic else None,
-            routed_experts=sampling.routed_experts and self._experts_shape is not None,
-        )
-        return make_body(request, supported, self._stop_token_ids)
+                await transport.abort_all(engine.address)
 
     def _pick(self, request: Request, failed: Sequence[EngineLoad]) -> EngineLoad:
         """Return the engine of the prompt's other requests, or the least loaded if it has too many.
 
         Engines that already failed the request come last. Raises RolloutError if no engine serves.
         """
-        serving = [e for e in self._engines if not self._health.why_out(e.address.url)]
+        serving = self._serving(self._own) or self._serving(self._engines)
         if not serving:
             reasons = "; ".join(
                 f"{e.address}: {self._health.why_out(e.address.url)}" for e in self._engines
@@ -170,26 +133,8 @@ class RolloutClient:
         affinity.engine = least_loaded
         return least_loaded
 
-    async def _post(
-        self, http: aiohttp.ClientSession, engine: EngineLoad, body: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the engine's answer; raise _Transient or aiohttp errors if a retry may help."""
-        url = f"{engine.address.url}/generate"
-        headers = user_headers(engine.address.keys)
-        with engine.request():
-            async with http.post(url, json=body, headers=headers) as response:
-                text = await response.text()
-        if response.status >= 500:
-            raise _Transient(f"HTTP {response.status}: {text[:500]}")
-        if response.status != 200:
-            raise RolloutError(
-                f"{engine.address} refused a request with HTTP {response.status}: {text[:500]}"
-            )
-        answer = json.loads(text)
-        reason = answer["meta_info"]["finish_reason"]
-        if reason["type"] == "abort":
-            raise _Aborted(f"aborted: {reason.get('message')}")
-        return answer
+    def _serving(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
+        return [engine for engine in engines if not self._health.why_out(engine.address.url)]
 
 
 class RolloutSession:
@@ -198,11 +143,11 @@ class RolloutSession:
     def __init__(
         self,
         client: RolloutClient,
-        http: aiohttp.ClientSession,
+        transport: EngineTransport,
         max_in_flight: int,
         on_done: Callable[[], None],
     ) -> None:
-        self.http = http
+        self.transport = transport
         self._client = client
         self._on_done = on_done
         self._slots = asyncio.Semaphore(max_in_flight)
@@ -271,11 +216,10 @@ class RolloutSession:
         """
         self._may_post.clear()
         while self._num_posted:
-            if (
-                cut_off
-            ):  # in each round: a request that was on its way has reached its engine by now
-                await self._client.abort_all(self.http)
+            # In each round: a request that was on its way has reached its engine by now.
+            if cut_off:
+                await self._client.abort_all(self.transport)
             await asyncio.sleep(_HOLD_POLL_S)
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self._may_post.set()

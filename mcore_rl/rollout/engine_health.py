@@ -42,6 +42,11 @@ class EngineHealth:
         """Return why the engine at `url` gets no requests; empty if it does."""
         return self._why_out[url]
 
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why engines get no requests, by url; empty for those that do."""
+        return dict(self._why_out)
+
     def note(self, states: Sequence[EngineState]) -> None:
         """Take in what a watch saw; an engine with a new process no longer serves the current
         weights.

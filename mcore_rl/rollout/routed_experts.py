@@ -1,11 +1,14 @@
 """Decodes and checks an engine's answer about the experts that its routers chose."""
 
-import base64
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+import pybase64
 import torch
 from torch import Tensor
+
+from mcore_rl.types import Array
 
 _REMEDY = (
     "the engine serves another model than model.path says, or chose physical copies of experts"
@@ -35,26 +38,27 @@ class RoutedExpertsShape:
         if encoded is None:
             raise ValueError(f"{where}: the engine did not tell which experts it chose: {_REMEDY}")
         num_layers = len(self.moe_layers)
-        flat = torch.frombuffer(bytearray(base64.b64decode(encoded)), dtype=torch.int32)
-        if flat.numel() != num_tokens * num_layers * self.top_k:
+        flat = np.frombuffer(pybase64.b64decode(encoded), np.int32)
+        if flat.size != num_tokens * num_layers * self.top_k:
             raise ValueError(
-                f"{where}: the engine told of {flat.numel()} choices of experts, expected"
+                f"{where}: the engine told of {flat.size} choices of experts, expected"
                 f" {num_tokens} tokens * {num_layers} layers * {self.top_k} experts per token:"
                 f" {_REMEDY}"
             )
-        experts_TLK = flat.view(num_tokens, num_layers, self.top_k)
+        experts_TLK = flat.reshape(num_tokens, num_layers, self.top_k)
         self._check(experts_TLK, where)
-        return experts_TLK.to(torch.int16)
+        return torch.from_numpy(experts_TLK.astype(np.int16))
 
-    def _check(self, experts_TLK: Tensor, where: str) -> None:
+    def _check(self, experts_TLK: Array, where: str) -> None:
         """Raise ValueError unless each token went to distinct, existing experts in MoE layers."""
-        in_range_TLK = (experts_TLK >= 0) & (experts_TLK < self.num_experts)
-        twice_TL = torch.zeros(experts_TLK.shape[:2], dtype=torch.bool)
-        for first_TL, second_TL in combinations(experts_TLK.unbind(2), 2):
-            twice_TL |= first_TL == second_TL
-        wrong_TL = (twice_TL | ~in_range_TLK.all(2)) & torch.tensor(self.moe_layers)
+        wrong_TL = ((experts_TLK < 0) | (experts_TLK >= self.num_experts)).any(2)
+        # Whole planes of small numbers are compared: pairs in rows of int32 take much longer.
+        planes_KTL = np.ascontiguousarray(experts_TLK.astype(np.int16).transpose(2, 0, 1))
+        for first_TL, second_TL in combinations(planes_KTL, 2):
+            wrong_TL |= first_TL == second_TL
+        wrong_TL &= np.array(self.moe_layers)
         if wrong_TL.any():
-            token, layer = wrong_TL.nonzero()[0].tolist()
+            token, layer = np.argwhere(wrong_TL)[0].tolist()
             experts = experts_TLK[token, layer].tolist()
             raise ValueError(
                 f"{where}: experts {experts} of token {token} in layer {layer} are not"

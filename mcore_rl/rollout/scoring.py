@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import aiohttp
 
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.client import RolloutError
+from mcore_rl.rollout.transport import RolloutError
 
 
 class UnreachableError(RolloutError):

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from mcore_rl.types import Sample, WeightVersion
+from mcore_rl.types import AnySample, WeightVersion
 
 
 def staleness_metrics(
-    samples: Sequence[Sample], version: WeightVersion, bound: int | None
+    samples: Sequence[AnySample], version: WeightVersion, bound: int | None
 ) -> dict[str, float]:
     """Return the ages of non-empty `samples` when weights `version` train on them.
 
@@ -19,7 +19,7 @@ def staleness_metrics(
     for sample in samples:
         versions = {span.version for span in sample.versions}
         num_partial += len(versions) > 1
-        if sample.response_ids:
+        if sample.response_len:
             ages.append(version - min(versions))
     oldest = max(ages, default=0)
     if bound is not None:

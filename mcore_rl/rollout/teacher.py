@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import aiohttp
 
 from mcore_rl.process.http import open_session
-from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import UnreachableError, score_tokens
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import Sample
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,9 @@ class Teacher:
     Raises RolloutError for a sample that no engine scored within the teacher's request_timeout_s.
     """
 
-    def __init__(self, endpoint: ServedEndpoint, watched: Callable[[Awaitable[Any]], Any]) -> None:
+    def __init__(
+        self, endpoint: ServedEndpoint, watched: Callable[[Coroutine[Any, Any, Any]], Any]
+    ) -> None:
         """`watched` runs a coroutine to its end while ranks and engines are watched."""
         self._endpoint = endpoint
         self._watched = watched

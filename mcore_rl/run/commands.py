@@ -2,17 +2,19 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.algo.requirements import check_preference
+from mcore_rl.cluster.collector_worker import CollectorSpec
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.data.preferences import PreferenceStream, batches_of, load_pairs
 from mcore_rl.data.sft import SftStream
+from mcore_rl.data.token_cache import token_cache_dir
 from mcore_rl.loops.dpo import optimize_preferences
 from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
@@ -20,35 +22,36 @@ from mcore_rl.loops.rl import train
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.checks import check_engines
 from mcore_rl.planning.run_size import RunSize
+from mcore_rl.players.advantages import StoredAdvantages
 from mcore_rl.players.colocation import SharingScorer, SharingTrainer
 from mcore_rl.players.generator import EngineGenerator
 from mcore_rl.process.threads import at_once
 from mcore_rl.report.run_report import make_report
+from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.roles import Roles, in_turn
 from mcore_rl.run.inputs import (
     check_no_trainer,
-    load_split,
-    make_scorer,
+    needed_prompts,
     open_policy,
     read_train_inputs,
-    token_cache_dir,
     without_replay,
 )
 from mcore_rl.run.parts import (
     completing_saves,
-    connect,
+    connect_stores,
     finish,
     finish_training,
     load_models,
-    make_client,
     make_critic,
     make_log,
     make_sync,
-    make_teacher,
     pack,
     resume,
     sample_in_background,
+    share_teacher,
 )
+from mcore_rl.run.prompts import first_prompts, load_split
+from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import start_training
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -61,35 +64,39 @@ def run_train(config: Config) -> None:
     """`mcore-rl train`: wrong input is refused before any process is started."""
     inputs = read_train_inputs(config)
     prompts = inputs.prompts
-    scorer = inputs.scorer
     needs = needs_of(config.algorithm)
-    with _run(config, inputs.policy, "train") as (folder, newest, processes), scorer:
+    collector = inputs.collector
+    running = _run(config, inputs.policy, "train", collector)
+    with closing(prompts), running as (folder, newest, processes):
         started = start_training(config, processes, inputs.loss)
         gpus = started.gpus
-        served_models = connect(scorer, processes)
+        rollouts = connect_rollouts(config, processes, started.engines)
+        connect_stores(started, processes)
         parts = {"prompts": prompts, "advantages": inputs.advantages}
         start_step = load_models(config, started, folder, parts, newest, needs.reference)
-        client = make_client(config, inputs.policy, started.engines, inputs.tokenizer)
         packed = pack(config, inputs.policy, started.trainer, folder, config.rollout.temperature)
         watched = processes.watched
-        weights = make_sync(config, inputs.policy, started, packed, watched, processes.keys)
+        weights = make_sync(config, inputs.policy, started, packed, processes, rollouts)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
         background_sampler = sample_in_background(
-            config, start_step, prompts, client, scorer, processes, weights
+            config, start_step, prompts, rollouts, processes, weights
         )
-        log = make_log(config, folder, config.run.steps, start_step)
+        log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
         with log, background_sampler as background:
             roles = Roles(
                 prompts=prompts,
                 held_out=inputs.held_out,
-                generator=EngineGenerator(client, config.rollout, watched, weights.revive),
-                reward=SharingScorer(scorer, ("judge", "reward_model"), gpus),
-                advantages=inputs.advantages,
+                generator=EngineGenerator(rollouts.client, config.rollout, watched, weights.revive),
+                reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
+                advantages=StoredAdvantages(
+                    inputs.advantages, rollouts.on_tokens, has_teacher=needs.teacher
+                ),
                 trainer=SharingTrainer(packed, gpus),
                 weights=weights,
                 log=log,
                 background=background,
-                teacher=make_teacher(served_models, watched, gpus),
+                teacher=share_teacher(rollouts, gpus),
+                on_tokens=rollouts.on_tokens,
                 critic=make_critic(config, started, folder),
                 both=in_turn if config.critic.colocated else at_once,
             )
@@ -104,7 +111,7 @@ def run_sft(config: Config) -> None:
     policy, tokenizer = open_policy(config, "sft.data")
     config = without_replay(config, policy)
     options = config.sft
-    cache_dir = token_cache_dir(config.data)
+    cache_dir = token_cache_dir(config.data.cache_dir)
     batches = SftStream(options.data, tokenizer, options.max_len, config.run.seed, cache_dir)
     with _run(config, policy, "sft") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
@@ -124,7 +131,7 @@ def run_dpo(config: Config) -> None:
     policy, tokenizer = open_policy(config, "dpo.data")
     config = without_replay(config, policy)
     options = config.dpo
-    cache_dir = token_cache_dir(config.data)
+    cache_dir = token_cache_dir(config.data.cache_dir)
     pairs = load_pairs(options.data, tokenizer, options.max_len, cache_dir)
     stream = PreferenceStream(pairs, config.run.seed)
     held_out = []
@@ -153,22 +160,28 @@ def run_pairs(config: Config) -> None:
     them to <run.dir>/pairs.
     """
     check_no_trainer(config)
-    policy, tokenizer = open_policy(config, "data.train")
+    policy, tokenizer = open_policy(config, *needed_prompts(config))
     splits = {
-        "train": load_split(config, config.data.train, tokenizer)[: config.dpo.prompts or None],
+        "train": first_prompts(config, tokenizer, config.dpo.prompts),
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
     }
-    scorer = make_scorer(config)
+    make_scorer(config)
+    collector = collector_spec(config, policy, tokenizer)
     num_samples = config.rollout.samples_per_prompt
     num_pairs = config.dpo.pairs_per_prompt
-    with _run(config, policy, "pairs") as (folder, _, processes), scorer:
-        client = make_client(config, policy, processes.start_engines(), tokenizer)
-        connect(scorer, processes)
-        generator = EngineGenerator(client, config.rollout, processes.watched)
+    with _run(config, policy, "pairs", collector) as (folder, _, processes):
+        rollouts = connect_rollouts(config, processes, processes.start_engines())
+        generator = EngineGenerator(rollouts.client, config.rollout, processes.watched)
         for name, prompts in splits.items():
             if prompts:
                 rows = sample_pairs(
-                    generator, scorer, prompts, num_samples, num_pairs, config.run.seed
+                    generator,
+                    rollouts.reward,
+                    prompts,
+                    num_samples,
+                    num_pairs,
+                    config.run.seed,
+                    rollouts.read,
                 )
                 write_pairs(rows, folder.path / f"{name}.parquet", len(prompts))
 
@@ -178,17 +191,17 @@ def run_eval(config: Config) -> None:
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
-    scorer = make_scorer(config)
+    make_scorer(config)
+    collector = collector_spec(config, policy, tokenizer)
     correctness = Correctness.of(config.eval, config.reward)
-    with _run(config, policy, "eval") as (folder, _, processes), scorer:
-        client = make_client(config, policy, processes.start_engines(), tokenizer)
-        connect(scorer, processes)
-        generator = EngineGenerator(client, config.rollout, processes.watched)
-        with make_log(config, folder, None, 0) as log:
+    with _run(config, policy, "eval", collector) as (folder, _, processes):
+        rollouts = connect_rollouts(config, processes, processes.start_engines())
+        generator = EngineGenerator(rollouts.client, config.rollout, processes.watched)
+        with make_log(config, folder, None, 0, rollouts.read) as log:
             metrics, samples, scores = evaluate(
                 generator,
                 held_out,
-                scorer,
+                rollouts.reward,
                 correctness,
                 pass_k=config.eval.pass_k,
                 seed=config.run.seed,
@@ -203,6 +216,7 @@ def _run(
     config: Config,
     policy: ModelFacts,
     command: str,
+    collector: CollectorSpec | None = None,
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
     size = RunSize.of(config, command)
@@ -213,5 +227,5 @@ def _run(
     with folder.locked():
         newest = folder.prepare(config)
         _log.info("start-up")
-        with run_processes(config, policy, folder.logs, command) as processes:
+        with run_processes(config, policy, folder.logs, command, collector) as processes:
             yield folder, newest, processes

@@ -8,6 +8,7 @@ Downloads land in huggingface_hub's cache (HF_HOME) and are reused without a net
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from mcore_rl.algo.choice import needs_of
-from mcore_rl.config import Config
+from mcore_rl.config import Config, SourceConfig
 from mcore_rl.config.recipe import value_of
 from mcore_rl.config.tree import with_settings
 
@@ -26,6 +27,8 @@ DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
     "pairs": ("data.train", "eval.data"),
     "eval": ("eval.data",),
 }
+MIXING_COMMANDS = ("train", "pairs")
+"""Commands that read data.sources."""
 MODEL_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 DATA_FILE = re.compile(
     r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^/]+))?/(?P<file>.+)"
@@ -58,7 +61,16 @@ def fetch_inputs(config: Config, command: str) -> Config:
     for option in DATA_OF_COMMAND[command]:
         files = [_local_file(option, name) for name in value_of(config, option)]
         config = with_settings(config, {option: files})
+    if command in MIXING_COMMANDS:
+        config = with_settings(config, {"data.sources": _local_sources(config.data.sources)})
     return config
+
+
+def _local_sources(sources: Sequence[SourceConfig]) -> list[SourceConfig]:
+    return [
+        replace(source, path=_local_file(f"data.sources[{i}].path", source.path))
+        for i, source in enumerate(sources)
+    ]
 
 
 def _fetch_models(config: Config, options: Sequence[str], patterns: Sequence[str]) -> Config:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,18 +11,19 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.algo.requirements import check_algorithm, check_names
-from mcore_rl.config import Config, DataConfig, RolloutConfig
+from mcore_rl.cluster.collector_worker import CollectorSpec
+from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.config.recipe import require
-from mcore_rl.data.prompts import load_prompts
 from mcore_rl.data.source import ShuffledStream
-from mcore_rl.data.token_cache import default_cache_dir
+from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.planning.checks import check_sizes
 from mcore_rl.planning.models import read_critic, read_policy
 from mcore_rl.players.canary import make_probe
-from mcore_rl.rewards.model_scorers import JudgeScorer, ModelScorer, RewardModelScorer
-from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
+from mcore_rl.run.prompts import load_split, train_prompts
+from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.slices.families.routing import check_routing
 from mcore_rl.slices.hf.carried import carried_tensors
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -39,9 +39,9 @@ class TrainInputs:
 
     policy: ModelFacts
     tokenizer: PreTrainedTokenizerBase
-    prompts: ShuffledStream[Prompt]
+    prompts: ShuffledStream[Prompt] | MixedPrompts
     held_out: list[Prompt]
-    scorer: Scorer
+    collector: CollectorSpec
     loss: TokenLoss
     advantages: Advantages
     canary_probe: TrainBatch
@@ -55,22 +55,23 @@ def read_train_inputs(config: Config) -> TrainInputs:
     fit the rest.
     """
     check_algorithm(config)
-    policy, tokenizer = open_policy(config, "data.train")
+    policy, tokenizer = open_policy(config, *needed_prompts(config))
     check_routing(config.train, policy.config)
     warn_of_cut_distribution(config.rollout)
-    prompts = load_split(config, config.data.train, tokenizer)
+    prompts = train_prompts(config, tokenizer, config.canary.sequences)
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
+    make_scorer(config)  # refuses wrong options here, before there are collectors
     inputs = TrainInputs(
         policy=policy,
         tokenizer=tokenizer,
-        prompts=ShuffledStream(prompts, config.run.seed, config.data.shuffle),
+        prompts=prompts.stream,
         held_out=held_out,
-        scorer=make_scorer(config),
+        collector=collector_spec(config, policy, tokenizer),
         loss=make_policy_loss(config.algorithm),
         advantages=Advantages(
             config.algorithm, config.reward.part_weights, config.critic.gae_lambda
         ),
-        canary_probe=make_probe(held_out or prompts, config.canary.sequences),
+        canary_probe=make_probe(held_out or prompts.first, config.canary.sequences),
     )
     if needs_of(config.algorithm).critic:
         check_critic(config, policy)
@@ -78,6 +79,11 @@ def read_train_inputs(config: Config) -> TrainInputs:
     if config.teacher.path:
         check_teacher(config, tokenizer)
     return inputs
+
+
+def needed_prompts(config: Config) -> tuple[str, ...]:
+    """Return the option that must name prompts; none if data.sources does."""
+    return () if config.data.sources else ("data.train",)
 
 
 def open_policy(config: Config, *needed: str) -> tuple[ModelFacts, PreTrainedTokenizerBase]:
@@ -148,36 +154,6 @@ def without_replay(config: Config, policy: ModelFacts) -> Config:
     train = replace(config.train, router_replay="none")
     check_routing(train, policy.config)
     return replace(config, train=train)
-
-
-def load_split(
-    config: Config, files: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> list[Prompt]:
-    """Return the prompts of `files`, if any. Raises ValueError as load_prompts does."""
-    if not files:
-        return []
-    data = config.data
-    return load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, token_cache_dir(data))
-
-
-def token_cache_dir(data: DataConfig) -> Path:
-    """Return the folder that keeps token ids."""
-    return Path(data.cache_dir) if data.cache_dir else default_cache_dir()
-
-
-def make_scorer(config: Config) -> Scorer:
-    """Return the scorer of a run.
-
-    Raises ValueError if its function, template or tokenizer cannot be used.
-    """
-    model_scorers: dict[str, ModelScorer] = {}
-    if config.judge.is_used:
-        model_scorers["judge"] = JudgeScorer(config.reward.judge)
-    if config.reward_model.is_used:
-        folder = config.reward.model_tokenizer or config.reward_model.path
-        trust_remote_code = config.model.trust_remote_code
-        model_scorers["reward_model"] = RewardModelScorer(folder, trust_remote_code)
-    return Scorer(config.reward, config.rollout.max_response_len, model_scorers)
 
 
 def check_critic(config: Config, policy: ModelFacts) -> None:

@@ -1,26 +1,22 @@
 """Makes the parts that loops work with, from a recipe and the processes of a run."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.cluster.critic import CriticGroup
-from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.rank_actor import node_address
-from mcore_rl.cluster.run import RunProcesses, experts_shape
+from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import written_config
-from mcore_rl.data.source import ShuffledStream
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players.background import BackgroundSampler
+from mcore_rl.players.background import BackgroundSampler, OpenPrompts
 from mcore_rl.players.canary import Canary
 from mcore_rl.players.colocation import (
     ALL,
@@ -33,57 +29,17 @@ from mcore_rl.players.colocation import (
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
-from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.stop_request import StoppedEarly
-from mcore_rl.rewards.scorer import Scorer
-from mcore_rl.roles import Critic, Watched
-from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.served_client import ServedClient
-from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.rollout.teacher import Teacher
+from mcore_rl.roles import Critic, ReadSamples
+from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import ModelFlops
 from mcore_rl.stream.controller.sync import SyncController
-from mcore_rl.types import Prompt, WeightVersion
+from mcore_rl.types import WeightVersion
 
 _log = logging.getLogger(__name__)
-
-
-def connect(scorer: Scorer, processes: RunProcesses) -> dict[str, ServedEndpoint]:
-    """Wait for the models served beside the policy, and connect the scorer to those with rewards.
-
-    Returns the endpoints by role.
-    """
-    served = processes.served_engines.wait_built()
-    for role, model in served.items():
-        _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
-    clients = {role: ServedClient(model) for role, model in served.items()}
-    scorer.connect({role: client.post_all for role, client in clients.items()}, processes.watched)
-    return served
-
-
-def make_client(
-    config: Config, policy: ModelFacts, engines: EngineGroup, tokenizer: PreTrainedTokenizerBase
-) -> RolloutClient:
-    """Wait for the engines. Raises ValueError if the tokenizer has no end-of-sequence token."""
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    stop = tokenizer.eos_token_id
-    if not isinstance(stop, int):
-        raise ValueError(
-            f"the tokenizer in {config.model.path} has no eos_token: responses would never stop"
-        )
-    return RolloutClient(
-        engines.wait_built(),
-        config.rollout,
-        [stop],
-        decode,
-        experts_shape(config, policy),
-        engines.health,
-    )
 
 
 def pack(
@@ -100,7 +56,7 @@ def pack(
         packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
         temperature=temperature,
         checkpoint=config.checkpoint,
-        speed=TrainSpeed(policy, config.parallel.world_size, trainer.peak_flops()),
+        speed=TrainSpeed(ModelFlops.of(policy), config.parallel.world_size, trainer.peak_flops()),
     )
 
 
@@ -113,13 +69,19 @@ def make_critic(config: Config, started: Started, folder: RunFolder) -> Critic |
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 
 
-def make_teacher(
-    served: Mapping[str, ServedEndpoint], watched: Watched[Any], gpus: SharedGpus
-) -> SharingScorer[list[tuple[float, ...]]] | None:
-    """Return a function that scores samples by the teacher; None if the recipe has none."""
-    if "teacher" not in served:
+def share_teacher(rollouts: Rollouts, gpus: SharedGpus) -> SharingScorer[Any] | None:
+    """Return the teacher, which may share GPUs with other models; None if there is none."""
+    if rollouts.teacher is None:
         return None
-    return SharingScorer(Teacher(served["teacher"], watched), ("teacher",), gpus)
+    return SharingScorer(rollouts.teacher, ("teacher",), gpus)
+
+
+def connect_stores(started: Started, processes: RunProcesses) -> None:
+    """Tell the ranks of trainer and critic where samples lie."""
+    assert processes.collectors is not None
+    for group in (started.trainer, started.critic):
+        if group is not None:
+            group.connect_stores(processes.collectors.stores)
 
 
 def make_sync(
@@ -127,13 +89,14 @@ def make_sync(
     policy: ModelFacts,
     started: Started,
     packed: PackedTrainer,
-    watched: Watched[Any],
-    keys: ServerKeys,
+    processes: RunProcesses,
+    rollouts: Rollouts,
 ) -> EngineSync:
     """Return the sync of weights to the engines, with the check that both sides compute alike."""
     timeout_s = config.run.call_timeout_s
     engines = started.engines
     gpus = started.gpus
+    keys = processes.keys
     sync_controller = SyncController(
         started.trainer,
         keys=keys,
@@ -144,16 +107,24 @@ def make_sync(
         relay=config.sync.relay,
         record=partial(record_layouts, config, policy),
     )
-    canary = Canary(packed, config.canary, config.model.dtype, timeout_s, gpus.for_rollout, keys)
+    canary = Canary(
+        packed,
+        config.canary,
+        config.model.dtype,
+        timeout_s,
+        gpus.for_rollout,
+        keys,
+        rollouts.fetch,
+    )
+    watched = processes.watched
     return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)
 
 
 def sample_in_background(
     config: Config,
     start_step: int,
-    prompts: ShuffledStream[Prompt],
-    client: RolloutClient,
-    scorer: Scorer,
+    prompts: OpenPrompts,
+    rollouts: Rollouts,
     processes: RunProcesses,
     weights: EngineSync,
 ) -> AbstractContextManager[BackgroundSampler | None]:
@@ -167,8 +138,8 @@ def sample_in_background(
         config.run.seed,
         WeightVersion(start_step),
         prompts,
-        client,
-        scorer,
+        rollouts.client,
+        rollouts.score_later,
         processes.watched,
         processes.start_watched,
         weights.revive,
@@ -226,8 +197,13 @@ def resume(
 
 
 def make_log(
-    config: Config, folder: RunFolder, total_steps: int | None, start_step: int
+    config: Config,
+    folder: RunFolder,
+    total_steps: int | None,
+    start_step: int,
+    read: ReadSamples = list,
 ) -> MetricsLogger:
+    """Return the log of a run; `read` brings the samples that it shows."""
     log = config.log
     return MetricsLogger(
         folder.path,
@@ -238,6 +214,7 @@ def make_log(
         wandb_project=log.wandb_project,
         mlflow_uri=log.mlflow_uri,
         config=written_config(config),
+        read=read,
     )
 
 

@@ -102,9 +102,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         parallel=parallel,
         train=_smallest_train(config.train),
         critic=critic,
-        data=replace(
-            config.data, train=[str(inputs / "train.parquet")], max_prompt_len=MAX_PROMPT_LEN
-        ),
+        data=config.data.reduced_to(str(inputs / "train.parquet"), MAX_PROMPT_LEN),
         rollout=_smallest_rollout(config.rollout, num_gpus),
         # Responses of a random model may all be cut off; filtered, they would move no weight.
         algorithm=replace(config.algorithm, filter_overlong=False),

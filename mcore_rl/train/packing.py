@@ -14,6 +14,7 @@ p + 1. RankBatch.batch therefore holds every per-token field shifted: entry t is
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class RankBatch:
                          0 where there is none
     named_experts_MLK    int16, the experts that the micro-batch names for its tokens, in its own
                          order and in host memory; None if it names none. See `experts`
+    named_layers         the layers that these experts are of; empty: all
     """
 
     tokens_T: Tensor
@@ -54,6 +56,7 @@ class RankBatch:
     num_tokens: int
     batch: TrainBatch
     named_experts_MLK: Tensor | None = None
+    named_layers: tuple[int, ...] = ()
 
     @property
     def labels_T(self) -> Tensor:
@@ -63,12 +66,19 @@ class RankBatch:
     def experts(self, rows: slice, layers: slice) -> Tensor | None:
         """Return the experts named for these local tokens in these layers, int16, in host memory.
 
-        They are -1 where not known and on padding; None if the micro-batch names none.
+        They are -1 where not known and on padding; None if the micro-batch names none. All of
+        `layers` must be among those that it names experts of.
         """
-        if self.named_experts_MLK is None:
+        named_MLK = self.named_experts_MLK
+        if named_MLK is None:
             return None
+        if self.named_layers:
+            places = [self.named_layers.index(k) for k in range(layers.start, layers.stop)]
+            named_MLK = named_MLK[:, places]
+        else:
+            named_MLK = named_MLK[:, layers]
         sources_T = self.sources_T[rows]
-        experts_TLK = self.named_experts_MLK[:, layers][sources_T.clamp(min=0)]
+        experts_TLK = named_MLK[sources_T.clamp(min=0)]
         return torch.where((sources_T >= 0)[:, None, None], experts_TLK, -1)
 
     def on_device(self, *, targets: bool) -> "RankBatch":
@@ -124,6 +134,7 @@ def make_rank_batch(
         num_tokens=int(real_T.sum()),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
         named_experts_MLK=batch.routed_experts_TLK,
+        named_layers=batch.expert_layers,
     )
 
 
@@ -143,7 +154,7 @@ def _fields_of_targets(batch: TrainBatch, targets_T: Tensor, lens_N: tuple[int, 
     """Return the batch's per-token fields at `targets_T`; 0 or False where there is no target."""
     has_target_T = targets_T >= 0
     index_T = targets_T.clamp(min=0)
-    values = {
+    values: dict[str, Any] = {
         name: torch.where(has_target_T, value[index_T], torch.zeros((), dtype=value.dtype))
         for name, value in batch.token_fields().items()
         if value.dim() == 1

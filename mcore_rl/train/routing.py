@@ -209,7 +209,10 @@ class Routing:
         given_MLK = batch.named_experts_MLK
         made = RoutingRecord()
         if given_MLK is not None:
-            _check_shape(given_MLK, self._shape)
+            num_layers, topk = self._shape
+            if batch.named_layers:
+                num_layers = len(batch.named_layers)
+            _check_shape(given_MLK, (num_layers, topk))
             made.flips_T = torch.zeros(len(batch.tokens_T), dtype=torch.int32, device=device())
             made.replaced_T = torch.zeros_like(made.flips_T)
         return made

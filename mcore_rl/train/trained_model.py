@@ -22,7 +22,7 @@ from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
-from mcore_rl.train.chunk_run import RoutingRecord
+from mcore_rl.train.chunk_run import RoutingRecord, layers_of
 from mcore_rl.train.expert_load import load_metrics
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.model import make_chunks
@@ -90,6 +90,12 @@ class TrainedModel:
     def _built_config(self, stored: ModelFacts) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
         return stored.config
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the model, counted from 0, that this rank has a share of."""
+        ranges = [layers_of(unwrap_model(chunk)) for chunk in self.chunks]
+        return tuple(k for layers in ranges for k in range(layers.start, layers.stop))
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""

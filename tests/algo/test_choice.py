@@ -34,7 +34,7 @@ def own_file(tmp_path: Path) -> Iterator[Path]:
     yield path
     for registry, names in before:
         registry.keep_only(names)
-    choice._read_once.cache_clear()
+    choice._files.clear()
     user_file.register_user_file.cache_clear()
 
 

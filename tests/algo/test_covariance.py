@@ -34,9 +34,9 @@ def covariances() -> list[float]:
 
 
 def held_back(config: AlgorithmConfig, seed: int = 0) -> list[int]:
-    mask_T = with_held_back(
-        make_batch(), config, losses.needs(config.loss).held_back, seed
-    ).held_back_T
+    pick = losses.needs(config.loss).held_back
+    assert pick is not None
+    mask_T = with_held_back(make_batch(), config, pick, seed)[0].held_back_T
     assert mask_T is not None
     return mask_T.nonzero()[:, 0].tolist()
 
@@ -62,7 +62,7 @@ def test_clip_cov_holds_back_a_random_share_of_those_between_the_bounds() -> Non
 
 def test_other_losses_hold_back_nothing_and_missing_inputs_are_refused() -> None:
     batch = make_batch()
-    assert with_held_back(batch, AlgorithmConfig(), losses.needs("ppo_clip").held_back, 0) is batch
+    assert losses.needs("ppo_clip").held_back is None
     with pytest.raises(ValueError, match=r"algorithm.loss=kl_cov needs old log-probs"):
         with_held_back(
             replace(batch, old_logprobs_T=None), AlgorithmConfig(loss="kl_cov"), pick_largest, 0
@@ -76,9 +76,9 @@ def test_without_a_pass_of_the_trainer_the_engines_log_probs_serve() -> None:
         correction=CorrectionConfig(bypass=True),
     )
     batch = replace(make_batch(), old_logprobs_T=None, rollout_logprobs_T=torch.tensor(OLD))
-    whole = with_held_back(
+    whole, _ = with_held_back(
         make_batch(), replace(config, correction=CorrectionConfig()), pick_largest, 0
     )
-    held_back_T = with_held_back(batch, config, pick_largest, 0).held_back_T
+    held_back_T = with_held_back(batch, config, pick_largest, 0)[0].held_back_T
     assert held_back_T is not None and whole.held_back_T is not None
     assert held_back_T.tolist() == whole.held_back_T.tolist()

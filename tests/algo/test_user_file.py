@@ -35,7 +35,7 @@ def built_in_only() -> Iterator[None]:
 
 def forget() -> None:
     """Make this process like one that has loaded no user's file."""
-    choice._read_once.cache_clear()
+    choice._files.clear()
     user_file.register_user_file.cache_clear()
 
 

@@ -1,21 +1,25 @@
 """Workers get the controller's environment, and where theirs differs a warning says so."""
 
+import json
 import logging
 import os
 
 import pytest
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from mcore_rl.cluster.environment import (
     RAY_DEFAULTS,
     compare_environments,
     set_defaults,
+    set_for_node,
     variables_for_workers,
 )
 
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NCCL_CUMEM_ENABLE", "NCCL_DEBUG", *RAY_DEFAULTS):
+    own = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MCORE_RL_SET_BY_NODE")
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_DEBUG", *own, *RAY_DEFAULTS):
         monkeypatch.setenv(name, "before")  # restored after the test
         monkeypatch.delenv(name)
 
@@ -28,6 +32,33 @@ def test_what_the_caller_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert workers["NCCL_CUMEM_ENABLE"] == "1" and workers["NCCL_DEBUG"] == "INFO"
     assert workers["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
     assert "PATH" not in workers
+
+
+def test_variables_of_a_ray_job_are_left_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    set_defaults()
+    for described in ({"runtime_env": {}}, {"runtime_env": {"working_dir": "/w"}}):
+        monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(described))
+        assert variables_for_workers()["NCCL_DEBUG"] == "INFO"
+    described = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}
+    monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps(described))
+    assert "NCCL_DEBUG" not in variables_for_workers()
+    assert variables_for_workers()["RAY_DEBUG"] == "legacy"
+
+
+def test_what_a_node_found_for_itself_stays_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_defaults()
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    set_for_node({"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0"})
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    workers = variables_for_workers()
+    assert workers["NCCL_SOCKET_IFNAME"] == "ib0", "the user's own choice goes everywhere"
+    assert "GLOO_SOCKET_IFNAME" not in workers
+    with caplog.at_level(logging.WARNING):
+        compare_environments({"rank 1": {**os.environ, "GLOO_SOCKET_IFNAME": "ens5"}})
+    assert not caplog.messages
 
 
 def test_a_difference_is_told_once_with_who_has_it(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,10 +2,7 @@
 
 import asyncio
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +16,7 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from tests.support.cluster_workers import Worker
+from tests.support.debuggers import ray_debug
 
 pytestmark = pytest.mark.e2e
 
@@ -160,23 +158,9 @@ def test_breakpoint_in_a_rank_answers_to_ray_debug(make_group) -> None:
     group = make_group(1)
 
     async def debug() -> str:
-        await wait_for_text(group.ranks[0].log_path, "RemotePdb session open")
-        address = re.search(r"Ray at (\S+)", group.ranks[0].log_path.read_text())
-        assert address is not None
-        command = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "debug",
-            f"--address={address.group(1)}",
-        ]
-        environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_DEBUG": "legacy"}
-        pipe = subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
-        )
-        output, _ = await process.communicate(b"0\nanswer = 42\ncontinue\n")
-        return output.decode()
+        log = group.ranks[0].log_path
+        await wait_for_text(log, "waits for")
+        return await asyncio.to_thread(ray_debug, log.read_text(), "answer = 42", "continue")
 
     async def both() -> tuple[list[int], str]:
         call = asyncio.ensure_future(group.call_all_async("pause", deadline_s=60))

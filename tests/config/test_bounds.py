@@ -42,8 +42,9 @@ REGISTERED = {
 """Options that name a registered function, and one such name."""
 FREE_TEXTS = {
     *("path", "dir", "cache_dir", "template", "model_tokenizer", "revision"),  # files
+    "calibration",  # a folder
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
-    *("name", "correct_part", "verdict"),  # what the user's own functions and judges say
+    *("name", "correct_part", "verdict", "column"),  # what the user's functions, judges, files say
     "recompute",  # modules, which tests/config/test_training.py checks
 }
 """Last parts of the names of options that take any text."""

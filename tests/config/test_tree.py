@@ -3,6 +3,7 @@
 import pytest
 
 from mcore_rl.config import Config
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.tree import defaults_of, leaves_under, shown, value_of, with_settings
 
 
@@ -31,3 +32,11 @@ def test_values_are_shown_as_a_recipe_spells_them() -> None:
     assert [shown(value) for value in (None, True, "", "a", 1.5, [])] == [
         *("null", "true", "''", "a", "1.5", "[]")
     ]
+
+
+def test_settings_that_are_right_only_together_are_replaced_at_once() -> None:
+    config = load_recipe("qwen3_30b_a3b_grpo_8", [])
+    with pytest.raises(ValueError, match=r"parallel\.world_size=8 trainer ranks"):
+        with_settings(config, {"rollout.engines": 8})
+    both = with_settings(config, {"parallel.dp": 2, "rollout.engines": 8})
+    assert (both.parallel.world_size, both.rollout.engines) == (16, 8)

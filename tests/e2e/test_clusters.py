@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.process.ports import find_free_port
+from tests.support.doors import answers_http, answers_without_key, listening_sockets
 from tests.support.runs import tiny_settings
 from tests.support.slurm import missing_commands, two_nodes
 from tests.support.submitted import SubmittedRun
@@ -19,7 +20,12 @@ TWO_NODES = ("launch.gpus_per_node=0", "launch.cpus_per_node=2", "launch.start_t
 LOCAL = ("launch=local", *TWO_NODES)
 SLURM = ("launch=slurm", *TWO_NODES, "launch.memory_gib_per_node=2")
 APART = ("cluster.separate_nodes=true", "eval.data=[]")
-FOUR_STEPS = ("run.steps=4", "checkpoint.every_steps=1", *APART)
+FOUR_STEPS = (
+    "run.steps=4",
+    "checkpoint.every_steps=1",
+    "checkpoint.asynchronous=false",  # complete before the next step begins
+    *APART,
+)
 
 
 @pytest.fixture
@@ -129,15 +135,18 @@ def test_a_drained_node_is_named_while_its_job_waits(slurm: None, submit: Submit
 
 
 def test_a_lost_node_is_named_and_nothing_is_left_on_the_other(submit: Submit) -> None:
-    """The engine consists of two servers, one on each node."""
+    """Each node has a rank of the trainer and a server of the engine, which consists of two."""
     run = submit(
-        *("launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=3"),
+        *("launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=2"),
         *("cluster.cpus_per_rank=1", "rollout.tp=2", "rollout.nodes_per_engine=2"),
         *("run.steps=500", "eval.data=[]"),
     )
     run.wait_for("step 2: train")
-    parts = {node: re.findall(r"part \d", who) for node, who in seated(run)}
-    assert sorted(parts) == ["node0", "node1"] and all(len(part) == 1 for part in parts.values())
+    assert seated(run) == [
+        ("node0", "trainer rank 0; engine 0 (part 1 of 2)"),
+        ("node1", "trainer rank 1; engine 0 (part 2 of 2)"),
+    ]
+    assert_doors_are_closed(run)
     words = {process: " ".join(process.cmdline()) for process in run.processes()}
     [raylet] = [p for p in words if p.name() == "raylet" and "127.0.0.3" in words[p]]
     raylet.kill()
@@ -145,6 +154,19 @@ def test_a_lost_node_is_named_and_nothing_is_left_on_the_other(submit: Submit) -
     assert re.search(r"node node1: Ray ended on node node1 with status", run.printed())
     assert re.search(r"rank \d \(.*node node1\) died", run.printed())
     run.wait_until_nothing_is_left()
+
+
+def assert_doors_are_closed(run: SubmittedRun) -> None:
+    """Only Ray, which wants its token, listens beyond its node; nobody answers a stranger."""
+    listening = dict(listening_sockets(run.processes()))
+    assert len(listening) > 10
+    open_to_all = {at: who for at, who in listening.items() if at[0] in ("0.0.0.0", "::")}
+    of_ray = ("raylet", "gcs_server", "ray::", "python")  # the controller is a python
+    assert all(who.startswith(of_ray) for who in open_to_all.values()), open_to_all
+    answers = {at: who for at, who in listening.items() if answers_http("127.0.0.2", at[1])}
+    assert answers == {}
+    [url] = re.findall(r"engine (http://\S+) is linked", run.controller_log())
+    assert set(answers_without_key(url).values()) <= {401, 403}
 
 
 def scontrol(*words: str) -> None:

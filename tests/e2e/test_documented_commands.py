@@ -18,6 +18,7 @@ WALKED = ("README.md", "docs/recipes.md", "docs/algorithms.md", "docs/async.md",
 docs/checkpoints.md; its commands of mcore-rl-ckpt have a test of their own (test_convert.py)."""
 OTHERS = (
     "docs/plan.md",
+    "docs/simulate.md",
     "docs/doctor.md",
     "docs/checkpoints.md",
     "docs/debugging.md",

@@ -1,19 +1,15 @@
 """One run seen from outside: what it listens on, whom its engine obeys, which secrets it writes."""
 
-import contextlib
 import ipaddress
-import json
 import re
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
+from tests.support.doors import answers_without_key, listening_sockets
 from tests.support.runs import Run, tiny_settings
 from tests.support.second_namespace import neighbor
 
@@ -50,19 +46,6 @@ def {PLANTED[5]}(*, data_source, solution_str, ground_truth, extra_info):
 def reward_name():
     return os.environ["REWARD_NAME"]
 """
-COMMANDS = {
-    "/update_weights_from_tensor": {"serialized_named_tensors": ["gASVAAAAAAAAAAAu"]},
-    "/update_weights_from_disk": {"model_path": "/tmp/other"},
-    "/update_weights_from_distributed": {"names": []},
-    "/update_weight_version": {"new_version": "99"},
-    "/load_lora_adapter_from_tensors": {"lora_name": "a"},
-    "/pause_generation": {"mode": "abort"},
-    "/flush_cache": {},
-    "/release_memory_occupation": {"tags": ["weights"]},
-    "/abort_request": {"abort_all": True},
-    "/begin_weight_update": {"selector": "target"},
-    "/generate": {"input_ids": [5]},
-}
 
 
 @dataclass(frozen=True)
@@ -96,23 +79,14 @@ def seen(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         run = Run(settings, folder / "run")
     try:
         run.wait_until(run.metrics, "metrics")
-        listening = dict(listening_sockets(run))
+        listening = dict(listening_sockets(run.processes()))
         [url] = re.findall(r"engine (http://\S+) is linked", run.log())
-        answers = {path: post(url + path, body) for path, body in COMMANDS.items()}
+        answers = answers_without_key(url)
         reached = scan_from_outside([port for _, port in listening])
         assert run.finish() == 0, run.tail()
         yield Seen(run, listening, reached, answers)
     finally:
         run.kill_all()
-
-
-def listening_sockets(run: Run) -> Iterator[tuple[tuple[str, int], str]]:
-    """Yield ((address, port), name of the process) of every socket of the run that listens."""
-    for process in run.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for connection in process.net_connections("inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    yield (connection.laddr.ip, connection.laddr.port), process.name()
 
 
 def scan_from_outside(ports: list[int]) -> list[int] | str:
@@ -122,16 +96,6 @@ def scan_from_outside(ports: list[int]) -> list[int] | str:
             return outside.open_ports([*ports, for_all.getsockname()[1]])
     except pytest.skip.Exception as skipped:
         return str(skipped)
-
-
-def post(url: str, body: object) -> int:
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=20) as response:
-            return response.status
-    except urllib.error.HTTPError as error:
-        return error.code
 
 
 def test_nothing_of_a_run_on_one_machine_listens_beyond_it(seen: Seen) -> None:
@@ -164,7 +128,8 @@ def test_no_file_of_a_run_and_no_output_has_a_secret(seen: Seen) -> None:
     run = seen.run
     samples = (run.run_dir / "samples.jsonl").read_text()
     assert "no answer from http://***@10.0.0.1/score?api_key=***&n=1 with Bearer ***" in samples
-    assert "asked with *** *** *** *** in *** by ***" in run.log()
+    collector = (run.run_dir / "logs" / "collector_rank0.log").read_text()
+    assert "asked with *** *** *** *** in *** by ***" in collector
     config = (run.run_dir / "config.yaml").read_text()
     assert "name: ${oc.env:REWARD_NAME}" in config and "${oc.env:CACHE_ROOM}" in config
     written = [path for path in run.run_dir.rglob("*") if path.is_file()]

@@ -27,10 +27,15 @@ class Numbered:
 
     def __init__(self) -> None:
         self.num_taken, self.seeds = 0, []
+        self.rewards_of: dict[int, list[float]] = {}
 
     def take(self, num_items: int) -> list[Prompt]:
         first, self.num_taken = self.num_taken, self.num_taken + num_items
         return [Prompt(i, (1,), (), "unit", "") for i in range(first, self.num_taken)]
+
+    def note_scores(self, prompts: Sequence[Prompt], scores: Scores) -> None:
+        for i, prompt in enumerate(prompts):
+            self.rewards_of[prompt.index] = scores.rewards_N[i * GROUP : (i + 1) * GROUP]
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
@@ -75,6 +80,14 @@ def test_what_a_teacher_says_stays_with_its_sample() -> None:
     assert (
         [f"{prompt:.0f} {place:.0f}" for prompt, place in scores.teacher_N] == kept == texts(1, 4)
     )
+
+
+def test_the_stream_of_prompts_learns_of_all_samples_also_of_groups_that_are_replaced() -> None:
+    """A curriculum by pass rate depends on it."""
+    parts = run({1, 4}, dynamic_sampling=True)[-1]
+    unlike = [1.0, *[0.0] * (GROUP - 1)]
+    rewards_of = {i: unlike if i in {1, 4} else [0.0] * GROUP for i in range(parts.num_taken)}
+    assert parts.rewards_of == rewards_of
 
 
 def texts(*prompts: int) -> list[str]:

@@ -28,7 +28,7 @@ from mcore_rl.loops.training import (
     train_policy,
     train_policy_and_critic,
 )
-from mcore_rl.roles import Roles
+from mcore_rl.roles import Roles, on_tokens_here
 from mcore_rl.types import StepStats, TrainBatch
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
 
@@ -113,7 +113,9 @@ def test_tokens_are_held_back_in_each_mini_batch_by_the_loss_that_needs_it() -> 
     algorithm = AlgorithmConfig(loss="kl_cov", covariance=CovarianceConfig(share=0.25))
     policy, batch = sampled(algorithm)
     options = options_of(algorithm, train=TrainConfig(mini_batches=2))
-    metrics = train_policy(options, policy, add_logprobs(options, policy, batch), seed=1)
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+    roles = Roles(**fields | {"trainer": policy, "on_tokens": on_tokens_here})
+    metrics = train_policy(options, roles, add_logprobs(options, policy, batch), seed=1)
     assert [
         int(part.held_back_T.sum()) for part in policy.batches if part.held_back_T is not None
     ] == [

@@ -12,7 +12,8 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
-from mcore_rl.rollout.client import RolloutClient, RolloutError
+from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
 from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries
 
@@ -25,7 +26,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[EventLoop]:
         yield loop
 
 
-def score_by_index(samples: Sequence[Sample]) -> Scores:
+async def score_by_index(samples: Sequence[Sample]) -> Scores:
     """Even prompts have rewards that differ, odd ones do not."""
     return Scores([float(s.prompt.index % 2 == 0 and s.sample_index == 0) for s in samples])
 
@@ -45,7 +46,7 @@ class Sampler:
             0,
             WeightVersion(0),
             self.prompts,
-            RolloutClient([self.engine.address], rollout, [9], str),
+            RolloutClient([self.engine.address], rollout, HttpOptions.of(rollout, [9], str).open),
             score_by_index,
             loop.run,
             loop.start,

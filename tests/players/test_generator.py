@@ -3,15 +3,15 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.players.generator import EngineGenerator, make_sampling
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.client import RolloutClient, RolloutError
+from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt
 from tests.support.fake_sglang import FakeSGLang
 
@@ -29,7 +29,7 @@ def loop() -> Iterator[EventLoop]:
 
 
 def make_generator(loop: EventLoop, engine: FakeSGLang, **players: object) -> EngineGenerator:
-    client = RolloutClient([engine.address], CONFIG, [9], str)
+    client = RolloutClient([engine.address], CONFIG, HttpOptions.of(CONFIG, [9], str).open)
     return EngineGenerator(client, CONFIG, loop.run, **players)  # type: ignore[arg-type]
 
 
@@ -90,4 +90,4 @@ def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> N
 
 def test_a_client_without_an_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one engine"):
-        RolloutClient([], replace(CONFIG), [9], str)
+        RolloutClient([], CONFIG, HttpOptions.of(CONFIG, [9], str).open)

@@ -21,8 +21,8 @@ def sample(*versions: int, of: int = 0) -> Sample:
     return Sample(prompt(of), 0, (5,) * len(spans), (-1.0,) * len(spans), "stop", spans, "")
 
 
-def finish(group: SampleGroup, *versions: int) -> None:
-    group.samples, group.scores = [sample(*versions, of=group.position)], Scores([1.0])
+def finish(buffer: GroupBuffer, group: SampleGroup, *versions: int) -> None:
+    buffer.finish(group, [sample(*versions, of=group.position)], Scores([1.0]))
 
 
 def make(
@@ -46,7 +46,7 @@ def test_room_is_for_as_many_steps_as_the_bound_allows() -> None:
         groups = begin_all(buffer)
         assert buffer.room() == 0
         for group in groups:
-            finish(group, version)
+            finish(buffer, group, version)
         assert positions(buffer.choose()) == [0, 1, 2]
         assert buffer.room() == 0, "taking groups makes room with the next version only"
         buffer.version = WeightVersion(version + 1)
@@ -58,15 +58,15 @@ def test_a_step_takes_what_is_finished_but_waits_for_what_would_be_too_stale() -
     buffer = make(1)
     groups = begin_all(buffer)
     for group in groups[2:]:
-        finish(group, 0)
+        finish(buffer, group, 0)
     assert positions(buffer.choose()) == [2, 3, 4]
     buffer.version = WeightVersion(1)
     for group in begin_all(buffer):
-        finish(group, 1)
+        finish(buffer, group, 1)
     assert buffer.choose() is None, "0 and 1 were begun with version 0 and are not finished"
-    finish(groups[0], 0)
+    finish(buffer, groups[0], 0)
     assert buffer.choose() is None
-    finish(groups[1], 0, 1)
+    finish(buffer, groups[1], 0, 1)
     assert positions(buffer.choose()) == [0, 1, 5]
 
 
@@ -75,14 +75,14 @@ def test_groups_that_finish_early_do_not_take_the_places_of_others() -> None:
     buffer = make(2)
     groups = begin_all(buffer)
     for group in groups[:P]:
-        finish(group, 0)
+        finish(buffer, group, 0)
     assert positions(buffer.choose()) == [0, 1, 2]
     buffer.version = WeightVersion(1)
     for group in begin_all(buffer):
-        finish(group, 1)
+        finish(buffer, group, 1)
     assert buffer.choose() is None
     for group in groups[-P:]:
-        finish(group, 0)
+        finish(buffer, group, 0)
     assert positions(buffer.choose()) == [6, 7, 8]
 
 
@@ -90,17 +90,17 @@ def test_in_order_the_first_groups_are_taken_whatever_else_is_finished() -> None
     buffer = make(1, in_order=True)
     groups = begin_all(buffer)
     for group in groups[1:]:
-        finish(group, 0)
+        finish(buffer, group, 0)
     assert buffer.choose() is None
-    finish(groups[0], 0)
+    finish(buffer, groups[0], 0)
     assert positions(buffer.choose()) == [0, 1, 2]
 
 
 def test_without_waiting_late_groups_are_named_by_their_tokens_or_else_by_their_birth() -> None:
     buffer = make(1, waits=False)
     old, fresh, unfinished = (buffer.begin(i, prompt(i)) for i in range(3))
-    finish(old, 0, 2)
-    finish(fresh, 1, 2)
+    finish(buffer, old, 0, 2)
+    finish(buffer, fresh, 1, 2)
     buffer.version = WeightVersion(2)
     assert buffer.late() == [old, unfinished]
     buffer.remove(old)
@@ -147,7 +147,7 @@ def test_no_step_gets_a_sample_beyond_the_bound(
                 break
             assert under_way, "a step waits, but nothing is under way"
             group = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
-            finish(group, data.draw(st.integers(group.born, version)), version)
+            finish(buffer, group, data.draw(st.integers(group.born, version)), version)
         samples = [s for g in chosen for s in g.samples]
         assert len(samples) == P
         metrics = staleness_metrics(samples, version, bound)

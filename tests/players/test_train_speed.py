@@ -4,18 +4,18 @@ import pytest
 
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.hf.flops import training_flops
+from mcore_rl.slices.hf.flops import ModelFlops
 
-FACTS = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+FLOPS = ModelFlops.of(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
 
 
 def test_operations_are_divided_by_seconds_and_ranks() -> None:
-    metrics = TrainSpeed(FACTS, 4, 1e15).metrics((1000, 3000), seconds=2.0)
+    metrics = TrainSpeed(FLOPS, 4, 1e15).metrics((1000, 3000), seconds=2.0)
     assert metrics["train/tokens_per_second_per_gpu"] == 500
-    flops = training_flops(FACTS, (1000, 3000)) / 8
+    flops = FLOPS.training((1000, 3000)) / 8
     assert metrics["train/tflops_per_gpu"] == pytest.approx(flops / 1e12)
     assert metrics["train/mfu"] == pytest.approx(flops / 1e15)
 
 
 def test_without_a_known_peak_there_is_no_share_of_it() -> None:
-    assert "train/mfu" not in TrainSpeed(FACTS, 1, None).metrics((5,), seconds=1.0)
+    assert "train/mfu" not in TrainSpeed(FLOPS, 1, None).metrics((5,), seconds=1.0)

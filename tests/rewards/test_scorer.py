@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from mcore_rl.config import RewardConfig
-from mcore_rl.rewards.scorer import Scorer, overlong_penalty
+from mcore_rl.rewards.scorer import Scorer, log_failures, overlong_penalty
 from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
 
 FUNCTIONS = """
@@ -126,6 +126,8 @@ def test_failures_cost_their_sample_and_are_counted(
         "ZeroDivisionError",
     ]
     assert scores.metrics()["reward/errors"] == 5
+    failed = make_samples(*texts)[1:]
+    log_failures(failed, scores.errors, RewardConfig(path="unused.py", error_value=-2.0))
     assert "reward of prompt 1 (unit) failed and counts as -2: ZeroDivisionError" in caplog.text
     assert "5 rewards of 6 failed" in caplog.text
     assert (

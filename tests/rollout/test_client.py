@@ -16,13 +16,14 @@ from transformers import Qwen3MoeForCausalLM
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.rollout.client import RolloutClient, RolloutError, RolloutSession
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.rollout.teacher import Teacher
+from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.engine_keys import KEYS
 from tests.support.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
@@ -83,9 +84,8 @@ def address(engine: EngineProcess) -> EngineAddress:
 
 
 def client_of(*engines: EngineProcess) -> RolloutClient:
-    return RolloutClient(
-        [address(e) for e in engines], CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids))
-    )
+    transport = HttpOptions.of(CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids))).open
+    return RolloutClient([address(e) for e in engines], CONFIG, transport)
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
@@ -241,7 +241,7 @@ def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
         await session.hold(cut_off=True)
         assert session.num_cut_off > 0
         await asyncio.to_thread(relabel, engine, "7")
-        session.resume()
+        await session.resume()
 
     samples = asyncio.run(sample(resume))
     assert logprob_error(model, samples) < 1e-4

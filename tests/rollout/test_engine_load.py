@@ -1,19 +1,20 @@
 """Requests in flight and idle seconds of an engine."""
 
-import time
+from collections.abc import Iterator
 
 import pytest
 
+from mcore_rl.process.clock import replaced_clock
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> EngineLoad:
+def load() -> Iterator[EngineLoad]:
     """Its clock is a second further at each look."""
     seconds = iter(range(1000))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
-    return EngineLoad(EngineAddress("http://a", "a.log"))
+    with replaced_clock(lambda: float(next(seconds))):
+        yield EngineLoad(EngineAddress("http://a", "a.log"))
 
 
 def test_time_is_idle_while_no_request_is_in_flight(load: EngineLoad) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.rollout.client import RolloutError
 from mcore_rl.rollout.scoring import UnreachableError, score_sequences
+from mcore_rl.rollout.transport import RolloutError
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scoring_engines import ScoringEngine
 

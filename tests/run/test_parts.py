@@ -14,11 +14,9 @@ from mcore_rl.config import (
     Config,
     CriticConfig,
     LogConfig,
-    ModelConfig,
     ParallelConfig,
     TrainConfig,
 )
-from mcore_rl.data.arithmetic import make_tokenizer
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.players.colocation import EngineMemory, SharedGpus, SharingCritic
 from mcore_rl.players.train_speed import TrainSpeed
@@ -26,17 +24,18 @@ from mcore_rl.players.trainer import PackedCritic
 from mcore_rl.run.parts import (
     finish,
     load_models,
-    make_client,
     make_critic,
     make_log,
-    make_teacher,
     pack,
     resume,
     sample_in_background,
+    share_teacher,
 )
+from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.hf.flops import ModelFlops
 
 
 @dataclass
@@ -138,7 +137,7 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
     trainer = pack(config, policy, started.trainer, folder, temperature=0.5)
     assert trainer._packing.dp_size == 3 and trainer._packing.max_tokens == 100
-    assert trainer._speed == TrainSpeed(policy, num_ranks=3, peak_flops=1e15)
+    assert trainer._speed == TrainSpeed(ModelFlops.of(policy), num_ranks=3, peak_flops=1e15)
     apart = make_critic(config, started, folder)
     assert isinstance(apart, PackedCritic) and apart._packing.dp_size == 1
     config.critic = CriticConfig(colocated=True)
@@ -147,21 +146,14 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
 
 
 def test_a_recipe_without_a_teacher_has_none() -> None:
-    assert make_teacher({}, fail, SharedGpus(EngineMemory((), 5.0), fail)) is None
+    no_teacher = Rollouts(*[None] * 7)  # type: ignore[arg-type]
+    assert share_teacher(no_teacher, SharedGpus(EngineMemory((), 5.0), fail)) is None
 
 
 def test_a_synchronous_run_samples_nothing_in_the_background() -> None:
     unused: Any = None
-    context = sample_in_background(Config(), 0, unused, unused, unused, unused, unused)
+    context = sample_in_background(Config(), 0, unused, unused, unused, unused)
     assert isinstance(context, nullcontext)
-
-
-def test_a_tokenizer_that_cannot_end_a_response_is_refused() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = None
-    unused: Any = None
-    with pytest.raises(ValueError, match="tokenizer in /model has no eos_token"):
-        make_client(Config(model=ModelConfig(path="/model")), unused, unused, tokenizer)
 
 
 def test_rows_after_the_step_to_continue_from_are_dropped(tmp_path: Path) -> None:

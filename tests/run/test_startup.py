@@ -120,9 +120,8 @@ class Stage:
         critic: Any = self.critic if with_critic else None
         engines: Any = self.engines
         served: Any = NoServedEngines()
-        return RunProcesses(
-            config, POLICY, Path("logs"), self.loop, trainer, critic, engines, served, KEYS
-        )
+        groups = (trainer, critic, engines, None)
+        return RunProcesses(config, POLICY, Path("logs"), self.loop, groups, served, KEYS)
 
 
 @pytest.fixture

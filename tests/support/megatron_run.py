@@ -35,6 +35,7 @@ from mcore_rl.roles import Roles
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import moe_layers, read_hf_config
@@ -192,9 +193,9 @@ class MegatronRun:
         return RolloutClient(
             [engine.address for engine in self._engines],
             self.config.rollout,
-            [],
-            str,
-            experts_shape(self.config, self._policy),
+            HttpOptions.of(
+                self.config.rollout, [], str, experts_shape(self.config, self._policy)
+            ).open,
             self.health,
         )
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mcore_rl.cluster.environment import set_defaults
+from mcore_rl.cluster.environment import set_defaults, set_for_node
 from mcore_rl.cluster.marked import marked_processes, ray_temp_dir
 from mcore_rl.cluster.node_agent.address import interface_of, own_address
 from mcore_rl.cluster.node_agent.command import RunCommand
@@ -85,8 +85,7 @@ def _set_environment(rendezvous: Rendezvous, address: str, job: Job) -> None:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(rendezvous.token)
     os.environ.pop("RAY_ADDRESS", None)
     if job.num_nodes > 1 and (interface := interface_of(address)):
-        for library in ("NCCL", "GLOO"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        set_for_node({f"{library}_SOCKET_IFNAME": interface for library in ("NCCL", "GLOO")})
 
 
 def _lead(

@@ -1,6 +1,7 @@
 """Starts Ray's processes of one node, on ports of their own, and ends them."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from mcore_rl.process.ports import find_free_port
 
 STOP_TIMEOUT_S = 5.0
 _RAY_START = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block")
+_NO_METRICS = {"DASHBOARD_METRIC_PORT": "-1"}
+"""No such port exists, so the server of the dashboard's metrics, which needs no token and listens
+on all interfaces, does not start (ray/dashboard/head.py)."""
 KEPT_LOGS = ("raylet.out", "raylet.err", "gcs_server.out", "gcs_server.err")
 
 
@@ -46,7 +50,8 @@ class LocalRay:
             self.head_address = f"{facts.address}:{port}"
             client_port = find_free_port(facts.address)
             role = ["--head", f"--port={port}", f"--ray-client-server-port={client_port}"]
-            role += ["--include-dashboard=false"]
+            # The monitor scales clusters up and down, and tells everybody who asks how large it is.
+            role += ["--include-dashboard=false", "--no-monitor"]
         else:
             self.head_address = head_address
             role = [f"--address={head_address}"]
@@ -57,6 +62,7 @@ class LocalRay:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # signals to the agent's group are the agent's to handle
+                env={**os.environ, **_NO_METRICS},
             )
 
     def exit_status(self) -> int | None:

@@ -7,6 +7,7 @@ of tokens that causal attention and its windows leave. A product of [m, k] and [
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mcore_rl.slices.hf.facts import ModelFacts
 
@@ -14,38 +15,53 @@ BACKWARD = 2
 """Operations of a backward pass for each of the forward pass: gradients of inputs and weights."""
 
 
-def training_flops(facts: ModelFacts, lens_N: Sequence[int]) -> float:
-    """Return the operations of a forward and a backward pass over sequences of these lengths.
+@dataclass(frozen=True)
+class ModelFlops:
+    """Floating-point operations of a model's forward pass.
 
-    Recomputed activations are not counted, as in model FLOPs utilization (arXiv:2204.02311,
-    appendix B).
+    per_token         of all products with weights
+    per_pair          of a query and a key that it sees, in all layers without a sliding window
+    per_window_pair   the same in all layers with one
+    window            tokens that a query sees there; None if no layer has a window
     """
-    window = _window(facts)
-    seen = sum(_pairs(num_tokens, num_tokens) for num_tokens in lens_N)
-    seen_in_window = sum(_pairs(num_tokens, window or num_tokens) for num_tokens in lens_N)
-    forward = forward_flops(facts, sum(lens_N), seen, seen_in_window)
-    return (1 + BACKWARD) * forward
 
+    per_token: float
+    per_pair: float
+    per_window_pair: float
+    window: int | None
 
-def forward_flops(facts: ModelFacts, num_tokens: int, seen: float, seen_in_window: float) -> float:
-    """Return the operations of a forward pass.
+    @staticmethod
+    def of(facts: ModelFacts) -> "ModelFlops":
+        sizes = facts.sizes
+        hidden = sizes["hidden"]
+        head_out = 1 if facts.has_value_head else sizes["vocab"]
+        experts = _experts(facts) if facts.has_experts else 0
+        num_moe = sum(facts.moe_layers)
+        num_dense = len(facts.moe_layers) - num_moe
+        products = hidden * head_out + len(facts.moe_layers) * _attention(facts)
+        products += num_moe * experts + num_dense * 3 * hidden * sizes["dense_ffn"]
+        kinds = facts.config.get("layer_types") or []
+        window = _window(facts)
+        num_windowed = kinds.count("sliding_attention") if window else 0
+        per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
+        num_full = len(facts.moe_layers) - num_windowed
+        return ModelFlops(2.0 * products, num_full * per_layer, num_windowed * per_layer, window)
 
-    seen             pairs of a query and a key that it sees, over all sequences
-    seen_in_window   the same in layers with a sliding window
-    """
-    sizes = facts.sizes
-    hidden = sizes["hidden"]
-    head_out = 1 if facts.has_value_head else sizes["vocab"]
-    products = hidden * head_out
-    for is_moe in facts.moe_layers:
-        mlp = _experts(facts) if is_moe else 3 * hidden * sizes["dense_ffn"]
-        products += _attention(facts) + mlp
-    kinds = facts.config.get("layer_types") or []
-    num_windowed = kinds.count("sliding_attention") if _window(facts) else 0
-    num_full = len(facts.moe_layers) - num_windowed
-    pairs = num_full * seen + num_windowed * seen_in_window
-    values = sizes.get("v", sizes["q"])
-    return 2.0 * (num_tokens * products + pairs * (sizes["q"] + values))
+    def forward(self, lens_N: Sequence[int]) -> float:
+        """Return the operations of a forward pass over sequences of these lengths."""
+        operations = self.per_token * sum(lens_N)
+        operations += self.per_pair * sum(_pairs(n, n) for n in lens_N)
+        if self.window is not None:
+            operations += self.per_window_pair * sum(_pairs(n, self.window) for n in lens_N)
+        return operations
+
+    def training(self, lens_N: Sequence[int]) -> float:
+        """Return the operations of a forward and a backward pass.
+
+        Recomputed activations are not counted, as in model FLOPs utilization (arXiv:2204.02311,
+        appendix B).
+        """
+        return (1 + BACKWARD) * self.forward(lens_N)
 
 
 def _attention(facts: ModelFacts) -> int:

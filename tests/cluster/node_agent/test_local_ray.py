@@ -41,6 +41,7 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_second_node_joins_the_first_with_the_token_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,10 @@ import pytest
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
-from mcore_rl.rollout.client import RolloutClient, RolloutError
+from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample
 from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries, sampled_answer
 
@@ -30,7 +31,8 @@ def engines(loop: EventLoop) -> list[FakeSGLang]:
 
 
 def make_client(engines: list[FakeSGLang], health: EngineHealth | None = None) -> RolloutClient:
-    return RolloutClient([e.address for e in engines], CONFIG, [9], str, health=health)
+    transport = HttpOptions.of(CONFIG, [9], str).open
+    return RolloutClient([e.address for e in engines], CONFIG, transport, health)
 
 
 def generate(loop: EventLoop, client: RolloutClient, num_samples: int = 1) -> list[Sample]:
@@ -78,7 +80,9 @@ def test_an_aborted_request_is_a_failure_unless_the_session_aborted_it(loop: Eve
     engine = FakeSGLang(loop)
     reason = {"type": "abort", "message": "out of memory"}
     engine.answer = lambda body: (200, sampled_answer(body, 0, finish_reason=reason))
-    with pytest.raises(RolloutError, match=r"failed 2 times, last with _Aborted: .*out of memory"):
+    with pytest.raises(
+        RolloutError, match=r"failed 2 times, last with the engine aborted it: .*out of memory"
+    ):
         generate(loop, make_client([engine]))
 
 

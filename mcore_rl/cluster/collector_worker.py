@@ -1,0 +1,152 @@
+"""Samples on a node's engines, keeps the samples, scores them and gives out columns of them.
+
+It is the worker of a Ray actor that answers many calls at once, in threads.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.cluster.stores import StoreHandles
+from mcore_rl.config import RolloutConfig
+from mcore_rl.data.assembly import column_of
+from mcore_rl.data.decoding import Decode
+from mcore_rl.data.sample_store import TEACHER_LOGPROBS, ReadRequest, SampleStore
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.redaction import remember_secret
+from mcore_rl.rollout.collector import CollectorNews, Orders
+from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.types import Array, Sample, Scores, StoredBatch, StoredColumn, TrainBatch
+
+TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class CollectorSpec:
+    """A collector's part of the recipe.
+
+    make_scorer   makes a rewards.scorer.Scorer; None for a command without rewards
+    secrets       values that its log must not show
+    """
+
+    rollout: RolloutConfig
+    stop_token_ids: tuple[int, ...]
+    decode: Decode
+    experts_shape: RoutedExpertsShape | None
+    make_scorer: Callable[[], Any] | None
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+
+
+class CollectorWorker:
+    """A collector, the store of its samples, and the rewards; its methods run in many threads."""
+
+    def __init__(self, spec: CollectorSpec) -> None:
+        for value in spec.secrets:
+            remember_secret(value)
+        self._spec = spec
+        shape = spec.experts_shape
+        self._store = SampleStore(shape.num_experts if shape else 0)
+        self._scorer = spec.make_scorer() if spec.make_scorer else None
+        self._loop = EventLoop()
+        self._teacher: Any = None
+        self._collector: Any = None
+        self._stores: StoreHandles | None = None
+
+    def connect(
+        self,
+        engines: Sequence[EngineAddress],
+        own: Sequence[str],
+        served: Mapping[str, ServedEndpoint],
+        stores: StoreHandles,
+    ) -> None:
+        """Take the engines, those of this node by url, the served models by role, all stores."""
+        from mcore_rl.rollout.client import RolloutClient
+        from mcore_rl.rollout.collector import Collector
+        from mcore_rl.rollout.engine_health import EngineHealth
+        from mcore_rl.rollout.served_client import ServedClient
+        from mcore_rl.rollout.teacher import Teacher
+        from mcore_rl.rollout.transport import HttpOptions
+
+        spec = self._spec
+        health = EngineHealth([engine.url for engine in engines])
+        http = HttpOptions.of(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
+        client = RolloutClient(engines, spec.rollout, http.open, health, own)
+        self._collector = Collector(client, health, self._store)
+        self._stores = stores
+        if self._scorer is not None:
+            clients = {role: ServedClient(endpoint) for role, endpoint in served.items()}
+            posts = {role: client.post_all for role, client in clients.items()}
+            self._scorer.connect(posts, asyncio.run)
+        if "teacher" in served:
+            self._teacher = Teacher(served["teacher"], asyncio.run)
+
+    def obey(self, orders: Orders) -> None:
+        self._loop.run(self._collector.obey(orders))
+
+    def news(self, wait_s: float, gather_s: float) -> CollectorNews:
+        return self._loop.run(self._collector.news(wait_s, gather_s))
+
+    def hold(self, session: int, cut_off: bool) -> int:
+        return self._loop.run(self._collector.hold(session, cut_off))
+
+    def resume(self, session: int) -> None:
+        self._loop.run(self._collector.resume(session))
+
+    def idle_seconds(self) -> float:
+        return self._loop.run(self._collector.idle_seconds())
+
+    def score(self, group_N: Sequence[int], index_N: Sequence[int]) -> Scores:
+        """Return the rewards of samples in the store."""
+        assert self._scorer is not None, "this command has no rewards"
+        return self._scorer(self._store.samples(group_N, index_N))
+
+    def ask_teacher(self, group_N: Sequence[int], index_N: Sequence[int]) -> None:
+        """Keep the teacher's log-probs of samples beside them."""
+        samples = self._store.samples(group_N, index_N)
+        answers = self._teacher(samples)
+        values = [
+            np.concatenate([np.zeros(len(sample.prompt.token_ids)), np.array(logprobs)])
+            for sample, logprobs in zip(samples, answers, strict=True)
+        ]
+        column = np.concatenate(values).astype(np.float32)
+        self._store.write(np.array(group_N), np.array(index_N), {TEACHER_LOGPROBS: column})
+
+    def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
+        """Return whole samples, without their experts."""
+        whole = self._store.samples(group_N, index_N)
+        return [replace(sample, routed_experts=None) for sample in whole]
+
+    def read(self, request: ReadRequest) -> dict[str, Array]:
+        return self._store.read(request)
+
+    def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
+        self._store.write(group_N, index_N, columns)
+
+    def apply(
+        self, function: TokenWork, batch: StoredBatch
+    ) -> tuple[dict[str, StoredColumn], dict[str, float]]:
+        """Call `function` on the batch with its tokens, and keep the fields that it sets.
+
+        Returns these fields' columns, and the function's metrics.
+        """
+        assert self._stores is not None, "connect comes first"
+        whole = self._stores.assemble(batch)
+        made, metrics = function(whole)
+        changed = {
+            name: value
+            for name, value in made.token_fields().items()
+            if value is not getattr(whole, name)
+        }
+        columns = {column_of(name): value for name, value in changed.items()}
+        self._stores.scatter(batch, columns)
+        return {name: StoredColumn(column_of(name)) for name in changed}, metrics
+
+    def close(self) -> None:
+        """End the processes of the reward function."""
+        if self._scorer is not None:
+            self._scorer.__exit__(None, None, None)

@@ -1,0 +1,60 @@
+"""Reads and writes the sample stores of all collectors, from any process of the run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from mcore_rl.cluster.actor_start import BULK
+from mcore_rl.cluster.rank_actor import Raised
+from mcore_rl.data.assembly import assemble, assemble_parts, scatter, scatter_parts
+from mcore_rl.data.sample_store import ReadRequest
+from mcore_rl.types import Array, StoredBatch, TrainBatch
+
+
+class StoreHandles:
+    """The collectors as stores, by number; the same object serves in controller and ranks."""
+
+    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
+        """`timeout_s` bounds each read and write, of all stores at once."""
+        self._actors = actors
+        self._timeout_s = timeout_s
+
+    def read(self, requests: Mapping[int, ReadRequest]) -> dict[int, Mapping[str, Array]]:
+        """Return columns by store and name. Raises RuntimeError naming a store that failed."""
+        calls = {store: ("read", request) for store, request in requests.items()}
+        return self._call(calls)
+
+    def write(self, parts: Mapping[int, tuple[Array, Array, Mapping[str, Array]]]) -> None:
+        """Write (group_N, index_N, columns by name) by store. Raises RuntimeError as `read`."""
+        self._call({store: ("write", *part) for store, part in parts.items()})
+
+    def assemble(self, batch: StoredBatch) -> TrainBatch:
+        """Return the batch with its tokens."""
+        return assemble(batch, self.read)
+
+    def assemble_parts(self, batch: StoredBatch, layers: Sequence[int]) -> list[TrainBatch]:
+        """Return the batch's micro-batches with their tokens and the experts of `layers`."""
+        return assemble_parts(batch, self.read, layers)
+
+    def scatter(self, batch: StoredBatch, columns: Mapping[str, Tensor]) -> None:
+        """Bring the values of a batch's tokens, by column, to the stores of its samples."""
+        scatter(batch, columns, self.write)
+
+    def scatter_parts(self, batch: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
+        """Do as `scatter` with a tensor per micro-batch."""
+        scatter_parts(batch, columns, self.write)
+
+    def _call(self, calls: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        refs = [
+            self._actors[store].call.options(concurrency_group=BULK).remote(self._timeout_s, *call)
+            for store, call in calls.items()
+        ]
+        answers = ray.get(refs, timeout=self._timeout_s)
+        for store, answer in zip(calls, answers, strict=True):
+            if isinstance(answer, Raised):
+                raise RuntimeError(
+                    f"sample store {store} (collector rank {store}): {answer.summary}"
+                )
+        return dict(zip(calls, answers, strict=True))

@@ -1,0 +1,182 @@
+"""Keeps the samples of one node near its engines, as arrays, until nobody refers to them.
+
+A group is the samples of one prompt. A column has a value for each token of a sample, prompt and
+response, and is None where it was never written:
+
+    token_ids  rollout_logprobs  routed_experts      written when a group is sampled
+    teacher_logprobs  old_logprobs  values  ...      written by those who compute them
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from mcore_rl.types import Array, Prompt, Sample, VersionSpan
+
+TOKEN_IDS = "token_ids"
+ROLLOUT_LOGPROBS = "rollout_logprobs"
+ROUTED_EXPERTS = "routed_experts"
+TEACHER_LOGPROBS = "teacher_logprobs"
+STALE = "stale"
+"""Not kept: computed from a sample's version spans when it is read."""
+
+
+@dataclass
+class KeptSample:
+    """A sample as arrays; `columns` are token-aligned, routed experts lack the last token."""
+
+    response_len: int
+    finish_reason: str
+    versions: tuple[VersionSpan, ...]
+    text: str
+    columns: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Asks for columns of samples, each laid end to end in the order of group_N and index_N.
+
+    version   weights that are trained, for the column `stale`
+    layers    the layers whose experts are read; empty: all
+    """
+
+    group_N: Array
+    index_N: Array
+    names: tuple[str, ...]
+    version: int = 0
+    layers: tuple[int, ...] = ()
+
+
+class LostSampleError(KeyError):
+    """A sample is read that the store does not have; the message says which."""
+
+
+class SampleStore:
+    """Holds samples by group. Safe to use from several threads."""
+
+    def __init__(self, num_experts: int = 0) -> None:
+        """Experts are kept in a byte each if the model has at most 256 of them."""
+        self._expert_dtype = np.uint8 if 0 < num_experts <= 256 else np.int16
+        self._groups: dict[int, tuple[Prompt, list[KeptSample]]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, group: int, samples: Sequence[Sample]) -> None:
+        """Keep the samples of one prompt."""
+        kept = [self._kept(sample) for sample in samples]
+        with self._lock:
+            assert group not in self._groups, f"group {group} is kept already"
+            self._groups[group] = (samples[0].prompt, kept)
+
+    def drop(self, groups: Sequence[int]) -> None:
+        """Forget groups; those that are not there are ignored."""
+        with self._lock:
+            for group in groups:
+                self._groups.pop(group, None)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def num_bytes(self) -> int:
+        """Return the memory that the columns take."""
+        with self._lock:
+            groups = list(self._groups.values())
+        return sum(
+            array.nbytes
+            for _, kept in groups
+            for sample in kept
+            for array in sample.columns.values()
+        )
+
+    def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
+        """Return whole samples, for rewards and logs."""
+        return [
+            _sample(*self._find(group, index), index)
+            for group, index in zip(group_N, index_N, strict=True)
+        ]
+
+    def read(self, request: ReadRequest) -> dict[str, Array]:
+        """Return the columns by name. Raises LostSampleError, or KeyError for an unknown column."""
+        pairs = zip(request.group_N.tolist(), request.index_N.tolist(), strict=True)
+        found = [self._find(group, index)[1] for group, index in pairs]
+        return {name: _laid_out(name, found, request) for name in request.names}
+
+    def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
+        """Set columns of samples, each laid end to end in the order of group_N and index_N."""
+        found = [
+            self._find(group, index)[1]
+            for group, index in zip(group_N.tolist(), index_N.tolist(), strict=True)
+        ]
+        ends = np.cumsum([len(sample.columns[TOKEN_IDS]) for sample in found])
+        for name, values in columns.items():
+            assert len(values) == (ends[-1] if len(ends) else 0), f"{name}: {values.shape}"
+            if name == ROUTED_EXPERTS:
+                values = values.astype(self._expert_dtype)
+            for sample, part in zip(found, np.split(values, ends[:-1]), strict=True):
+                own = part[:-1] if name == ROUTED_EXPERTS else part
+                # A copy: a view would keep the values of all samples alive.
+                sample.columns[name] = own.copy()
+
+    def _kept(self, sample: Sample) -> KeptSample:
+        prompt_ids = sample.prompt.token_ids
+        num_tokens = len(prompt_ids) + sample.response_len
+        token_ids = np.empty(num_tokens, np.int32)
+        token_ids[: len(prompt_ids)] = prompt_ids
+        token_ids[len(prompt_ids) :] = sample.response_ids
+        logprobs = np.zeros(num_tokens, np.float32)
+        logprobs[len(prompt_ids) :] = sample.logprobs
+        columns = {TOKEN_IDS: token_ids, ROLLOUT_LOGPROBS: logprobs}
+        if sample.routed_experts is not None:
+            columns[ROUTED_EXPERTS] = sample.routed_experts.numpy().astype(self._expert_dtype)
+        return KeptSample(
+            sample.response_len, sample.finish_reason, sample.versions, sample.text, columns
+        )
+
+    def _find(self, group: int, index: int) -> tuple[Prompt, KeptSample]:
+        with self._lock:
+            entry = self._groups.get(group)
+        if entry is None:
+            raise LostSampleError(f"sample {index} of group {group} is not in the store")
+        prompt, kept = entry
+        return prompt, kept[index]
+
+
+def _laid_out(name: str, samples: Sequence[KeptSample], request: ReadRequest) -> Array:
+    if name == STALE:
+        return np.concatenate([_stale(sample, request.version) for sample in samples])
+    arrays = []
+    for sample in samples:
+        values = sample.columns[name]
+        if name == ROUTED_EXPERTS:
+            if request.layers:
+                values = values[:, list(request.layers)]
+            # No engine has run the last token: its experts are not known, which readers mark.
+            values = np.concatenate([values, np.zeros_like(values[:1])])
+        arrays.append(values)
+    return np.concatenate(arrays)
+
+
+def _stale(sample: KeptSample, version: int) -> Array:
+    stale = np.zeros(len(sample.columns[TOKEN_IDS]), np.bool_)
+    prompt_len = len(stale) - sample.response_len
+    for span in sample.versions:
+        stale[prompt_len + span.start : prompt_len + span.stop] = span.version != version
+    return stale
+
+
+def _sample(prompt: Prompt, kept: KeptSample, index: int) -> Sample:
+    prompt_len = len(prompt.token_ids)
+    experts = kept.columns.get(ROUTED_EXPERTS)
+    return Sample(
+        prompt=prompt,
+        sample_index=index,
+        response_ids=tuple(kept.columns[TOKEN_IDS][prompt_len:].tolist()),
+        logprobs=tuple(kept.columns[ROLLOUT_LOGPROBS][prompt_len:].tolist()),
+        finish_reason=kept.finish_reason,
+        versions=kept.versions,
+        text=kept.text,
+        routed_experts=None if experts is None else torch.from_numpy(experts.astype(np.int16)),
+    )

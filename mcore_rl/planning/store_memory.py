@@ -1,0 +1,65 @@
+"""Predicts the host memory that samples take in the collectors' stores."""
+
+from mcore_rl.algo.choice import needs_of
+from mcore_rl.config import Config
+from mcore_rl.slices.hf.facts import ModelFacts
+
+_NUMBER = 4
+"""Bytes of a token id, a log-prob, a value, an advantage."""
+GIB = 2**30
+
+
+def most_groups(config: Config) -> int:
+    """Return the most groups that the stores hold at once.
+
+    A step's groups stay until it is trained on, and those of the steps ahead that staleness allows
+    are sampled meanwhile. Dynamic sampling has a round of others beside them.
+    """
+    rollout = config.rollout
+    groups = (rollout.staleness_bound + 1) * rollout.prompts_per_step
+    if rollout.dynamic_sampling:
+        groups += round(rollout.oversampling * rollout.prompts_per_step)
+    return groups
+
+
+def token_bytes(config: Config, policy: ModelFacts) -> int:
+    """Return the bytes of a token in a store, with all that is written beside it in a step."""
+    needs = needs_of(config.algorithm)
+    num_steps = config.train.epochs * config.train.mini_batches
+    columns = 2  # token id and log-prob of the engine
+    columns += num_steps > 1 or needs.old_logprobs
+    columns += needs.reference
+    columns += 3 * needs.critic  # values, returns, advantages
+    columns += needs.teacher
+    experts = 0
+    if policy.has_experts and config.drift.routed_experts:
+        size = 1 if policy.num_experts <= 256 else 2
+        experts = sum(policy.moe_layers) * policy.experts_per_token * size
+    return columns * _NUMBER + experts
+
+
+def store_bytes(config: Config, policy: ModelFacts) -> float:
+    """Return the most bytes in all stores together, if all sequences were as long as may be."""
+    rollout = config.rollout
+    longest = config.data.max_prompt_len + rollout.max_response_len
+    num_tokens = most_groups(config) * rollout.samples_per_prompt * longest
+    return num_tokens * token_bytes(config, policy)
+
+
+def store_nodes(config: Config) -> int:
+    """Return the nodes that have a store: one for each node that begins an engine."""
+    rollout = config.rollout
+    per_node = max(1, config.plan.ranks_per_host // rollout.engine_ranks)
+    return -(-rollout.engines // per_node)
+
+
+def explain_stores(config: Config, policy: ModelFacts) -> str:
+    """Return a sentence with the stores' memory."""
+    whole, nodes = store_bytes(config, policy) / GIB, store_nodes(config)
+    longest = config.data.max_prompt_len + config.rollout.max_response_len
+    return (
+        f"Samples in host memory: at most {whole / nodes:.1f} GiB on each of {nodes}"
+        f" node{'s' * (nodes > 1)} with engines ({most_groups(config):,} groups of"
+        f" {config.rollout.samples_per_prompt}, {longest:,} tokens each,"
+        f" {token_bytes(config, policy):,} bytes a token)."
+    )

@@ -1,0 +1,218 @@
+"""Samples near the engines: takes requests for groups, keeps their samples in the node's store.
+
+    controller --begin, cancel, drop--> Collector --HTTP--> engines
+        ^                                  |
+        +------- news: rows of facts ------+--> SampleStore --columns--> training ranks
+
+Only rows of facts go back to the controller. All methods run on one event loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mcore_rl.data.sample_store import SampleStore
+from mcore_rl.process.clock import now_s
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.types import Prompt, Sample, VersionSpan
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """Asks for `num_samples` samples of a prompt, to be kept as `group`."""
+
+    session: int
+    group: int
+    prompt: Prompt
+    num_samples: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class Orders:
+    """Things that a collector is to do, in the order of the fields.
+
+    sessions   bound of the requests at once, by number of a session that is opened
+    why_out    why engines get no requests, by url; None if nothing has changed
+    drop       groups whose samples nobody needs any more
+    cancel     groups that are not to be finished
+    end        sessions that are closed; their requests are canceled
+    """
+
+    sessions: Mapping[int, int] = field(default_factory=dict)
+    why_out: Mapping[str, str] | None = None
+    begin: Sequence[GroupRequest] = ()
+    cancel: Sequence[int] = ()
+    drop: Sequence[int] = ()
+    end: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """A group that was sampled: an entry per sample, without its tokens."""
+
+    group: int
+    response_lens: tuple[int, ...]
+    finish_reasons: tuple[str, ...]
+    versions: tuple[tuple[VersionSpan, ...], ...]
+    has_experts: bool
+
+
+@dataclass(frozen=True)
+class GroupFailure:
+    """A group that could not be sampled. `may_retry`: engines failed, not what they answered."""
+
+    group: int
+    message: str
+    may_retry: bool
+
+
+@dataclass
+class CollectorNews:
+    """Events since the last news. num_done: samples complete, failed or canceled, by session."""
+
+    finished: list[GroupFacts] = field(default_factory=list)
+    failed: list[GroupFailure] = field(default_factory=list)
+    num_done: dict[int, int] = field(default_factory=dict)
+
+
+class CollectorCalls(Protocol):
+    """A collector, on any node; see Collector."""
+
+    async def obey(self, orders: Orders) -> None: ...
+
+    async def news(self, wait_s: float, gather_s: float) -> CollectorNews: ...
+
+    async def hold(self, session: int, cut_off: bool) -> int: ...
+
+    async def resume(self, session: int) -> None: ...
+
+    async def idle_seconds(self) -> float: ...
+
+
+class Collector:
+    """Samples groups on the engines of a client, and keeps them in a store."""
+
+    def __init__(self, client: RolloutClient, health: EngineHealth, store: SampleStore) -> None:
+        """`health` is what the client asks before each request; the controller's orders set it."""
+        self._client = client
+        self._health = health
+        self._store = store
+        self._sessions: dict[int, tuple[RolloutSession, AsyncExitStack]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._session_of: dict[int, int] = {}
+        self._news = CollectorNews()
+        self._has_news = asyncio.Event()
+
+    async def obey(self, orders: Orders) -> None:
+        """Carry out orders; what they begin goes on afterwards."""
+        if orders.why_out is not None:
+            serving = [url for url, reason in orders.why_out.items() if not reason]
+            self._health.set_serving(serving, orders.why_out)
+        for number, max_in_flight in orders.sessions.items():
+            await self._open(number, max_in_flight)
+        for request in orders.begin:
+            self._session_of[request.group] = request.session
+            self._tasks[request.group] = asyncio.create_task(self._collect(request))
+        for group in orders.cancel:
+            if group in self._tasks:
+                self._tasks[group].cancel()
+        self._store.drop(orders.drop)
+        for number in orders.end:
+            await self._close(number)
+
+    async def news(self, wait_s: float, gather_s: float = 0.0) -> CollectorNews:
+        """Return the events since the last call as soon as there are any, after `wait_s` none.
+
+        While groups are open, events are gathered for `gather_s` seconds after the first.
+        """
+        if not self._has_news.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), wait_s)
+        until_s = now_s() + gather_s
+        while self._tasks and (seconds := until_s - now_s()) > 0:
+            self._has_news.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), seconds)
+        self._has_news.clear()
+        news = self._news
+        self._news = CollectorNews()
+        return news
+
+    async def hold(self, session: int, cut_off: bool) -> int:
+        """Post nothing more and return once no request of the session is under way.
+
+        Returns how many responses were cut off so far; see RolloutSession.hold.
+        """
+        held, _ = self._sessions[session]
+        await held.hold(cut_off=cut_off)
+        return held.num_cut_off
+
+    async def resume(self, session: int) -> None:
+        await self._sessions[session][0].resume()
+
+    async def idle_seconds(self) -> float:
+        """Return the seconds without a request so far, mean over the engines."""
+        return await self._client.idle_seconds()
+
+    async def close(self) -> None:
+        for number in list(self._sessions):
+            await self._close(number)
+
+    async def _open(self, number: int, max_in_flight: int) -> None:
+        def note_done() -> None:
+            self._news.num_done[number] = self._news.num_done.get(number, 0) + 1
+            self._has_news.set()
+
+        stack = AsyncExitStack()
+        opened = self._client.open(max_in_flight, note_done)
+        self._sessions[number] = (await stack.enter_async_context(opened), stack)
+
+    async def _close(self, number: int) -> None:
+        _, stack = self._sessions.pop(number)
+        own = [group for group, session in self._session_of.items() if session == number]
+        tasks = [self._tasks[group] for group in own]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await stack.aclose()
+
+    async def _collect(self, request: GroupRequest) -> None:
+        session, _ = self._sessions[request.session]
+        try:
+            samples = await session.generate(
+                [request.prompt], request.num_samples, request.sampling
+            )
+        except RolloutError as error:
+            self._news.failed.append(GroupFailure(request.group, str(error), may_retry=True))
+        except Exception as error:  # handed on: the controller raises it
+            _log.exception("group %d of prompt %d", request.group, request.prompt.index)
+            message = str(error) if isinstance(error, ValueError) else repr(error)
+            self._news.failed.append(GroupFailure(request.group, message, may_retry=False))
+        else:
+            self._store.put(request.group, samples)
+            self._news.finished.append(facts_of(request.group, samples))
+        finally:
+            del self._tasks[request.group]
+            del self._session_of[request.group]
+            self._has_news.set()
+
+
+def facts_of(group: int, samples: Sequence[Sample]) -> GroupFacts:
+    """Return what the controller needs to know of the samples of one prompt."""
+    return GroupFacts(
+        group=group,
+        response_lens=tuple(sample.response_len for sample in samples),
+        finish_reasons=tuple(sample.finish_reason for sample in samples),
+        versions=tuple(sample.versions for sample in samples),
+        has_experts=all(sample.routed_experts is not None for sample in samples),
+    )

@@ -1,0 +1,47 @@
+"""The verbs of those who sample for the loop: a client of engines, or all nodes' collectors."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.types import Prompt
+
+
+class SamplingSession(Protocol):
+    """Requests that share one bound; see rollout.client.RolloutSession."""
+
+    num_open: int
+    num_cut_off: int
+
+    @property
+    def is_held(self) -> bool: ...
+
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[Any]:
+        """Return Samples, or StoredSamples, of each prompt in the order of `prompts`."""
+        ...
+
+    async def hold(self, *, cut_off: bool) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+class SamplingClient(Protocol):
+    """See rollout.client.RolloutClient and rollout.collector_pool.CollectorPool."""
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+    async def idle_seconds(self) -> float: ...
+
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
+    ) -> list[Any]: ...
+
+    def open(
+        self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
+    ) -> AbstractAsyncContextManager[Any]:
+        """Open a SamplingSession for the length of the block."""
+        ...

@@ -1,0 +1,138 @@
+"""Carries requests to engines and samples back: by HTTP, or as a simulation pleases."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import aiohttp
+import orjson
+
+from mcore_rl.config import RolloutConfig
+from mcore_rl.process.http import open_session
+from mcore_rl.process.server_keys import admin_headers, user_headers
+from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.request import Request, Sampling, make_body, make_sample
+from mcore_rl.rollout.routed_experts import RoutedExpertsShape
+from mcore_rl.types import Sample
+
+_ABORT_S = 10.0
+
+
+class RolloutError(RuntimeError):
+    """A request failed for good; the message names the engine, its log file and the prompt."""
+
+
+class TransientError(Exception):
+    """A failure worth another try."""
+
+
+class AbortedError(TransientError):
+    """The engine ended the request."""
+
+
+class EngineTransport(Protocol):
+    """An open way to engines."""
+
+    async def sample(self, engine: EngineAddress, request: Request, sampling: Sampling) -> Sample:
+        """Return one sample.
+
+        Raises TransientError if another try may help, RolloutError if the engine refuses.
+        """
+        ...
+
+    async def abort_all(self, engine: EngineAddress) -> None:
+        """Have the engine end its requests.
+
+        Raises nothing for an engine that does not answer: its requests fail by themselves.
+        """
+        ...
+
+
+OpenTransport = Callable[[], AbstractAsyncContextManager[EngineTransport]]
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """How requests to SGLang are made, and how its answers are read.
+
+    timeout_s       of each request
+    deterministic   engines sample by the seeds of requests
+    experts_shape   of the experts that engines report; None asks for none
+    """
+
+    timeout_s: float
+    deterministic: bool
+    stop_token_ids: Sequence[int]
+    decode: Callable[[Sequence[int]], str]
+    experts_shape: RoutedExpertsShape | None
+
+    @staticmethod
+    def of(
+        rollout: RolloutConfig,
+        stop_token_ids: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        experts_shape: RoutedExpertsShape | None = None,
+    ) -> "HttpOptions":
+        return HttpOptions(
+            rollout.request_timeout_s, rollout.deterministic, stop_token_ids, decode, experts_shape
+        )
+
+    @asynccontextmanager
+    async def open(self) -> "AsyncIterator[HttpTransport]":
+        async with open_session(self.timeout_s) as http:
+            yield HttpTransport(http, self)
+
+
+class HttpTransport:
+    """Posts to SGLang's /generate over kept connections."""
+
+    def __init__(self, http: aiohttp.ClientSession, options: HttpOptions) -> None:
+        self._http = http
+        self._options = options
+
+    async def sample(self, engine: EngineAddress, request: Request, sampling: Sampling) -> Sample:
+        """See EngineTransport."""
+        supported = self._supported(sampling)
+        body = make_body(request, supported, self._options.stop_token_ids)
+        try:
+            answer = await self._post(engine, body)
+        except (aiohttp.ClientError, TimeoutError) as failure:
+            raise TransientError(f"{type(failure).__name__}: {failure}") from None
+        experts_shape = self._options.experts_shape if supported.routed_experts else None
+        return make_sample(request, answer, self._options.decode, experts_shape)
+
+    async def abort_all(self, engine: EngineAddress) -> None:
+        """See EngineTransport."""
+        timeout = aiohttp.ClientTimeout(_ABORT_S)
+        url = f"{engine.url}/abort_request"
+        headers = admin_headers(engine.keys)
+        body = {"abort_all": True}
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.post(url, json=body, headers=headers, timeout=timeout):
+                pass
+
+    def _supported(self, sampling: Sampling) -> Sampling:
+        """Return `sampling` with a seed and experts only where the engines support them."""
+        return replace(
+            sampling,
+            seed=sampling.seed if self._options.deterministic else None,
+            routed_experts=sampling.routed_experts and self._options.experts_shape is not None,
+        )
+
+    async def _post(self, engine: EngineAddress, body: dict[str, Any]) -> dict[str, Any]:
+        url = f"{engine.url}/generate"
+        headers = user_headers(engine.keys)
+        async with self._http.post(url, json=body, headers=headers) as response:
+            body_bytes = await response.read()
+        if response.status != 200:
+            text = body_bytes[:500].decode(errors="replace")
+            if response.status >= 500:
+                raise TransientError(f"HTTP {response.status}: {text}")
+            raise RolloutError(f"{engine} refused a request with HTTP {response.status}: {text}")
+        answer = orjson.loads(body_bytes)
+        reason = answer["meta_info"]["finish_reason"]
+        if reason["type"] == "abort":
+            raise AbortedError(f"the engine aborted it: {reason.get('message')}")
+        return answer

@@ -1,0 +1,127 @@
+"""Connects the collectors of a run, and gives the loop its ways to sample, to score and to read."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.cluster.collector_worker import CollectorSpec, TokenWork
+from mcore_rl.cluster.collectors import CollectorGroup
+from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.run import RunProcesses, experts_shape
+from mcore_rl.config import Config, RewardConfig
+from mcore_rl.data.decoding import make_decode
+from mcore_rl.process.redaction import known_secrets
+from mcore_rl.rewards.of_recipe import make_scorer
+from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
+from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater
+from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.types import Sample, Scores, StoredBatch, StoredSample, TrainBatch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The collectors as the loop's players use them.
+
+    reward             scores samples while ranks and engines are watched
+    score_later        scores them beside other work, which is watched already
+    fetch              brings a batch's tokens here
+    teacher            has the stores keep a teacher's log-probs; None if the recipe has no teacher
+    """
+
+    client: CollectorPool
+    reward: Reward
+    score_later: ScoreLater
+    read: ReadSamples
+    fetch: Callable[[StoredBatch], TrainBatch]
+    on_tokens: OnTokens
+    teacher: Callable[[Sequence[StoredSample]], list[tuple[float, ...]]] | None
+
+
+def collector_spec(
+    config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase
+) -> CollectorSpec:
+    """Return what each collector is built of.
+
+    Raises ValueError if the tokenizer has no end-of-sequence token.
+    """
+    stop = tokenizer.eos_token_id
+    if not isinstance(stop, int):
+        raise ValueError(
+            f"the tokenizer in {config.model.path} has no eos_token: responses would never stop"
+        )
+    return CollectorSpec(
+        config.rollout,
+        (stop,),
+        make_decode(tokenizer),
+        experts_shape(config, policy),
+        partial(make_scorer, config),
+        known_secrets(),
+    )
+
+
+def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGroup) -> Rollouts:
+    """Wait for engines, served models and collectors, and make them known to one another."""
+    collectors = processes.collectors
+    assert collectors is not None, "the command has no engines"
+    served = processes.served_engines.wait_built()
+    for role, model in served.items():
+        _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
+    collectors.connect(engines.wait_built(), served)
+    client = CollectorPool(
+        collectors.calls(),
+        collectors.engines_per_collector,
+        engines.health,
+        config.rollout.max_concurrency,
+    )
+    return _rollouts(config.reward, client, collectors, processes, "teacher" in served)
+
+
+def _rollouts(
+    config: RewardConfig,
+    client: CollectorPool,
+    collectors: CollectorGroup,
+    processes: RunProcesses,
+    has_teacher: bool,
+) -> Rollouts:
+    watched = processes.watched
+
+    async def score(samples: Sequence[StoredSample]) -> Scores:
+        scores = await collectors.score(samples)
+        pairs = zip(samples, scores.errors, strict=True)
+        if failed := [sample for sample, error in pairs if error]:
+            shown = await collectors.samples(failed[:LOGGED_ERRORS])
+            log_failures(shown, scores.errors, config)
+        return scores
+
+    def reward(samples: Sequence[StoredSample]) -> Scores:
+        return watched(score(samples))
+
+    def read(samples: Sequence[StoredSample]) -> list[Sample]:
+        return watched(collectors.samples(samples))
+
+    def fetch(batch: StoredBatch) -> TrainBatch:
+        return collectors.stores.assemble(batch)
+
+    def on_tokens(function: TokenWork, batch: Any) -> tuple[StoredBatch, dict[str, float]]:
+        return watched(collectors.apply(function, batch))
+
+    def teacher(samples: Sequence[StoredSample]) -> list[tuple[float, ...]]:
+        watched(collectors.ask_teacher(samples))
+        return []
+
+    return Rollouts(
+        client,
+        reward,
+        score,
+        read,
+        fetch,
+        on_tokens,
+        teacher if has_teacher else None,
+    )

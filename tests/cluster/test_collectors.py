@@ -1,0 +1,130 @@
+"""Collectors as Ray processes on fake engines: samples, rewards, columns, work on tokens, death."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mcore_rl.cluster.collector_worker import CollectorSpec
+from mcore_rl.cluster.collectors import CollectorGroup
+from mcore_rl.cluster.group import RankError
+from mcore_rl.cluster.placement import reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.config import ClusterConfig, RewardConfig, RolloutConfig
+from mcore_rl.data.stored_batch import make_stored_batch
+from mcore_rl.planning.bundles import plan_ranks
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rewards.scorer import Scorer
+from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
+from tests.support.fake_sglang import FakeSGLang
+
+pytestmark = pytest.mark.e2e
+ROLLOUT = RolloutConfig(max_response_len=3, retries=0)
+PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", str(i)) for i in range(3)]
+REWARD = """
+def reward(*, data_source, solution_str, ground_truth, extra_info):
+    return float(ground_truth) + len(solution_str) / 100
+"""
+
+
+class Scene:
+    """One collector with two engines, which are servers of the test's process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = EventLoop()
+        self.run = self.loop.run
+        self.engines = [FakeSGLang(self.loop), FakeSGLang(self.loop)]
+        (folder / "reward.py").write_text(REWARD)
+        scorer = partial(Scorer, RewardConfig(path=str(folder / "reward.py")), 3)
+        [slots] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
+        self.group = CollectorGroup([slots, slots], folder / "logs", 60.0, 60.0)
+        self.group.start_build(CollectorSpec(ROLLOUT, (9,), str, None, scorer), 60.0)
+        self.group.connect([engine.address for engine in self.engines], {})
+        self.pool = CollectorPool(
+            self.group.calls(),
+            self.group.engines_per_collector,
+            EngineHealth([engine.url for engine in self.engines]),
+            ROLLOUT.max_concurrency,
+        )
+
+    def sample(self, num_samples: int = 2) -> list[Any]:
+        return self.run(self.pool.generate(PROMPTS, num_samples, Sampling(3)))
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+        scene = Scene(tmp_path_factory.mktemp("collectors"))
+        yield scene
+        scene.loop.close()
+
+
+def doubled(batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+    values_T = 2 * batch.token_ids_T.float()
+    return replace(batch, values_T=values_T), {"tokens": float(len(values_T))}
+
+
+def test_one_collector_serves_the_engines_of_a_node(scene: Scene) -> None:
+    assert scene.group.engines_per_collector == [2]
+    samples = scene.sample()
+    assert [s.prompt.index for s in samples] == [0, 0, 1, 1, 2, 2]
+    assert all(engine.sampled for engine in scene.engines)
+    whole = scene.run(scene.group.samples(samples[::-1]))
+    assert [s.prompt.index for s in whole] == [2, 2, 1, 1, 0, 0]
+    assert whole[0].response_ids == (10, 11, 12) and whole[0].text == "(10, 11, 12)"
+
+
+def test_rewards_are_computed_beside_the_samples(scene: Scene) -> None:
+    scores = scene.run(scene.group.score(scene.sample()[::-1]))
+    assert scores.rewards_N == pytest.approx([2.12, 2.12, 1.12, 1.12, 0.12, 0.12])
+
+
+def test_tokens_are_read_and_computed_on_where_they_are(scene: Scene) -> None:
+    samples = scene.sample()
+    batch = make_stored_batch(samples, WeightVersion(1))
+    whole = scene.group.stores.assemble(batch)
+    assert whole.token_ids_T.tolist()[:5] == [1, 2, 10, 11, 12]
+    assert whole.stale_T is not None and whole.stale_T.tolist()[:5] == [False] * 2 + [True] * 3
+    batch, metrics = scene.run(scene.group.apply(doubled, batch))
+    assert batch.values_T == StoredColumn("values") and metrics == {"tokens": 30.0}
+    values_T = scene.group.stores.assemble(batch).values_T
+    assert values_T is not None and torch.equal(values_T, 2 * whole.token_ids_T.float())
+
+
+def test_an_unknown_sample_is_refused_by_store(scene: Scene) -> None:
+    batch = make_stored_batch(scene.sample())
+    batch.group_N[0] = 999_999
+    with pytest.raises(
+        RuntimeError, match=r"sample store 0 .* of group 999999 is not in the store"
+    ):
+        scene.group.stores.assemble(batch)
+    assert isinstance(batch.group_N, np.ndarray)
+
+
+def test_a_collector_that_dies_is_named(scene: Scene) -> None:
+    [pid] = scene.group._group.pids()
+    work = scene.pool.generate(PROMPTS, 2, Sampling(3))
+    for engine in scene.engines:
+        engine.num_free = 0
+
+    async def kill() -> None:
+        task = asyncio.ensure_future(work)
+        await asyncio.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(task, 30)
+
+    with pytest.raises(RankError, match=r"collector rank 0 .*died"):
+        scene.run(kill())
+    for engine in scene.engines:
+        engine.resume()

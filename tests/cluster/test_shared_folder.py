@@ -1,0 +1,40 @@
+"""Nodes that see another run folder are named before anything is built."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_rl.cluster import shared_folder
+from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.placement import reserve
+from mcore_rl.cluster.session import ray_session
+from mcore_rl.cluster.shared_folder import check_shared
+from mcore_rl.config import ClusterConfig
+from mcore_rl.planning.bundles import plan_ranks
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def actors(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    with ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+        [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
+        group = RankGroup("trainer", slots, tmp_path / "logs")
+        assert group.first_of_nodes() == {}  # a cluster of one node has nobody to compare with
+        yield dict(zip(("node7", "node8"), group.actors, strict=True))
+        group.kill()
+
+
+def test_a_folder_of_their_own_is_noticed(
+    actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_shared(tmp_path, actors, 60.0)
+    check_shared(tmp_path, {}, 60.0)
+    monkeypatch.setattr(shared_folder, "VISIBLE_S", 0.5)
+    # This path is another folder in each process that has another working directory.
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is not seen on node7, node8; every node writes"):
+        check_shared(Path("/proc/self/cwd"), actors, 60.0)
+    assert list(tmp_path.glob(".shared*")) == []

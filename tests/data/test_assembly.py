@@ -1,0 +1,108 @@
+"""Batches assembled from several stores are those of samples held here, bit for bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.data.assembly import (
+    assemble,
+    assemble_parts,
+    column_of,
+    columns_of,
+    scatter,
+    scatter_parts,
+)
+from mcore_rl.data.batch import (
+    make_filler,
+    make_train_batch,
+    select_each,
+    with_loss_weights,
+    without_truncated,
+)
+from mcore_rl.data.sample_store import LostSampleError
+from mcore_rl.data.stored_batch import in_parts, make_stored_batch
+from mcore_rl.types import StoredColumn, WeightVersion
+from tests.support.stored import LAYERS, assert_same, make_stored
+
+VERSION = WeightVersion(1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), num_stores=st.integers(1, 3), data=st.data())
+def test_any_cut_of_any_order_is_that_of_samples_held_here(
+    seed: int, num_stores: int, data: st.DataObject
+) -> None:
+    stores, samples, rows = make_stored(seed, num_stores=num_stores)
+    here = make_train_batch(samples, VERSION)
+    there = make_stored_batch(rows, VERSION)
+    assert_same(assemble(there, stores.read), here)
+    num = len(here.lens_N)
+    order = data.draw(st.permutations(range(num)))
+    cut = data.draw(st.integers(1, num))
+    parts = [order[:cut], [], order[cut:]]
+    kind = data.draw(st.sampled_from(["token_mean", "sequence_mean", "constant", "token_sum"]))
+    here = with_loss_weights(without_truncated(here, samples), kind, 9)
+    there = with_loss_weights(without_truncated(there, rows), kind, 9)
+    shared = in_parts(there, parts)
+    made = assemble_parts(shared, stores.read)
+    expected = select_each(here, [part for part in parts if part])
+    assert_same(made[0], expected[0])
+    assert made[1].is_filler and made[1].lens_N == (2,)
+    assert_same(made[1], make_filler(assemble(shared, stores.read)))
+    for micro_batch, wanted in zip(made[2:], expected[1:], strict=bool(parts[2])):
+        if not micro_batch.is_filler:
+            assert_same(micro_batch, wanted)
+
+
+def test_a_stage_reads_the_experts_of_its_layers() -> None:
+    stores, samples, rows = make_stored(seed=3)
+    whole = make_train_batch(samples).routed_experts_TLK
+    made = assemble(make_stored_batch(rows), stores.read, layers=(1, 2))
+    assert whole is not None and made.routed_experts_TLK is not None
+    assert made.expert_layers == (1, 2) and whole.shape[1] == LAYERS
+    assert torch.equal(made.routed_experts_TLK, whole[:, 1:])
+    assert all(request.layers == (1, 2) for request in stores.reads[-1].values())
+
+
+def test_what_ranks_write_comes_back_in_any_other_cut() -> None:
+    stores, _, rows = make_stored(seed=4)
+    batch = make_stored_batch(rows, VERSION)
+    num = len(batch.lens_N)
+    shared = in_parts(batch, [range(0, num, 2), [], range(1, num, 2)])
+    values = [torch.randn(sum(batch.lens_N[i] for i in part)) for part in (range(0, num, 2),)]
+    values += [torch.zeros(2), torch.randn(sum(batch.lens_N[i] for i in range(1, num, 2)))]
+    scatter_parts(shared, {"old_logprobs": values}, stores.write)
+    batch = replace(batch, old_logprobs_T=StoredColumn("old_logprobs"))
+    old_T = assemble(in_parts(batch, [[*range(0, num, 2), *range(1, num, 2)]]), stores.read)
+    assert old_T.old_logprobs_T is not None
+    assert torch.equal(old_T.old_logprobs_T, torch.cat([values[0], values[2]]))
+    scatter(batch, {"held_back": torch.ones(sum(batch.lens_N), dtype=torch.bool)}, stores.write)
+    held = assemble(replace(batch, held_back_T=StoredColumn("held_back")), stores.read)
+    assert held.held_back_T is not None and held.held_back_T.all()
+
+
+def test_values_of_samples_are_spread_over_trained_tokens() -> None:
+    stores, samples, rows = make_stored(seed=5)
+    batch = make_stored_batch(rows)
+    values_N = torch.arange(1.0, 1 + len(batch.lens_N))
+    made = assemble(replace(batch, advantages_N=values_N.numpy()), stores.read)
+    mask_T = make_train_batch(samples).loss_mask_T
+    expected_T = values_N.repeat_interleave(torch.tensor(batch.lens_N)) * mask_T
+    assert made.advantages_T is not None and torch.equal(made.advantages_T, expected_T)
+
+
+def test_fields_name_their_columns_and_lost_samples_are_named() -> None:
+    stores, _, rows = make_stored(seed=6)
+    assert column_of("old_logprobs_T") == "old_logprobs"
+    assert column_of("routed_experts_TLK") == "routed_experts"
+    batch = make_stored_batch(rows)
+    assert "stale_T" not in columns_of(batch)
+    assert columns_of(replace(batch, version=VERSION))["stale_T"] == "stale"
+    lost = rows[0].lease
+    stores.stores[lease_store := lost.store].drop([lost.group])
+    with pytest.raises(LostSampleError, match=f"of group {lost.group} is not in the store"):
+        assemble(batch, stores.read)
+    assert lease_store in (0, 1)

@@ -1,0 +1,74 @@
+"""A store gives back what was put in or written, as arrays, until a group is dropped."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mcore_rl.data.sample_store import (
+    ROUTED_EXPERTS,
+    STALE,
+    TOKEN_IDS,
+    LostSampleError,
+    ReadRequest,
+    SampleStore,
+)
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.support.stored import make_stored
+
+
+def make_sample(index: int, num_tokens: int = 2) -> Sample:
+    prompt = Prompt(3, (1, 2), (), "unit", "7")
+    spans = (VersionSpan(0, num_tokens, WeightVersion(4)),)
+    ids = tuple(range(10, 10 + num_tokens))
+    return Sample(prompt, index, ids, (-0.5,) * num_tokens, "stop", spans, "text")
+
+
+def read(store: SampleStore, *names: str, version: int = 4) -> list[list[float]]:
+    request = ReadRequest(np.array([9, 9]), np.array([1, 0]), names, version)
+    return [store.read(request)[name].tolist() for name in names]
+
+
+def test_samples_come_back_whole() -> None:
+    stores, samples, rows = make_stored(seed=0)
+    for sample, row in zip(samples, rows, strict=True):
+        [found] = stores.stores[row.lease.store].samples([row.lease.group], [row.sample_index])
+        assert np.allclose(found.logprobs, sample.logprobs)  # float32 here, float64 there
+        assert replace(found, logprobs=sample.logprobs) == sample
+        assert found.routed_experts is not None and sample.routed_experts is not None
+        assert found.routed_experts.tolist() == sample.routed_experts.tolist()
+
+
+def test_columns_are_laid_end_to_end_in_the_order_of_the_request() -> None:
+    store = SampleStore()
+    store.put(9, [make_sample(0), make_sample(1, 3)])
+    ids, stale = read(store, TOKEN_IDS, STALE)
+    assert ids == [1, 2, 10, 11, 12, 1, 2, 10, 11]
+    assert stale == [False] * 9
+    assert read(store, STALE, version=5) == [[False] * 2 + [True] * 3 + [False] * 2 + [True] * 2]
+    values = np.arange(9, dtype=np.float32)
+    store.write(np.array([9, 9]), np.array([1, 0]), {"old_logprobs": values})
+    assert read(store, "old_logprobs") == [values.tolist()]
+    values[:] = 0  # the store has copies
+    assert read(store, "old_logprobs") == [list(range(9))]
+
+
+def test_experts_take_a_byte_each_and_only_the_wanted_layers_are_read() -> None:
+    stores, _, rows = make_stored(seed=1, num_stores=1)
+    row = next(row for row in rows if row.response_len)
+    group_N, index_N = np.array([row.lease.group]), np.array([row.sample_index])
+    whole = stores.stores[0].read(ReadRequest(group_N, index_N, (ROUTED_EXPERTS,)))
+    request = ReadRequest(group_N, index_N, (ROUTED_EXPERTS,), layers=(2, 0))
+    part = stores.stores[0].read(request)[ROUTED_EXPERTS]
+    assert part.dtype == np.uint8
+    assert part.tolist() == whole[ROUTED_EXPERTS][:, [2, 0]].tolist()
+
+
+def test_dropped_groups_are_gone_and_named() -> None:
+    store = SampleStore()
+    store.put(9, [make_sample(0), make_sample(1)])
+    store.put(10, [make_sample(0)])
+    store.drop([9, 77])
+    assert store.num_groups == 1
+    with pytest.raises(LostSampleError, match="sample 1 of group 9 is not in the store"):
+        read(store, TOKEN_IDS)

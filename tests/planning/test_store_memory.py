@@ -1,0 +1,70 @@
+"""Host memory of the samples, against what a store really keeps."""
+
+import numpy as np
+import torch
+
+from mcore_rl.config import Config
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.data.sample_store import SampleStore
+from mcore_rl.planning.models import read_models
+from mcore_rl.planning.store_memory import (
+    explain_stores,
+    most_groups,
+    store_bytes,
+    store_nodes,
+    token_bytes,
+)
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+
+
+def recipe(*overrides: str) -> tuple[Config, ModelFacts]:
+    config = load_recipe("qwen3_30b_a3b_grpo_32", list(overrides))
+    return config, read_models(config).policy
+
+
+def test_a_store_keeps_as_many_bytes_as_planned() -> None:
+    config, policy = recipe("train.mini_batches=2")
+    num_layers, per_token = sum(policy.moe_layers), policy.experts_per_token
+    response = tuple(range(100))
+    experts = torch.zeros(20 + 100 - 1, num_layers, per_token, dtype=torch.int16)
+    spans = (VersionSpan(0, 100, WeightVersion(0)),)
+    prompt = Prompt(0, (1,) * 20, (), "", None)
+    logprobs = (0.0,) * 100
+    store = SampleStore(policy.num_experts)
+    store.put(1, [Sample(prompt, 0, response, logprobs, "stop", spans, "", experts)])
+    store.write(np.array([1]), np.array([0]), {"old_logprobs": np.zeros(120, np.float32)})
+    without_last = num_layers * per_token  # experts of the last token are not known
+    assert store.num_bytes() == 120 * token_bytes(config, policy) - without_last
+
+
+def test_columns_are_those_that_the_algorithm_writes() -> None:
+    plain, policy = recipe("drift.routed_experts=false", "train.router_replay=none")
+    assert token_bytes(plain, policy) == 8
+    kl, _ = recipe(
+        "drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1"
+    )
+    assert token_bytes(kl, policy) == 12
+    ppo = load_recipe("mixtral_8x7b_ppo_16", [])
+    experts = 32 * 2
+    assert token_bytes(ppo, read_models(ppo).policy) in (4 * 5 + experts, 4 * 6 + experts)
+
+
+def test_steps_ahead_and_rounds_hold_more_groups() -> None:
+    for overrides, groups in (
+        (("rollout.mode=sync",), 128),
+        (("rollout.mode=one_step_off",), 256),
+        (("rollout.mode=async", "rollout.max_staleness=3"), 512),
+        (("rollout.mode=sync", "rollout.dynamic_sampling=true", "rollout.oversampling=1.5"), 320),
+    ):
+        assert most_groups(recipe(*overrides)[0]) == groups
+
+
+def test_a_node_has_its_share() -> None:
+    config, policy = recipe()
+    assert store_nodes(config) == 2, "four engines of four ranks"
+    assert store_nodes(recipe("rollout.tp=8", "rollout.ep=8")[0]) == 4
+    whole = 256 * 16 * (2048 + 8192) * token_bytes(config, policy)
+    assert store_bytes(config, policy) == whole
+    sentence = explain_stores(config, policy)
+    assert f"at most {whole / 2 / 2**30:.1f} GiB on each of 2 nodes" in sentence

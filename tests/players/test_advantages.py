@@ -1,0 +1,168 @@
+"""Advantages of stored samples are those of the same samples held here."""
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_rl.algo import choice
+from mcore_rl.algo.estimator import Advantages
+from mcore_rl.algo.registry import advantages
+from mcore_rl.algo.user_file import register_user_file
+from mcore_rl.config import AlgorithmConfig, KLConfig
+from mcore_rl.data.assembly import assemble, column_of, scatter
+from mcore_rl.data.batch import make_train_batch
+from mcore_rl.data.sample_store import TEACHER_LOGPROBS
+from mcore_rl.data.stored_batch import make_stored_batch
+from mcore_rl.players.advantages import StoredAdvantages
+from mcore_rl.types import Scores, StoredBatch, StoredColumn, TrainBatch
+from tests.support.stored import Stores, make_stored
+
+TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]
+BY_SAMPLE = [name for name in advantages.names if advantages.is_by_sample(name)]
+
+
+def untouched(function: TokenWork, batch: StoredBatch) -> tuple[StoredBatch, dict[str, float]]:
+    raise AssertionError("tokens are not needed")
+
+
+def on_tokens_of(stores: Stores) -> Callable[..., tuple[StoredBatch, dict[str, float]]]:
+    """Do as a collector does: see cluster.collector_worker.CollectorWorker.apply."""
+
+    def apply(function: TokenWork, batch: StoredBatch) -> tuple[StoredBatch, dict[str, float]]:
+        whole = assemble(batch, stores.read)
+        made, metrics = function(whole)
+        changed = {
+            name: value
+            for name, value in made.token_fields().items()
+            if value is not getattr(whole, name)
+        }
+        scatter(batch, {column_of(name): value for name, value in changed.items()}, stores.write)
+        columns = {name: StoredColumn(column_of(name)) for name in changed}
+        return replace(batch, **columns), metrics
+
+    return apply
+
+
+def scores_of(number: int) -> Scores:
+    return Scores([float(i * i % 5) for i in range(number)])
+
+
+@pytest.mark.parametrize("name", BY_SAMPLE)
+def test_rewards_and_lengths_suffice_for_advantages_by_sample(name: str) -> None:
+    stores, samples, rows = make_stored(seed=2)
+    scores = scores_of(len(rows))
+    config = AlgorithmConfig(advantage=name)
+    expected, _ = Advantages(config)(scores, samples, make_train_batch(samples))
+    player = StoredAdvantages(Advantages(config), untouched, has_teacher=False)
+    batch, metrics = player(scores, rows, make_stored_batch(rows))
+    made = assemble(batch, stores.read)
+    assert made.advantages_T is not None and expected.advantages_T is not None
+    assert torch.equal(made.advantages_T, expected.advantages_T) and metrics == {}
+    assert len(BY_SAMPLE) >= 6
+
+
+@pytest.fixture
+def own_file_forgotten() -> Iterator[None]:
+    """Leave nothing behind of what a user's file registers."""
+    names = advantages.names
+    yield
+    advantages.keep_only(names)
+    choice._files.clear()
+    register_user_file.cache_clear()
+
+
+@pytest.mark.usefixtures("own_file_forgotten")
+def test_a_users_advantage_needs_its_file_in_the_controller_only(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from mcore_rl.algo.registry import Needs, advantages\n"
+        "@advantages.register('over_greedy', Needs(greedy_baseline=True), by_sample=True)\n"
+        "def over_greedy(outcomes, config):\n"
+        "    return outcomes.spread(outcomes.rewards_N - outcomes.greedy_N)\n"
+        "@advantages.register('forgets_to_spread', by_sample=True)\n"
+        "def forgets_to_spread(outcomes, config):\n"
+        "    return outcomes.rewards_N[:1]\n"
+    )
+    _, _, rows = make_stored(seed=6)
+    scores = replace(scores_of(len(rows)), greedy_N=[1.0] * len(rows))
+    config = AlgorithmConfig(path=str(file), advantage="over_greedy")
+    there = tmp_path / "there.pickle"
+    there.write_bytes(pickle.dumps((Advantages(config), scores, rows)))
+    wrong = Advantages(replace(config, advantage="forgets_to_spread"))
+    file.unlink()
+    code = (
+        "import pickle, sys; a, scores, rows = pickle.load(open(sys.argv[1], 'rb'));"
+        " print(a.of_samples(scores, rows).tolist())"
+    )
+    command = [sys.executable, "-c", code, str(there)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [reward - 1 for reward in scores.rewards_N]
+    with pytest.raises(ValueError, match=r"forgets_to_spread returned shape \(1,\) for 15 samples"):
+        wrong.of_samples(scores, rows)
+
+
+def test_a_kl_in_the_reward_is_computed_where_tokens_are_and_steers_its_coefficient() -> None:
+    stores, samples, rows = make_stored(seed=3)
+    scores = scores_of(len(rows))
+    config = AlgorithmConfig(kl=KLConfig(coef=0.1, in_reward=True, target=0.01, horizon=100))
+    here = make_train_batch(samples)
+    values = [torch.randn(sum(here.lens_N)) for _ in range(2)]
+    there = make_stored_batch(rows)
+    names = ("old_logprobs", "ref_logprobs")
+    scatter(there, dict(zip(names, values, strict=True)), stores.write)
+    there = replace(there, **{f"{name}_T": StoredColumn(name) for name in names})
+    one = Advantages(config)
+    here = replace(here, old_logprobs_T=values[0], ref_logprobs_T=values[1])
+    expected, metrics = one(scores, samples, here)
+    other = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=False)
+    batch, same = other(scores, rows, there)
+    assert batch.advantages_T == StoredColumn("advantages") and same == metrics
+    made = assemble(batch, stores.read).advantages_T
+    assert made is not None and expected.advantages_T is not None
+    assert torch.equal(made, expected.advantages_T)
+    assert other.state_dict() == one.state_dict() != {"kl_coef": 0.1}
+    other.load_state_dict({"kl_coef": 0.5})
+    assert other.state_dict() == {"kl_coef": 0.5}
+
+
+def test_values_give_returns_beside_advantages() -> None:
+    stores, samples, rows = make_stored(seed=4)
+    scores = scores_of(len(rows))
+    here = make_train_batch(samples)
+    values_T = torch.randn(sum(here.lens_N))
+    there = make_stored_batch(rows)
+    scatter(there, {"values": values_T}, stores.write)
+    config = AlgorithmConfig(advantage="gae")
+    expected, metrics = Advantages(config)(scores, samples, replace(here, values_T=values_T))
+    player = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=False)
+    batch, same = player(scores, rows, replace(there, values_T=StoredColumn("values")))
+    made = assemble(batch, stores.read)
+    assert made.returns_T is not None and expected.returns_T is not None
+    assert torch.equal(made.returns_T, expected.returns_T) and same == metrics
+
+
+def test_a_teachers_log_probs_are_read_from_their_column() -> None:
+    stores, samples, rows = make_stored(seed=5)
+    scores = scores_of(len(rows))
+    here = make_train_batch(samples)
+    old_T, teacher_T = torch.randn(sum(here.lens_N)), torch.randn(sum(here.lens_N))
+    there = make_stored_batch(rows)
+    scatter(there, {"old_logprobs": old_T, TEACHER_LOGPROBS: teacher_T}, stores.write)
+    config = AlgorithmConfig(advantage="distillation", reward_coef=0.5)
+    here = replace(here, old_logprobs_T=old_T, teacher_logprobs_T=teacher_T)
+    expected, metrics = Advantages(config)(scores, samples, here)
+    player = StoredAdvantages(Advantages(config), on_tokens_of(stores), has_teacher=True)
+    there = replace(there, old_logprobs_T=StoredColumn("old_logprobs"))
+    batch, same = player(scores, rows, there)
+    made = assemble(batch, stores.read).advantages_T
+    assert made is not None and expected.advantages_T is not None
+    assert torch.equal(made, expected.advantages_T) and same == metrics
+    assert "kl/teacher" in metrics

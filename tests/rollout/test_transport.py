@@ -1,0 +1,91 @@
+"""Requests over HTTP: what is sent, and which failures are worth another try."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from mcore_rl.config import RolloutConfig
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
+from mcore_rl.rollout.transport import AbortedError, HttpOptions, RolloutError, TransientError
+from mcore_rl.types import Prompt, Sample
+from tests.support.fake_sglang import FakeSGLang, Route, sampled_answer
+
+REQUEST = Request(Prompt(3, (5, 6), (), "unit", ""), 1, EngineAffinity(2))
+SAMPLING = Sampling(2, seed=4, routed_experts=True)
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    loop = EventLoop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture
+def engine(loop: EventLoop) -> Iterator[FakeSGLang]:
+    engine = FakeSGLang(loop)
+    yield engine
+    engine.stop()
+
+
+def sample(loop: EventLoop, engine: FakeSGLang, rollout: RolloutConfig) -> Sample:
+    async def ask() -> Sample:
+        async with HttpOptions.of(rollout, [9], str).open() as transport:
+            return await transport.sample(engine.address, REQUEST, SAMPLING)
+
+    return loop.run(ask())
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_seeds_go_to_engines_that_sample_by_them(
+    loop: EventLoop, engine: FakeSGLang, deterministic: bool
+) -> None:
+    answer = sample(loop, engine, RolloutConfig(deterministic=deterministic))
+    assert (answer.response_ids, answer.text, answer.sample_index) == ((10, 11), "(10, 11)", 1)
+    [body] = engine.sampled
+    assert ("sampling_seed" in body["sampling_params"]) == deterministic
+    assert not body["return_routed_experts"], "the engines were started without"
+
+
+@pytest.mark.parametrize(
+    ("route", "error", "message"),
+    [
+        ((500, "down"), TransientError, "HTTP 500: down"),
+        ((400, "too long"), RolloutError, r"log fake.log\) refused .* HTTP 400: too long"),
+    ],
+)
+def test_errors_of_a_server_may_be_retried_and_refusals_not(
+    loop: EventLoop, engine: FakeSGLang, route: Route, error: type[Exception], message: str
+) -> None:
+    engine.answer = lambda body: route
+    with pytest.raises(error, match=message):
+        sample(loop, engine, RolloutConfig())
+
+
+def test_an_engine_that_gives_up_or_is_gone_may_be_asked_again(
+    loop: EventLoop, engine: FakeSGLang
+) -> None:
+    reason = {"type": "abort", "message": "out of memory"}
+    engine.answer = lambda body: (200, sampled_answer(body, 0, finish_reason=reason))
+    with pytest.raises(AbortedError, match="aborted it: out of memory"):
+        sample(loop, engine, RolloutConfig())
+    engine.stop()
+    with pytest.raises(TransientError, match="ClientConnectorError: "):
+        sample(loop, engine, RolloutConfig())
+
+
+def test_all_requests_of_an_engine_are_ended(loop: EventLoop, engine: FakeSGLang) -> None:
+    engine.num_free = 0
+
+    async def ask_and_abort() -> None:
+        async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
+            asking = asyncio.create_task(transport.sample(engine.address, REQUEST, SAMPLING))
+            while not engine.sampled:
+                await asyncio.sleep(0.01)
+            await transport.abort_all(engine.address)
+            with pytest.raises(AbortedError):
+                await asking
+
+    loop.run(ask_and_abort())

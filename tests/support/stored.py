@@ -1,0 +1,100 @@
+"""Samples that lie in stores of this process, and the same samples held here."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mcore_rl.data.sample_store import ReadRequest, SampleStore
+from mcore_rl.types import (
+    GroupLease,
+    Prompt,
+    Sample,
+    StoredSample,
+    TrainBatch,
+    VersionSpan,
+    WeightVersion,
+)
+
+NUM_EXPERTS = 8
+LAYERS = 3
+
+
+@dataclass
+class Stores:
+    """Several stores, with the two verbs that assembly needs."""
+
+    stores: list[SampleStore] = field(default_factory=list)
+    reads: list[Mapping[int, ReadRequest]] = field(default_factory=list)
+
+    def read(self, requests: Mapping[int, ReadRequest]) -> dict[int, Any]:
+        self.reads.append(requests)
+        return {k: self.stores[k].read(request) for k, request in requests.items()}
+
+    def write(self, parts: Mapping[int, Any]) -> None:
+        for k, part in parts.items():
+            self.stores[k].write(*part)
+
+
+def make_sample(generator: random.Random, prompt: Prompt, index: int, most: int = 6) -> Sample:
+    """Return a response of up to `most` tokens of versions 0 and 1, with its experts."""
+    num_tokens = generator.randint(0, most)
+    middle = num_tokens // 2
+    spans = (
+        VersionSpan(0, middle, WeightVersion(0)),
+        VersionSpan(middle, num_tokens, WeightVersion(1)),
+    )
+    rows = len(prompt.token_ids) + num_tokens - 1
+    experts = [generator.randrange(NUM_EXPERTS) for _ in range(rows * LAYERS * 2)]
+    return Sample(
+        prompt,
+        index,
+        tuple(generator.randrange(100) for _ in range(num_tokens)),
+        tuple(-generator.random() for _ in range(num_tokens)),
+        generator.choice(["stop", "length"]),
+        spans,
+        f"text {index}",
+        torch.tensor(experts, dtype=torch.int16).view(rows, LAYERS, 2),
+    )
+
+
+def make_stored(
+    seed: int, num_groups: int = 5, num_samples: int = 3, num_stores: int = 2
+) -> tuple[Stores, list[Sample], list[StoredSample]]:
+    """Return (stores, samples, the same as stored), both in the same random order."""
+    generator = random.Random(seed)
+    stores = Stores([SampleStore(NUM_EXPERTS) for _ in range(num_stores)])
+    pairs: list[tuple[Sample, StoredSample]] = []
+    for group in range(num_groups):
+        ids = tuple(generator.randrange(100) for _ in range(generator.randint(1, 5)))
+        prompt = Prompt(group, ids, (), "unit", "7")
+        samples = [make_sample(generator, prompt, i) for i in range(num_samples)]
+        lease = GroupLease(group % num_stores, group)
+        stores.stores[lease.store].put(group, samples)
+        pairs += [(sample, stored(sample, lease)) for sample in samples]
+    generator.shuffle(pairs)
+    return stores, [sample for sample, _ in pairs], [row for _, row in pairs]
+
+
+def stored(sample: Sample, lease: GroupLease) -> StoredSample:
+    return StoredSample(
+        sample.prompt,
+        sample.sample_index,
+        sample.response_len,
+        sample.finish_reason,
+        sample.versions,
+        sample.routed_experts is not None,
+        lease,
+    )
+
+
+def assert_same(made: TrainBatch, expected: TrainBatch) -> None:
+    """Both have the same fields, of the same dtypes and values."""
+    assert made.lens_N == expected.lens_N and made.is_filler == expected.is_filler
+    fields = made.token_fields()
+    assert fields.keys() == expected.token_fields().keys()
+    for name, values in expected.token_fields().items():
+        assert fields[name].dtype == values.dtype, name
+        assert torch.equal(fields[name], values), name
