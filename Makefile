@@ -13,6 +13,8 @@ INSTALL = $(call install,$(VENV))
 TORCH := $(shell sed -n 's/^torch==/&/p' requirements/cpu.txt)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
+# Tests wait more than they compute; the tests of a file stay together, as they share sessions and engines.
+TEST_WORKERS ?= 2
 RUN ?= runs/quickstart_seed$(SEED)
 
 # Two small matrix products at once gain nothing from threads that fight for the cores of the ranks beside them.
@@ -46,7 +48,7 @@ lint: venv ## ruff, pyright, import-linter
 	$(BIN)/lint-imports --no-logo
 
 test: lint ## everything CI runs: lint, then all tests but those that need a GPU or hours
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase
 	$(BIN)/python -m pytest -m "slow and not gpu" -rP

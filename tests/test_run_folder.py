@@ -111,7 +111,7 @@ def test_a_full_disk_stops_the_preparation_in_one_line(tmp_path: Path) -> None:
 def test_the_log_takes_any_text_and_reports_a_full_disk_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What pytest captures of the log must be text that a worker can send to the main process.
+    # The log that pytest captures must be text that a worker can send to the main process.
     monkeypatch.setattr(logging.getLogger("mcore_rl"), "propagate", False)
     logger = logging.getLogger("mcore_rl.unit")
     folder = RunFolder(tmp_path)
