@@ -225,14 +225,15 @@ def by_stores(
 ) -> Callable[..., Taken]:
     """Return a step in which this process sees a row per sample."""
     from mcore_rl.cluster.collector_worker import CollectorSpec
-    from mcore_rl.cluster.collectors import CollectorGroup
+    from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
     from mcore_rl.data.stored_batch import in_parts, make_stored_batch
     from mcore_rl.rollout.collector_pool import CollectorPool
 
     rollout, shape = options(args)
-    collectors = CollectorGroup([engine_slots] * len(engines), logs, DEADLINE_S, DEADLINE_S)
+    limits = CollectorLimits(DEADLINE_S, DEADLINE_S, DEADLINE_S)
+    collectors = CollectorGroup([engine_slots] * len(engines), logs, limits)
     scorer = partial(Scorer, reward_config(), args.tokens)
-    collectors.start_build(CollectorSpec(rollout, (1,), decode, shape, scorer), DEADLINE_S)
+    collectors.start_build(CollectorSpec(rollout, (1,), decode, shape, scorer))
     collectors.connect(engines, {})
     sinks.call_all("connect_stores", collectors.stores, deadline_s=60)
     counted = [CountedCalls(calls) for calls in collectors.calls()]
@@ -288,6 +289,9 @@ class CountedCalls:
 
     async def resume(self, session: int) -> None:
         await self._calls.resume(session)
+
+    async def restart(self, first_group: int) -> bool:
+        return await self._calls.restart(first_group)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,24 @@ class Generator(Protocol):
         """
         ...
 
+    def note_lost(self, num_samples: int) -> None:
+        """Count samples that were complete and are lost, so that they are sampled again."""
+        ...
+
+    def take_num_lost(self) -> int:
+        """Return how many samples were lost and sampled again since the last call."""
+        ...
+
+
+class KeepsSamples:
+    """The part of a Generator whose samples are never lost, as this process holds them."""
+
+    def note_lost(self, num_samples: int) -> None:
+        raise AssertionError("samples of this process cannot be lost")
+
+    def take_num_lost(self) -> int:
+        return 0
+
 
 class Background(Protocol):
     """Draws samples while the trainer trains."""

@@ -15,10 +15,17 @@ BULK = "bulk"
 BULK_THREADS = 8
 
 
-def start_actor(rank: Rank, slot: Slot, runtime_env: Mapping[str, Any] | None, threads: int) -> Any:
+def start_actor(
+    rank: Rank,
+    slot: Slot,
+    runtime_env: Mapping[str, Any] | None,
+    threads: int,
+    returns: bool = False,
+) -> Any:
     """Return the handle of a new RankActor, which answers up to `threads` calls at once.
 
-    One that answers several takes those of the group BULK in threads of their own.
+    One that answers several takes those of the group BULK in threads of their own. `returns`: Ray
+    starts the process again when it dies, without its worker; the handle stays good.
     """
     # Ray titles the process after the class: `ps` shows ray::trainer_rank0
     actor_cls: Any = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
@@ -26,7 +33,7 @@ def start_actor(rank: Rank, slot: Slot, runtime_env: Mapping[str, Any] | None, t
         "num_cpus": slot.bundle["CPU"],
         "num_gpus": slot.bundle.get("GPU", 0),
         "max_concurrency": threads,
-        "max_restarts": 0,
+        "max_restarts": -1 if returns else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index),
     }
     if runtime_env is not None:

@@ -16,7 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from mcore_rl.cluster.rank_actor import Raised
+from mcore_rl.cluster.rank_actor import NotBuilt, Raised
+from mcore_rl.lost_samples import SamplesLost, join_losses
 
 GRACE_S = 3.0
 """How long a death may take to show after the exception that it caused on another rank."""
@@ -24,6 +25,14 @@ GRACE_S = 3.0
 
 class RankError(RuntimeError):
     """Ranks raised, died or did not answer in time; the message is for the user."""
+
+
+class RankDied(RankError):
+    """The processes of the ranks with the numbers `ranks` are gone."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Answers:
         self._until = time.monotonic() + deadline_s
 
     def wait(self) -> list[Any]:
-        """Return the answers in the order of the ranks. Raises RankError."""
+        """Return the answers in the order of the ranks. Raises RankError, or SamplesLost."""
         # Not ray.wait: it would turn the SystemExit of a signal handler into exit status 1.
         futures = {ref.future(): ref for ref in self._refs}
         while self._pending and (seconds := self._seconds_left()) > 0:
@@ -111,6 +120,9 @@ class Answers:
                 continue
             except RayError as error:
                 value = Raised(str(error).strip().splitlines()[-1], "")
+            if isinstance(value, NotBuilt):
+                self._died.append((rank, "its process was started again"))
+                continue
             if isinstance(value, Raised):
                 self._raised.append((rank, value))
                 self._until = min(self._until, time.monotonic() + GRACE_S)
@@ -119,12 +131,15 @@ class Answers:
     def _result(self) -> list[Any]:
         if self._died:
             lines = [_death_message(rank, cause, self._method) for rank, cause in self._died]
-            raise RankError("\n".join(lines))
+            raise RankDied("\n".join(lines), [rank.index for rank, _ in self._died])
         if self._raised:
             raise RankError(_exception_message(self._raised))
         if self._pending:
             raise RankError(self._overdue_message())
-        return [self._values[ref] for ref in self._refs]
+        values = [self._values[ref] for ref in self._refs]
+        if losses := [value for value in values if isinstance(value, SamplesLost)]:
+            raise join_losses(losses)
+        return values
 
     def _overdue_message(self) -> str:
         late = list(self._pending.values())

@@ -4,7 +4,8 @@ It is the worker of a Ray actor that answers many calls at once, in threads.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,13 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
-from mcore_rl.data.sample_store import TEACHER_LOGPROBS, ReadRequest, SampleStore
+from mcore_rl.data.sample_store import (
+    TEACHER_LOGPROBS,
+    LostSampleError,
+    ReadRequest,
+    SampleStore,
+)
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.rollout.collector import CollectorNews, Orders
@@ -43,14 +50,19 @@ class CollectorSpec:
 
 
 class CollectorWorker:
-    """A collector, the store of its samples, and the rewards; its methods run in many threads."""
+    """A collector, the store of its samples, and the rewards; its methods run in many threads.
 
-    def __init__(self, spec: CollectorSpec) -> None:
+    Those that read samples raise SamplesLost for samples of an earlier process.
+    """
+
+    def __init__(self, spec: CollectorSpec, number: int = 0, first_group: int = 0) -> None:
+        """`number` is the collector's; groups below `first_group` were in an earlier process."""
+        self._number = number
         for value in spec.secrets:
             remember_secret(value)
         self._spec = spec
         shape = spec.experts_shape
-        self._store = SampleStore(shape.num_experts if shape else 0)
+        self._store = SampleStore(shape.num_experts if shape else 0, first_group)
         self._scorer = spec.make_scorer() if spec.make_scorer else None
         self._loop = EventLoop()
         self._teacher: Any = None
@@ -103,29 +115,30 @@ class CollectorWorker:
     def score(self, group_N: Sequence[int], index_N: Sequence[int]) -> Scores:
         """Return the rewards of samples in the store."""
         assert self._scorer is not None, "this command has no rewards"
-        return self._scorer(self._store.samples(group_N, index_N))
+        return self._scorer(self._found(group_N, index_N))
 
     def ask_teacher(self, group_N: Sequence[int], index_N: Sequence[int]) -> None:
         """Keep the teacher's log-probs of samples beside them."""
-        samples = self._store.samples(group_N, index_N)
+        samples = self._found(group_N, index_N)
         answers = self._teacher(samples)
         values = [
             np.concatenate([np.zeros(len(sample.prompt.token_ids)), np.array(logprobs)])
             for sample, logprobs in zip(samples, answers, strict=True)
         ]
         column = np.concatenate(values).astype(np.float32)
-        self._store.write(np.array(group_N), np.array(index_N), {TEACHER_LOGPROBS: column})
+        self.write(np.array(group_N), np.array(index_N), {TEACHER_LOGPROBS: column})
 
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         """Return whole samples, without their experts."""
-        whole = self._store.samples(group_N, index_N)
-        return [replace(sample, routed_experts=None) for sample in whole]
+        return [replace(s, routed_experts=None) for s in self._found(group_N, index_N)]
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
-        return self._store.read(request)
+        with self._naming_lost():
+            return self._store.read(request)
 
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
-        self._store.write(group_N, index_N, columns)
+        with self._naming_lost():
+            self._store.write(group_N, index_N, columns)
 
     def apply(
         self, function: TokenWork, batch: StoredBatch
@@ -145,6 +158,18 @@ class CollectorWorker:
         columns = {column_of(name): value for name, value in changed.items()}
         self._stores.scatter(batch, columns)
         return {name: StoredColumn(column_of(name)) for name in changed}, metrics
+
+    def _found(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
+        with self._naming_lost():
+            return self._store.samples(group_N, index_N)
+
+    @contextmanager
+    def _naming_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except LostSampleError as error:
+            name = f"sample store {self._number} (collector rank {self._number})"
+            raise SamplesLost(f"{name} was started again: {error}", [self._number]) from None
 
     def close(self) -> None:
         """End the processes of the reward function."""

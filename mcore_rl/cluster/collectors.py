@@ -1,53 +1,83 @@
-"""Runs a collector on each node that has engines, and stands for all of them in the controller."""
+"""Runs a collector on each node that has engines, and stands for all of them in the controller.
+
+A collector whose process dies costs its samples only: while its node is alive, Ray starts the
+process again and `restart` builds an empty collector in it; otherwise the others go on without it.
+"""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.cluster.answers import RankDied, RankError
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker, TokenWork
-from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.independent_ranks import IndependentRanks
+from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.stores import StoreHandles
-from mcore_rl.rollout.collector import CollectorNews, Orders
+from mcore_rl.lost_samples import SamplesLost, join_losses
+from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.types import Sample, Scores, StoredBatch, StoredSample
 
+_log = logging.getLogger(__name__)
 THREADS = 64
 """Calls that a collector answers at once; a long poll and each read take one."""
+NODE_LOSS_SHOWS_S = 30.0
+"""How long after the death of its processes Ray may take to find that a node is gone."""
+NODE_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class CollectorLimits:
+    """Deadlines and restarts of the collectors.
+
+    hold_timeout_s      for requests under way to end
+    startup_timeout_s   for a process to be built
+    restarts            of each collector; the next death on a living node ends the run
+    """
+
+    call_timeout_s: float
+    hold_timeout_s: float
+    startup_timeout_s: float
+    restarts: int = 3
 
 
 class CollectorGroup:
     """The collectors of a run, one per node that has engines of the policy."""
 
     def __init__(
-        self,
-        engine_slots: Sequence[Sequence[Slot]],
-        log_dir: Path,
-        call_timeout_s: float,
-        hold_timeout_s: float,
+        self, engine_slots: Sequence[Sequence[Slot]], log_dir: Path, limits: CollectorLimits
     ) -> None:
         """Start the processes, without waiting for them.
 
-        engine_slots     the slots of each engine; a collector sits beside the first of a node
-        hold_timeout_s   for requests under way to end
+        `engine_slots` has the slots of each engine; a collector sits beside the first of a node.
         """
         nodes: dict[str, Slot] = {}
         for slots in engine_slots:
             nodes.setdefault(slots[0].node, replace(slots[0], bundle={"CPU": 0}))
-        names = list(nodes)
-        self._home = [names.index(slots[0].node) for slots in engine_slots]
-        self._group = RankGroup("collector", list(nodes.values()), log_dir, threads=THREADS)
-        self._call_timeout_s = call_timeout_s
-        self._hold_timeout_s = hold_timeout_s
+        self._nodes = list(nodes)
+        self._home = [self._nodes.index(slots[0].node) for slots in engine_slots]
+        self._group = IndependentRanks(
+            "collector", list(nodes.values()), log_dir, threads=THREADS, returns=True
+        )
+        self._limits = limits
         self._building: Any = None
-        self.stores = StoreHandles(self._group.actors, call_timeout_s)
+        self._spec: CollectorSpec | None = None
+        self._connections: list[tuple[Any, ...]] = []
+        self._restarts = [0] * len(self._nodes)
+        self._gone: set[int] = set()
+        self.stores = StoreHandles(self._group.actors, limits.call_timeout_s)
 
-    def start_build(self, spec: CollectorSpec, timeout_s: float) -> None:
-        args = [(spec,)] * len(self._group.ranks)
-        self._building = self._group.start_build(CollectorWorker, args, timeout_s)
+    def start_build(self, spec: CollectorSpec) -> None:
+        self._spec = spec
+        args = [(spec, k) for k in range(len(self._nodes))]
+        self._building = self._group.start_build(
+            CollectorWorker, args, self._limits.startup_timeout_s
+        )
 
     def connect(
         self, engines: Sequence[EngineAddress], served: Mapping[str, ServedEndpoint]
@@ -56,78 +86,129 @@ class CollectorGroup:
         self._group.finish(self._building)
         by_node = [
             [e.url for e, home in zip(engines, self._home, strict=True) if home == k]
-            for k in range(len(self._group.ranks))
+            for k in range(len(self._nodes))
         ]
-        args = [(tuple(engines), urls, dict(served), self.stores) for urls in by_node]
-        self._group.call_each("connect", args, deadline_s=self._call_timeout_s)
+        self._connections = [(tuple(engines), urls, dict(served), self.stores) for urls in by_node]
+        deadline_s = self._limits.call_timeout_s
+        self._group.call_each("connect", self._connections, deadline_s=deadline_s)
 
     @property
     def engines_per_collector(self) -> list[int]:
-        return [self._home.count(k) for k in range(len(self._group.ranks))]
+        return [self._home.count(k) for k in range(len(self._nodes))]
 
     def calls(self) -> list["RemoteCollector"]:
         """Return the collectors; they play rollout.collector.CollectorCalls."""
-        return [
-            RemoteCollector(self._group, k, self._call_timeout_s, self._hold_timeout_s)
-            for k in range(len(self._group.ranks))
-        ]
+        return [RemoteCollector(self, k) for k in range(len(self._nodes))]
 
     def first_of_nodes(self) -> dict[str, Any]:
         """See RankGroup.first_of_nodes."""
         return self._group.first_of_nodes()
 
-    async def watch(self) -> None:
-        """Never return; raise RankError once a collector's process is gone."""
-        await self._group.watch()
+    async def restart(self, k: int, first_group: int) -> bool:
+        """Build a lost collector anew, without samples; return False if its node is gone.
+
+        `first_group`: its groups with smaller numbers are lost. Raises RankError if that fails, or
+        if the collector has died too often.
+        """
+        building = asyncio.create_task(self._build_anew(k, first_group))
+        leaving = asyncio.create_task(self._wait_for_loss_of_node(k))
+        try:
+            await asyncio.wait([building, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if building.done():
+                building.result()
+                return True
+        finally:
+            building.cancel()
+            leaving.cancel()
+            await asyncio.gather(building, leaving, return_exceptions=True)
+        self._gone.add(k)
+        _log.warning("%s is gone with its node", self._group.ranks[k])
+        return False
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
-        """Return the rewards of samples, in their order."""
+        """Return the rewards of samples, in their order. Raises SamplesLost, as those below."""
         parts, order = _by_store(samples)
-        calls = (self._call(store, "score", *where) for store, where in parts.items())
         scores = Scores([])
-        for part in await asyncio.gather(*calls):
+        for part in await self._of_stores("score", parts):
             scores = scores.joined(part)
         return scores if len(parts) == 1 else scores.select(order)
 
     async def ask_teacher(self, samples: Sequence[StoredSample]) -> None:
         """Have the stores keep the teacher's log-probs of samples."""
         parts, _ = _by_store(samples)
-        calls = (self._call(store, "ask_teacher", *where) for store, where in parts.items())
-        await asyncio.gather(*calls)
+        await self._of_stores("ask_teacher", parts)
 
     async def samples(self, samples: Sequence[StoredSample]) -> list[Sample]:
         """Bring samples here, in their order."""
         parts, order = _by_store(samples)
-        calls = (self._call(store, "samples", *where) for store, where in parts.items())
-        found = [sample for part in await asyncio.gather(*calls) for sample in part]
+        found = [sample for part in await self._of_stores("samples", parts) for sample in part]
         return [found[i] for i in order]
 
     async def apply(
         self, function: TokenWork, batch: StoredBatch
     ) -> tuple[StoredBatch, dict[str, float]]:
         """Return the batch with the fields that `function` sets, where its tokens are."""
-        columns, metrics = await self._call(0, "apply", function, batch)
+        store = int(batch.store_N[0])
+        [(columns, metrics)] = await self._of_stores("apply", {store: (function, batch)})
         return replace(batch, **columns), metrics
 
     def close(self) -> None:
         """End what the collectors started themselves."""
-        self._group.call_all("close", deadline_s=self._call_timeout_s)
+        there = [k for k in range(len(self._nodes)) if k not in self._gone]
+        self._group.call_living(there, "close", deadline_s=self._limits.call_timeout_s)
 
-    async def _call(self, k: int, method: str, *args: object) -> Any:
-        deadline_s = self._call_timeout_s
+    async def call(
+        self, k: int, method: str, *args: object, deadline_s: float | None = None
+    ) -> Any:
+        """Return the answer of one collector. Raises RankDied if its process is gone."""
+        if deadline_s is None:
+            deadline_s = self._limits.call_timeout_s
         return await self._group.call_one_async(k, method, *args, deadline_s=deadline_s)
+
+    @property
+    def hold_timeout_s(self) -> float:
+        return self._limits.hold_timeout_s
+
+    async def _of_stores(self, method: str, parts: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """Call stores, each with arguments of its own; return their answers."""
+        calls = (self._of_store(store, method, args) for store, args in parts.items())
+        answers = await asyncio.gather(*calls)
+        if losses := [answer for answer in answers if isinstance(answer, SamplesLost)]:
+            raise join_losses(losses)
+        return answers
+
+    async def _of_store(self, store: int, method: str, args: Sequence[Any]) -> Any:
+        try:
+            return await self.call(store, method, *args)
+        except RankDied as error:
+            return SamplesLost(str(error), [store])
+        except SamplesLost as lost:
+            return lost
+
+    async def _build_anew(self, k: int, first_group: int) -> None:
+        rank = self._group.ranks[k]
+        limits = self._limits
+        self._restarts[k] += 1
+        if self._restarts[k] > limits.restarts:
+            await asyncio.sleep(NODE_LOSS_SHOWS_S)
+            raise RankError(f"{rank} died {self._restarts[k]} times; see the end of its log")
+        _log.warning("%s died; started again, %d of %d", rank, self._restarts[k], limits.restarts)
+        args = (self._spec, k, first_group)
+        await self._group.build_one(k, CollectorWorker, args, limits.startup_timeout_s)
+        await self.call(k, "connect", *self._connections[k])
+
+    async def _wait_for_loss_of_node(self, k: int) -> None:
+        """Return once Ray does not have the collector's node any more."""
+        while self._nodes[k] in [node.id for node in await asyncio.to_thread(alive_nodes)]:
+            await asyncio.sleep(NODE_POLL_S)
 
 
 class RemoteCollector:
     """One collector; plays rollout.collector.CollectorCalls."""
 
-    def __init__(
-        self, group: RankGroup, index: int, call_timeout_s: float, hold_timeout_s: float
-    ) -> None:
+    def __init__(self, group: CollectorGroup, number: int) -> None:
         self._group = group
-        self._index = index
-        self._call_timeout_s = call_timeout_s
-        self._hold_timeout_s = hold_timeout_s
+        self._number = number
 
     async def obey(self, orders: Orders) -> None:
         await self._call("obey", orders)
@@ -136,10 +217,7 @@ class RemoteCollector:
         return await self._call("news", wait_s, gather_s)
 
     async def hold(self, session: int, cut_off: bool) -> int:
-        deadline_s = self._hold_timeout_s
-        return await self._group.call_one_async(
-            self._index, "hold", session, cut_off, deadline_s=deadline_s
-        )
+        return await self._call("hold", session, cut_off, deadline_s=self._group.hold_timeout_s)
 
     async def resume(self, session: int) -> None:
         await self._call("resume", session)
@@ -147,10 +225,17 @@ class RemoteCollector:
     async def idle_seconds(self) -> float:
         return await self._call("idle_seconds")
 
-    async def _call(self, method: str, *args: object) -> Any:
-        return await self._group.call_one_async(
-            self._index, method, *args, deadline_s=self._call_timeout_s
-        )
+    async def restart(self, first_group: int) -> bool:
+        try:
+            return await self._group.restart(self._number, first_group)
+        except RankDied as error:
+            raise CollectorLost(str(error)) from None
+
+    async def _call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
+        try:
+            return await self._group.call(self._number, method, *args, deadline_s=deadline_s)
+        except RankDied as error:
+            raise CollectorLost(str(error)) from None
 
 
 def _by_store(

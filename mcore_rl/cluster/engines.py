@@ -3,15 +3,17 @@
 The servers are watched and, within limits, restarted.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_rl.cluster.answers import Answers
+from mcore_rl.cluster.answers import Answers, RankDied
 from mcore_rl.cluster.engine_worker import EngineWorker
-from mcore_rl.cluster.group import RankGroup
+from mcore_rl.cluster.group import WATCH_DEADLINE_S, WATCH_INTERVAL_S
+from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.placement import Slot
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
@@ -23,8 +25,8 @@ class EngineGroup:
     """Several engines of one model, each with one worker per machine that it spans.
 
     `health` exists once the engines are built; `watch` and `look` keep it up to date. Calls raise
-    RankError when a worker raises, dies or does not answer in time, or when its server died and may
-    not be restarted.
+    RankError when a worker raises or does not answer in time, when its server died and may not be
+    restarted, and when more engines are lost with their nodes than may be.
     """
 
     health: EngineHealth
@@ -36,18 +38,21 @@ class EngineGroup:
         call_timeout_s: float,
         role: str = "engine",
         weights_stay: bool = False,
+        min_engines: int | None = None,
     ) -> None:
         """Start the workers' processes, without waiting for them.
 
         `slots` holds, for each engine, one slot per machine. `role` names workers and logs.
         `weights_stay`: a restarted engine loads the weights to serve from disk and needs no weight
-        sync.
+        sync. `min_engines` must be left when workers are lost, for the rest to go on; None: all.
         """
         self._weights_stay = weights_stay
+        self._min_engines = len(slots) if min_engines is None else min_engines
+        self._lost: set[int] = set()
         self._nodes_per_engine = [len(engine_slots) for engine_slots in slots]
         self._has_gpus = any(slot.bundle.get("GPU") for of_engine in slots for slot in of_engine)
         self._restarts = [0] * len(slots)
-        self._group = RankGroup(
+        self._group = IndependentRanks(
             role, [slot for engine_slots in slots for slot in engine_slots], log_dir
         )
         self._call_timeout_s = call_timeout_s
@@ -99,24 +104,51 @@ class EngineGroup:
 
     async def look(self) -> None:
         """Bring `health` up to date now. Raises RankError if a server or its worker is lost."""
-        states = await self._group.call_all_async(
-            "check", self._restarts, deadline_s=self._call_timeout_s
-        )
-        self._note(states)
+        await self._look(self._call_timeout_s)
 
     def first_of_nodes(self) -> dict[str, Any]:
         """See RankGroup.first_of_nodes."""
         return self._group.first_of_nodes()
 
     async def watch(self) -> None:
-        """Never return; raise RankError once a server or its worker is lost."""
-        await self._group.watch("check", self._restarts, note=self._note)
+        """Never return; raise RankError as `look` does. A worker that is busy answers late."""
+        while True:
+            await self._look(WATCH_DEADLINE_S)
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
-    def _note(self, server_states: Sequence[EngineState]) -> None:
-        states = combine_states(server_states, self._nodes_per_engine)
-        # In place: `watch` sends this list with each of its calls.
-        self._restarts[:] = [state.restarts for state in states]
-        self.health.note(states)
+    async def _look(self, deadline_s: float) -> None:
+        engines = [e for e in range(len(self._nodes_per_engine)) if e not in self._lost]
+        servers = self._servers_of_engines()
+        answers = await self._group.gather_living(
+            [rank for engine in engines for rank in servers[engine]],
+            "check",
+            self._restarts,
+            deadline_s=deadline_s,
+        )
+        for engine in engines:
+            states = [answers[rank] for rank in servers[engine]]
+            died = [state for state in states if isinstance(state, RankDied)]
+            if died:
+                self._lose(engine, servers[engine], died[0])
+            else:
+                [state] = combine_states(states, [len(states)])
+                self._restarts[engine] = state.restarts
+                self.health.note([state])
+
+    def _lose(self, engine: int, servers: Sequence[int], error: RankDied) -> None:
+        """Go on without an engine. Raises `error` if too few would be left."""
+        self._lost.add(engine)
+        self._group.kill_ranks(servers)
+        num_left = len(self._nodes_per_engine) - len(self._lost)
+        if num_left < self._min_engines:
+            raise error
+        assert self._addresses is not None, "engines are watched once they are built"
+        self.health.lose(self._addresses[engine].url, f"{error}; {num_left} engines are left")
+
+    def _servers_of_engines(self) -> list[range]:
+        """Return the ranks of each engine's workers."""
+        firsts = [0, *accumulate(self._nodes_per_engine)]
+        return [range(first, end) for first, end in pairwise(firsts)]
 
 
 def plan_servers(

@@ -5,7 +5,10 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from mcore_rl.config import ProfileConfig
 from mcore_rl.device.environment import AGREED, differences, forwarded
 
 _log = logging.getLogger(__name__)
@@ -79,3 +82,15 @@ def compare_environments(environments: Mapping[str, Mapping[str, str]]) -> None:
     for what, who in found.items():
         others = f" and {len(who) - 1} others" if len(who) > 1 else ""
         _log.warning("%s in %s%s", what, who[0], others)
+
+
+def nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:
+    """Return Ray's runtime environment of each rank that Nsight Systems is to run."""
+    if not profile.steps or profile.tool != "nsys":
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {"t": "cuda,cudnn,cublas,nvtx", "c": "cudaProfilerApi", "capture-range-end": "repeat"}
+    return {
+        rank: {"nsight": {**options, "o": str(folder / f"trainer_rank{rank}")}}
+        for rank in profile.ranks
+    }

@@ -12,6 +12,7 @@ from mcore_rl.cluster.answers import GRACE_S, Answers, Rank, RankError
 from mcore_rl.cluster.environment import compare_environments
 from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.placement import Slot
+from mcore_rl.lost_samples import SamplesLost
 
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
@@ -35,6 +36,7 @@ class RankGroup:
     """One actor process per slot, each around one worker object.
 
     After any failure the whole group is killed, because the other ranks would hang in a collective.
+    Only a SamplesLost, which all ranks raise before they begin, leaves them as they are.
     """
 
     def __init__(
@@ -44,11 +46,12 @@ class RankGroup:
         log_dir: Path,
         runtime_envs: Mapping[int, Mapping[str, Any]] | None = None,
         threads: int = 1,
+        returns: bool = False,
     ) -> None:
         """Start the processes, without waiting for them.
 
         Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's, by rank. Each rank
-        answers up to `threads` calls at once.
+        answers up to `threads` calls at once. `returns`: Ray starts a process that died again.
         """
         envs = runtime_envs or {}
         self.role = role
@@ -59,7 +62,7 @@ class RankGroup:
             for k, slot in enumerate(slots)
         ]
         self._actors = [
-            start_actor(rank, slot, envs.get(rank.index), threads)
+            start_actor(rank, slot, envs.get(rank.index), threads, returns)
             for rank, slot in zip(self.ranks, slots, strict=True)
         ]
         self._failed: BaseException | None = None
@@ -83,6 +86,8 @@ class RankGroup:
         """Wait for `answers` and return them; on an error, kill the group before raising it."""
         try:
             return answers.wait()
+        except SamplesLost:
+            raise
         except BaseException as error:
             self._fail(error)
             raise
@@ -132,6 +137,8 @@ class RankGroup:
         """Do as `call_all`, without blocking the event loop."""
         try:
             return await self._send_all(method, args, kwargs, deadline_s).wait_async()
+        except SamplesLost:
+            raise
         except BaseException as error:
             self._fail(error)
             raise

@@ -18,6 +18,7 @@ from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.types import StoredBatch, TrainBatch
 
@@ -94,11 +95,24 @@ class ModelWorker:
         self._stores = stores
 
     def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
-        """Return micro-batches with their tokens, and with the experts of this rank's layers."""
+        """Return micro-batches with their tokens, and with the experts of this rank's layers.
+
+        Raises SamplesLost on all ranks if any of them finds samples lost: none has begun then.
+        """
+        from mcore_rl.train.runtime import is_true_anywhere
+
         if not isinstance(share, StoredBatch):
             return share
         assert self._stores is not None, "connect_stores comes first"
-        return self._stores.assemble_parts(share, self._model.layers)
+        lost = None
+        parts: list[TrainBatch] = []
+        try:
+            parts = self._stores.assemble_parts(share, self._model.layers)
+        except SamplesLost as error:
+            lost = error
+        if is_true_anywhere(lost is not None):
+            raise lost or SamplesLost("", [])
+        return parts
 
     def _keep(self, share: StoredBatch, columns: Mapping[str, Sequence[Tensor]]) -> None:
         """Bring values, one tensor per micro-batch, to the stores of the samples."""

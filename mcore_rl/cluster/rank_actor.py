@@ -20,6 +20,7 @@ import ray
 
 import mcore_rl
 from mcore_rl.cluster.breakpoints import answer_in_rank
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.lazy_imports import collect_from_here
 from mcore_rl.process.ports import find_free_port
 from mcore_rl.process.redaction import RedactingFormatter, redact, remember_environment
@@ -36,6 +37,11 @@ class Raised:
 
     summary: str
     frames: str
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """Answers a call of a worker that is not there: Ray has started the process again."""
 
 
 class ProcessLost(RuntimeError):
@@ -65,7 +71,12 @@ class RankActor:
         return self._answer(deadline_s, self._build, worker_cls, *args, **kwargs)
 
     def call(self, deadline_s: float, method: str, *args: object, **kwargs: object) -> Any:
-        """Return what the worker's method returns, or a Raised if it raises."""
+        """Return what the worker's method returns, or a Raised if it raises.
+
+        A SamplesLost is returned as it is.
+        """
+        if self._worker is None:
+            return NotBuilt()
         return self._answer(deadline_s, getattr(self._worker, method), *args, **kwargs)
 
     def pid(self) -> int:
@@ -107,6 +118,8 @@ class RankActor:
         faulthandler.dump_traceback_later(deadline_s * STACK_DUMP_SHARE, file=2)
         try:
             return function(*args, **kwargs)
+        except SamplesLost as lost:
+            return lost
         except ProcessLost as error:
             return Raised(str(error), "")
         except Exception as error:

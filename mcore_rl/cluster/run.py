@@ -15,9 +15,10 @@ from typing import Any
 from mcore_rl.cluster.breakpoint_watch import naming_breakpoints
 from mcore_rl.cluster.breakpoints import answered_in_controller
 from mcore_rl.cluster.collector_worker import CollectorSpec
-from mcore_rl.cluster.collectors import CollectorGroup
+from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.critic import CriticGroup
 from mcore_rl.cluster.engines import EngineGroup
+from mcore_rl.cluster.environment import nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_group import ModelSpec
 from mcore_rl.cluster.nodes import alive_nodes
@@ -32,7 +33,6 @@ from mcore_rl.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    ProfileConfig,
     TrainConfig,
 )
 from mcore_rl.config.upstream.arguments import server_arguments
@@ -152,18 +152,19 @@ class RunProcesses:
     def watched(self, work: Awaitable[Any]) -> Any:
         """Run `work` to its end and return its result.
 
-        Raises RankError as soon as a rank or an engine is lost meanwhile.
+        Raises RankError as soon as a rank or an engine is lost meanwhile. A lost collector shows
+        where its samples are missed.
         """
         watches = self.served_engines.watches()
-        for group in (self._trainer, self._critic, self._engines, self.collectors):
+        for group in (self._trainer, self._critic, self._engines):
             if group is not None:
                 watches.append(group.watch())
         return self.event_loop.run(guard(work, *watches))
 
     def start_watched(self, work: Awaitable[Any]) -> "Future[Any]":
         """Begin `work` and return at once; it ends with RankError if an engine is lost."""
-        assert self._engines is not None and self.collectors is not None
-        watches = [self._engines.watch(), self.collectors.watch(), *self.served_engines.watches()]
+        assert self._engines is not None
+        watches = [self._engines.watch(), *self.served_engines.watches()]
         return self.event_loop.start(guard(work, *watches))
 
 
@@ -204,7 +205,7 @@ def run_processes(
         nsys = nsys_environments(config.profile, log_dir.parent / "profile")
         trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys) if size.trainer else None
         critic = CriticGroup(slots.critic, log_dir, timeout_s) if size.critic else None
-        engines = EngineGroup(slots.engines, log_dir, timeout_s) if size.engines else None
+        engines = _start_engines(config, slots, log_dir) if size.engines else None
         collectors = _start_collectors(config, collector, slots, log_dir)
         served_engines = ServedEngines(
             models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
@@ -229,6 +230,11 @@ def _first_of_nodes(groups: Groups) -> dict[str, Any]:
     return firsts
 
 
+def _start_engines(config: Config, slots: RunSlots, log_dir: Path) -> EngineGroup:
+    timeout_s = config.run.call_timeout_s
+    return EngineGroup(slots.engines, log_dir, timeout_s, min_engines=config.rollout.min_engines)
+
+
 def _start_collectors(
     config: Config, spec: CollectorSpec | None, slots: RunSlots, log_dir: Path
 ) -> CollectorGroup | None:
@@ -236,22 +242,15 @@ def _start_collectors(
         return None
     rollout = config.rollout
     timeout_s = config.run.call_timeout_s
-    hold_timeout_s = rollout.request_timeout_s * (rollout.retries + 1) + timeout_s
-    collectors = CollectorGroup(slots.engines, log_dir, timeout_s, hold_timeout_s)
-    collectors.start_build(spec, config.run.startup_timeout_s)
+    limits = CollectorLimits(
+        call_timeout_s=timeout_s,
+        hold_timeout_s=rollout.request_timeout_s * (rollout.retries + 1) + timeout_s,
+        startup_timeout_s=config.run.startup_timeout_s,
+        restarts=rollout.restarts,
+    )
+    collectors = CollectorGroup(slots.engines, log_dir, limits)
+    collectors.start_build(spec)
     return collectors
-
-
-def nsys_environments(profile: ProfileConfig, folder: Path) -> dict[int, dict[str, Any]]:
-    """Return Ray's runtime environment of each rank that Nsight Systems is to run."""
-    if not profile.steps or profile.tool != "nsys":
-        return {}
-    folder.mkdir(parents=True, exist_ok=True)
-    options = {"t": "cuda,cudnn,cublas,nvtx", "c": "cudaProfilerApi", "capture-range-end": "repeat"}
-    return {
-        rank: {"nsight": {**options, "o": str(folder / f"trainer_rank{rank}")}}
-        for rank in profile.ranks
-    }
 
 
 def engine_spec(config: Config, policy: ModelFacts, log_path: Path, keys: ServerKeys) -> EngineSpec:

@@ -1,15 +1,22 @@
-"""Reads and writes the sample stores of all collectors, from any process of the run."""
+"""Reads and writes the sample stores of all collectors, from any process of the run.
 
+Every read and write raises SamplesLost if a store lost its process, once the others have answered.
+"""
+
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from torch import Tensor
 
 from mcore_rl.cluster.actor_start import BULK
-from mcore_rl.cluster.rank_actor import Raised
+from mcore_rl.cluster.answers import cause_of_death
+from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.assembly import assemble, assemble_parts, scatter, scatter_parts
 from mcore_rl.data.sample_store import ReadRequest
+from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.types import Array, StoredBatch, TrainBatch
 
 
@@ -51,10 +58,25 @@ class StoreHandles:
             self._actors[store].call.options(concurrency_group=BULK).remote(self._timeout_s, *call)
             for store, call in calls.items()
         ]
-        answers = ray.get(refs, timeout=self._timeout_s)
-        for store, answer in zip(calls, answers, strict=True):
-            if isinstance(answer, Raised):
-                raise RuntimeError(
-                    f"sample store {store} (collector rank {store}): {answer.summary}"
-                )
-        return dict(zip(calls, answers, strict=True))
+        until_s = time.monotonic() + self._timeout_s
+        answers = {
+            store: _answer(store, ref, max(until_s - time.monotonic(), 0.0))
+            for store, ref in zip(calls, refs, strict=True)
+        }
+        if losses := [a for a in answers.values() if isinstance(a, SamplesLost)]:
+            raise join_losses(losses)
+        return answers
+
+
+def _answer(store: int, ref: Any, timeout_s: float) -> Any:
+    """Return a store's answer, or a SamplesLost if its process is gone."""
+    name = f"sample store {store} (collector rank {store})"
+    try:
+        answer = ray.get(ref, timeout=timeout_s)
+    except RayActorError as error:
+        return SamplesLost(f"{name} died ({cause_of_death(str(error))})", [store])
+    if isinstance(answer, NotBuilt):
+        return SamplesLost(f"{name} died and is starting again", [store])
+    if isinstance(answer, Raised):
+        raise RuntimeError(f"{name}: {answer.summary}")
+    return answer

@@ -66,6 +66,8 @@ class RolloutConfig(Options, group="rollout"):
     take twice the memory."""
     restarts: int = bounded(1, least=0)
     """How often each engine's server is restarted in a run; 0: a dead engine ends the run."""
+    min_engines: int = bounded(1, least=1)
+    """Engines that must be left for a run to go on when engines are lost with their nodes."""
     deterministic: bool = False
     """Seed the sampling of each request: the same run samples the same tokens again."""
     sglang: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +76,11 @@ class RolloutConfig(Options, group="rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_mode()
+        if self.min_engines > self.engines:
+            raise ValueError(
+                f"rollout.min_engines={self.min_engines} is more than rollout.engines="
+                f"{self.engines}: lower it, at least 1"
+            )
         for name in ("ep", "attention_dp"):
             if self.tp % getattr(self, name):
                 raise ValueError(

@@ -50,15 +50,23 @@ class ReadRequest:
     layers: tuple[int, ...] = ()
 
 
-class LostSampleError(KeyError):
+class UnknownSampleError(KeyError):
     """A sample is read that the store does not have; the message says which."""
+
+
+class LostSampleError(KeyError):
+    """A sample is read that the store had before it began anew; the message says which."""
 
 
 class SampleStore:
     """Holds samples by group. Safe to use from several threads."""
 
-    def __init__(self, num_experts: int = 0) -> None:
-        """Experts are kept in a byte each if the model has at most 256 of them."""
+    def __init__(self, num_experts: int = 0, first_group: int = 0) -> None:
+        """Experts are kept in a byte each if the model has at most 256 of them.
+
+        `first_group`: groups with smaller numbers were kept by a process that is gone.
+        """
+        self._first_group = first_group
         self._expert_dtype = np.uint8 if 0 < num_experts <= 256 else np.int16
         self._groups: dict[int, tuple[Prompt, list[KeptSample]]] = {}
         self._lock = threading.Lock()
@@ -99,7 +107,7 @@ class SampleStore:
         ]
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
-        """Return the columns by name. Raises LostSampleError, or KeyError for an unknown column."""
+        """Return the columns by name. Raises KeyError for an unknown column or sample."""
         pairs = zip(request.group_N.tolist(), request.index_N.tolist(), strict=True)
         found = [self._find(group, index)[1] for group, index in pairs]
         return {name: _laid_out(name, found, request) for name in request.names}
@@ -139,7 +147,8 @@ class SampleStore:
         with self._lock:
             entry = self._groups.get(group)
         if entry is None:
-            raise LostSampleError(f"sample {index} of group {group} is not in the store")
+            kind = LostSampleError if group < self._first_group else UnknownSampleError
+            raise kind(f"sample {index} of group {group} is not in the store")
         prompt, kept = entry
         return prompt, kept[index]
 

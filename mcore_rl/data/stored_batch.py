@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mcore_rl.algo.aggregation import sequence_weights
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.types import Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
@@ -56,6 +57,12 @@ def select_stored(batch: StoredBatch, indices: Sequence[int]) -> StoredBatch:
         lens_N=tuple(batch.lens_N[i] for i in indices),
         **{name: value[picked] for name, value in arrays.items() if value is not None},
     )
+
+
+def without_lost(batch: StoredBatch, lost: SamplesLost) -> StoredBatch | None:
+    """Return the sequences whose stores are there; None if there is none."""
+    kept = np.flatnonzero(~np.isin(batch.store_N, list(lost.stores))).tolist()
+    return select_stored(batch, kept) if kept else None
 
 
 def in_parts(batch: StoredBatch, parts: Sequence[Sequence[int]]) -> StoredBatch:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_rl.device import device
+from mcore_rl.roles import KeepsSamples
 from mcore_rl.stream.receiver import WeightReceiver
 from mcore_rl.stream.wire import Action, Command, Link, Report
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
@@ -21,7 +22,7 @@ from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-class StandInEngine:
+class StandInEngine(KeepsSamples):
     """The process of one engine; `close` ends it. Calls raise what its process raises."""
 
     def __init__(self, folder: Path, dtype: str, timeout_s: float) -> None:

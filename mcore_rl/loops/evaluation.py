@@ -6,6 +6,7 @@ from typing import Any
 
 from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
+from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.roles import Generator, Reward
 from mcore_rl.types import Prompt, Scores
 
@@ -88,8 +89,7 @@ def evaluate(
     """
     if not prompts:
         return {}, [], Scores([])
-    greedy = generator.generate(prompts, 1, greedy=True, seed=seed)
-    scores = reward(greedy)
+    greedy, scores = sample_and_score(generator, reward, prompts, 1, greedy=True, seed=seed)
     metrics = {
         "eval/greedy_accuracy": sum(correctness.are_correct(scores)) / len(greedy),
         "eval/greedy_reward": sum(scores.rewards_N) / len(greedy),
@@ -97,8 +97,8 @@ def evaluate(
         "eval/reward_errors": scores.metrics()["reward/errors"],
     }
     if pass_k > 1:
-        samples = generator.generate(prompts, pass_k, greedy=False, seed=seed)
-        metrics |= pass_metrics(correctness.are_correct(reward(samples)), pass_k)
+        _, sampled = sample_and_score(generator, reward, prompts, pass_k, greedy=False, seed=seed)
+        metrics |= pass_metrics(correctness.are_correct(sampled), pass_k)
     return metrics, greedy, scores
 
 

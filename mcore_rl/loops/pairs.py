@@ -8,6 +8,7 @@ from typing import Any
 from mcore_rl.algo.preferences import best_and_worst
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.preferences import preference_row
+from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.roles import Generator, ReadSamples, Reward
 from mcore_rl.types import Prompt, Sample
 
@@ -31,8 +32,9 @@ def sample_pairs(
     Responses that were cut off or whose reward failed are left out, as are prompts whose responses
     all have the same reward.
     """
-    samples = generator.generate(prompts, num_samples, greedy=False, seed=seed)
-    scores = reward(samples)
+    samples, scores = sample_and_score(
+        generator, reward, prompts, num_samples, greedy=False, seed=seed
+    )
     errors = scores.errors or [""] * len(samples)
     scored = [
         (sample, value)

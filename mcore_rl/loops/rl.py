@@ -10,12 +10,11 @@ from functools import partial
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.algo.diagnostics import check_drift
 from mcore_rl.config import Config
-from mcore_rl.data.batch import make_batch, without_truncated
 from mcore_rl.data.summary import summarize_samples
 from mcore_rl.loops.evaluation import Correctness, evaluate
 from mcore_rl.loops.sampling import WAITING, sample_step, sync_weights
 from mcore_rl.loops.saving import is_due, save_if_due
-from mcore_rl.loops.training import StepOptions, add_logprobs_and_values, train_policy_and_critic
+from mcore_rl.loops.training import StepOptions, prepare_batch, train_policy_and_critic
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles
 from mcore_rl.types import WeightVersion
@@ -50,12 +49,7 @@ def run_step(
     samples, scores, sampling = sample_step(
         config.rollout, roles, timer, config.run.seed + step, options.needs.greedy_baseline
     )
-    with timer("logprobs"):
-        batch = make_batch(samples, WeightVersion(step - 1))
-        batch = add_logprobs_and_values(options, roles, batch)
-        batch, estimated = roles.advantages(scores, samples, batch)
-        if config.algorithm.filter_overlong:
-            batch = without_truncated(batch, samples)
+    samples, scores, batch, estimated = prepare_batch(options, roles, timer, samples, scores)
     with timer("train"):
         trained = train_policy_and_critic(options, roles, batch, step)
     synced = sync_weights(roles, timer, WeightVersion(step), batch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.loops.resampling import score
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Roles, Samples
 from mcore_rl.rollout.staleness import staleness_metrics
@@ -33,11 +34,9 @@ def sample_step(
     else:
         with timer("rollout"):
             samples, scores, metrics = roles.background.take(version)
-    if roles.teacher is not None:
-        with timer("teacher"):
-            scores = replace(scores, teacher_N=roles.teacher(samples))
     bound = None if options.stale == "correct" else options.staleness_bound
     metrics |= staleness_metrics(samples, version, bound)
+    metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
     return samples, scores, {**metrics, "idle/engines": roles.generator.idle_share()}
 
 
@@ -141,7 +140,8 @@ def _sample_round(
         prompts = roles.prompts.take(num_prompts)
         samples = roles.generator.generate(prompts, group_size, greedy=False, seed=seed)
     with timer("reward"):
-        scores = roles.reward(samples)
+        generator, reward = roles.generator, roles.reward
+        samples, scores = score(generator, reward, prompts, samples, greedy=False, seed=seed)
     roles.prompts.note_scores(prompts, scores)
     if with_greedy:
         scores = _with_greedy(scores, prompts, group_size, roles, timer, seed)
@@ -160,8 +160,10 @@ def _with_greedy(
     with timer("rollout"):
         greedy = roles.generator.generate(prompts, 1, greedy=True, seed=seed)
     with timer("reward"):
-        rewards = roles.reward(greedy).rewards_N
-    return replace(scores, greedy_N=[reward for reward in rewards for _ in range(group_size)])
+        generator, reward = roles.generator, roles.reward
+        _, scored = score(generator, reward, prompts, greedy, greedy=True, seed=seed)
+    greedy_N = [value for value in scored.rewards_N for _ in range(group_size)]
+    return replace(scores, greedy_N=greedy_N)
 
 
 def groups_with_signal(rewards_N: Sequence[float], group_size: int) -> list[int]:

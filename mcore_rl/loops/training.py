@@ -1,16 +1,28 @@
 """Adds log-probs and values to a batch, and takes the optimizer steps of policy and critic."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from mcore_rl.algo.covariance import with_held_back
 from mcore_rl.algo.registry import Needs
 from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
-from mcore_rl.data.batch import plan_mini_batches, select, with_loss_weights
+from mcore_rl.data.batch import (
+    make_batch,
+    plan_mini_batches,
+    select,
+    with_loss_weights,
+    without_truncated,
+)
+from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.data.summary import summarize_critic, summarize_steps
-from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Trainer
-from mcore_rl.types import LogprobOptions
+from mcore_rl.lost_samples import SamplesLost, kept_places
+from mcore_rl.metrics import PhaseTimer
+from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
+from mcore_rl.types import LogprobOptions, Scores, StepStats, WeightVersion
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,33 @@ class StepOptions:
     def critic_is_warm(self, step: int) -> bool:
         """Return whether the policy trains at `step`, beside its critic."""
         return step > self.critic.warmup_steps
+
+
+def prepare_batch(
+    options: StepOptions, roles: Roles, timer: PhaseTimer, samples: Samples, scores: Scores
+) -> tuple[Samples, Scores, Batch, dict[str, float]]:
+    """Return (samples, scores, the batch to train on, metrics).
+
+    Samples that are lost with their collector meanwhile are left out; engines may have given up
+    the weights that drew them. Raises SamplesLost if none is left.
+    """
+    num_samples = len(samples)
+    while True:
+        try:
+            if roles.teacher is not None:
+                with timer("teacher"):
+                    scores = replace(scores, teacher_N=roles.teacher(samples))
+            with timer("logprobs"):
+                batch = make_batch(samples, WeightVersion(timer.step - 1))
+                batch = add_logprobs_and_values(options, roles, batch)
+                batch, metrics = roles.advantages(scores, samples, batch)
+        except SamplesLost as lost:
+            samples, scores = _left(samples, scores, lost)
+        else:
+            break
+    if options.algorithm.filter_overlong:
+        batch = without_truncated(batch, samples)
+    return samples, scores, batch, {**metrics, "batch/lost": float(num_samples - len(samples))}
 
 
 def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: Batch) -> Batch:
@@ -63,18 +102,25 @@ def train_policy_and_critic(
 
 def train_policy(options: StepOptions, roles: Roles, batch: Batch, seed: int) -> dict[str, float]:
     """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
-    stats = []
-    parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)
-    for i, part in enumerate(parts):
+
+    def step(part: Batch, i: int) -> StepStats:
         part = _with_held_back(options, roles.on_tokens, part, seed * 1009 + i)
-        stats.append(roles.trainer.train_step(_weighted(options, part)))
-    return summarize_steps(stats)
+        return roles.trainer.train_step(_weighted(options, part))
+
+    parts = mini_batches(batch, options.train.mini_batches, options.train.epochs, seed)
+    return summarize_steps(
+        [_on_what_is_left(part, partial(step, i=i)) for i, part in enumerate(parts)]
+    )
 
 
 def train_critic(options: StepOptions, critic: Critic, batch: Batch, seed: int) -> dict[str, float]:
     """Train on every mini-batch of every epoch; return the metrics of all steps as one."""
     parts = mini_batches(batch, options.critic.mini_batches, options.critic.epochs, seed)
-    return summarize_critic([critic.train_step(_weighted(options, part)) for part in parts])
+
+    def step(part: Batch) -> StepStats:
+        return critic.train_step(_weighted(options, part))
+
+    return summarize_critic([_on_what_is_left(part, step) for part in parts])
 
 
 def mini_batches(batch: Batch, number: int, epochs: int, seed: int) -> Iterator[Batch]:
@@ -106,6 +152,33 @@ def add_logprobs(options: StepOptions, trainer: Trainer, batch: Batch) -> Batch:
         reference = trainer.compute_logprobs(batch, LogprobOptions(reference=True))
         batch = replace(batch, ref_logprobs_T=reference.logprobs_T)
     return batch
+
+
+def _on_what_is_left(batch: Batch, step: Callable[[Batch], StepStats]) -> StepStats:
+    """Take an optimizer step, without the sequences that are lost with their collector.
+
+    Raises SamplesLost if none is left.
+    """
+    while True:
+        try:
+            return step(batch)
+        except SamplesLost as lost:
+            left = without_lost(batch, lost)
+            if left is None:
+                raise
+            num_lost = len(batch.lens_N) - len(left.lens_N)
+            _log.warning("%s; an optimizer step leaves out %d sequences", lost, num_lost)
+            batch = left
+
+
+def _left(samples: Samples, scores: Scores, lost: SamplesLost) -> tuple[Samples, Scores]:
+    """Return the samples that are not lost, and their scores. Raises `lost` if there is none."""
+    kept = kept_places(samples, lost)
+    if not kept:
+        raise lost
+    num_lost = len(samples) - len(kept)
+    _log.warning("%s; the step goes on without %d of %d samples", lost, num_lost, len(samples))
+    return [samples[i] for i in kept], scores.select(kept)
 
 
 def _with_held_back(options: StepOptions, on_tokens: OnTokens, batch: Batch, seed: int) -> Batch:

@@ -1,5 +1,6 @@
 """Sends the metrics and samples of each step to the console, to files and to trackers."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.metrics.console import make_console
 from mcore_rl.metrics.names import with_former_names
 from mcore_rl.metrics.rows import RowFile
@@ -14,6 +16,7 @@ from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.redaction import redact
 from mcore_rl.types import Sample, Scores
 
+_log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64
 """Rows of samples.jsonl per call: all samples of a large run would outgrow its checkpoints."""
 
@@ -79,13 +82,21 @@ class MetricsLogger:
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))
         failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
         rows = rows[:SAMPLES_PER_LOG] + failed
-        here = self._read([sample for sample, _, _ in rows])
-        self._samples.write(
-            *(
-                _sample_row(step, split, sample, reward, error)
-                for sample, (_, reward, error) in zip(here, rows, strict=True)
-            )
-        )
+        self._samples.write(*(_sample_row(step, split, *row) for row in self._brought_here(rows)))
+
+    def _brought_here(
+        self, rows: Sequence[tuple[Any, float, str]]
+    ) -> list[tuple[Sample, float, str]]:
+        """Return (sample, reward, error) of the samples that are not lost."""
+        while True:
+            samples = [row[0] for row in rows]
+            try:
+                here = self._read(samples)
+            except SamplesLost as lost:
+                _log.warning("%s; they are not in the log of samples", lost)
+                rows = [rows[i] for i in kept_places(samples, lost)]
+            else:
+                return [(sample, *row[1:]) for sample, row in zip(here, rows, strict=True)]
 
     def close(self, failed: bool = False) -> None:
         """Close files and console, and tell the trackers whether the run failed."""

@@ -16,6 +16,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "rollout/response_len_max": "longest response, tokens",
         "rollout/truncated_share": "share of responses cut off at rollout.max_response_len",
         "rollout/tokens_per_second": "response tokens generated per second of wall time",
+        "rollout/lost": "samples lost with their collector, and sampled again",
+        "batch/lost": "samples lost after they were scored: the step trains without them",
         "sampling/rounds": "rounds of dynamic sampling",
         "sampling/samples": "samples drawn, before groups without signal were left out",
         "sampling/kept_share": "share of them that was kept",

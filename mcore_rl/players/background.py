@@ -16,12 +16,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.sampling import groups_with_signal
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.players.generator import make_sampling
-from mcore_rl.players.groups import SampleGroup, make_buffer
+from mcore_rl.players.groups import OpenPrompts, SampleGroup, make_buffer
 from mcore_rl.players.sampling_failures import SamplingFailures
 from mcore_rl.players.sampling_stats import SamplingStats
 from mcore_rl.roles import ScoreLater, Watched
@@ -34,18 +35,6 @@ POLL_S = 1.0
 """How often a waiting step checks whether sampling has failed."""
 SEEDS_PER_RUN = 1_000_003
 """The distance between the seeds of two runs; no prompt's position reaches it."""
-
-
-class OpenPrompts(Protocol):
-    """A stream of prompts; those that were begun and not ended are sampled again after a resume."""
-
-    def begin(self) -> tuple[int, Prompt]:
-        """Return the next prompt and its position in the stream."""
-        ...
-
-    def end(self, positions: Sequence[int]) -> None: ...
-
-    def note_scores(self, prompts: Sequence[Prompt], scores: Scores) -> None: ...
 
 
 class BackgroundSampler:
@@ -119,9 +108,7 @@ class BackgroundSampler:
         return samples, scores, metrics
 
     def pause_for_sync(self) -> None:
-        """Finish, abort or leave half-done responses before weights change, as rollout.partial
-        says.
-        """
+        """Finish, abort or leave half-done responses before weights change (rollout.partial)."""
         if self._rollout.mode == "one_step_off":
             self._watched(self._finish_sampling())
         elif self._rollout.partial != "continue":
@@ -172,6 +159,10 @@ class BackgroundSampler:
         except RolloutError as error:
             self._failures.note(error, begun_after)
             self._requeue(group)
+            return
+        except SamplesLost as lost:
+            _log.warning("%s; prompt %d is sampled again", lost, group.prompt.index)
+            self._lose(group)
             return
         finally:
             del self._tasks[group]
@@ -229,6 +220,7 @@ class BackgroundSampler:
             self._may_take.clear()
             if self._running.done():
                 self._running.result()
+            self._drop_lost()
             groups = buffer.choose()
             if groups is not None:
                 break
@@ -255,6 +247,17 @@ class BackgroundSampler:
             self._requeue(group)
             self._stats.num_dropped += self._rollout.samples_per_prompt
             self._notify()
+
+    def _drop_lost(self) -> None:
+        """Sample again what was finished and is gone with its collector."""
+        for group in self._buffer.finished():
+            if self._client.is_lost(group.samples[0]):
+                self._lose(group)
+                self._notify()
+
+    def _lose(self, group: SampleGroup) -> None:
+        self._stats.num_lost += self._rollout.samples_per_prompt
+        self._requeue(group)
 
     async def _recover(self, error: RolloutError) -> None:
         """Sample again after a failure.

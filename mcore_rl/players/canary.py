@@ -5,6 +5,7 @@ yet, so they come from the run's prompts (`make_probe`).
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.batch import select, split_by_lens
+from mcore_rl.data.stored_batch import without_lost
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.server_keys import ServerKeys, user_headers
 from mcore_rl.roles import Trainer
 from mcore_rl.rollout.scoring import score_sequences
@@ -27,6 +30,7 @@ from mcore_rl.types import (
     WeightVersion,
 )
 
+_log = logging.getLogger(__name__)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean |difference| in nats, by model dtype, that different kernels on the same weights stay below.
 """
@@ -116,19 +120,33 @@ class Canary:
         return self._judge(self._probe, dict(zip(urls, answers, strict=True)))
 
     def _scored(self, version: WeightVersion, batch: AnyBatch) -> ScoredProbe | None:
-        num_sequences = min(self._config.sequences, len(batch.lens_N))
-        if not num_sequences:
+        probe = self._choose(batch)
+        if probe is None:
             return None
-        # Without the engine's experts: the trainer routes by itself, as the engines do.
-        probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
-        if isinstance(probe, StoredBatch):
-            assert self._fetch is not None, "the probe lies in stores that cannot be read"
-            probe = self._fetch(probe)
         options = LogprobOptions(temperature=1.0)
         logprobs_T = self._trainer.compute_logprobs(probe, options).logprobs_T
         sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]
         trainer_logprobs = [part[1:] for part in split_by_lens(logprobs_T, probe.lens_N)]
         return ScoredProbe(version, sequences, trainer_logprobs)
+
+    def _choose(self, batch: AnyBatch) -> TrainBatch | None:
+        """Return the first sequences of a batch that are not lost; None if there is none."""
+        while num_sequences := min(self._config.sequences, len(batch.lens_N)):
+            # Without the engine's experts: the trainer routes by itself, as the engines do.
+            probe = replace(select(batch, range(num_sequences)), routed_experts_TLK=None)
+            if isinstance(batch, TrainBatch) or isinstance(probe, TrainBatch):
+                assert isinstance(probe, TrainBatch)
+                return probe
+            assert self._fetch is not None, "the probe lies in stores that cannot be read"
+            try:
+                return self._fetch(probe)
+            except SamplesLost as lost:
+                left = without_lost(batch, lost)
+                if left is None:
+                    _log.warning("%s; no sequence is left to compare engines by", lost)
+                    return None
+                batch = left
+        return None
 
     async def _score_on_engines(
         self, urls: Sequence[str], sequences: Sequence[Sequence[int]]

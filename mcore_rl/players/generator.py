@@ -32,6 +32,9 @@ class EngineGenerator:
         self._revive = revive
         self._idle_before = now_s(), watched(client.idle_seconds())
         """The time of the last `idle_share` and the engines' idle seconds then."""
+        self._num_lost = 0
+        """Complete samples that were lost."""
+        self._num_told = 0
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
@@ -45,7 +48,18 @@ class EngineGenerator:
         at_s = now_s()
         before_s, idle_before_s = self._idle_before
         self._idle_before = at_s, idle_s
-        return (idle_s - idle_before_s) / (at_s - before_s)
+        # A collector that was started again counts from 0.
+        return max(idle_s - idle_before_s, 0.0) / (at_s - before_s)
+
+    def note_lost(self, num_samples: int) -> None:
+        """See roles.Generator."""
+        self._num_lost += num_samples
+
+    def take_num_lost(self) -> int:
+        """See roles.Generator."""
+        before = self._num_told
+        self._num_told = self._num_lost + self._client.num_lost
+        return self._num_told - before
 
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling

@@ -12,6 +12,7 @@ places in the steps up to k.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.types import AnySample, Prompt, Scores, WeightVersion
@@ -37,6 +38,18 @@ class SampleGroup:
     @property
     def is_finished(self) -> bool:
         return bool(self.samples)
+
+
+class OpenPrompts(Protocol):
+    """A stream of prompts; those that were begun and not ended are sampled again after a resume."""
+
+    def begin(self) -> tuple[int, Prompt]:
+        """Return the next prompt and its position in the stream."""
+        ...
+
+    def end(self, positions: Sequence[int]) -> None: ...
+
+    def note_scores(self, prompts: Sequence[Prompt], scores: Scores) -> None: ...
 
 
 class GroupBuffer:
@@ -93,6 +106,9 @@ class GroupBuffer:
         self._groups.remove(group)
         self.num_finished -= group.is_finished
 
+    def finished(self) -> list[SampleGroup]:
+        return [group for group in self._groups if group.is_finished]
+
     def late(self) -> list[SampleGroup]:
         """Return the groups that are, or may be once they are finished, too stale for the next
         step.
@@ -108,8 +124,7 @@ class GroupBuffer:
         if self._in_order:
             chosen = self._groups[: self._per_step]
         else:
-            finished = [group for group in self._groups if group.is_finished]
-            chosen = sorted(finished, key=lambda group: group.oldest)[: self._per_step]
+            chosen = sorted(self.finished(), key=lambda group: group.oldest)[: self._per_step]
         if len(chosen) < self._per_step or not all(group.is_finished for group in chosen):
             return None
         taken = set(chosen)

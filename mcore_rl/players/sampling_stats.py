@@ -12,6 +12,7 @@ class SamplingStats:
 
     num_silent    groups whose rewards were all equal, which dynamic sampling replaces
     num_dropped   samples that were dropped because they were too stale
+    num_lost      complete samples that were lost with their collector and are sampled again
     """
 
     def __init__(self) -> None:
@@ -22,6 +23,7 @@ class SamplingStats:
         self._reward_sum = 0.0
         self.num_silent = 0
         self.num_dropped = 0
+        self.num_lost = 0
 
     def note(self, samples: Sequence[AnySample], scores: Scores) -> None:
         """Count a finished group."""
@@ -36,6 +38,7 @@ class SamplingStats:
         metrics = {
             "rollout/tokens_per_second": self._num_tokens / seconds,
             "staleness/dropped": float(self.num_dropped),
+            "rollout/lost": float(self.num_lost),
         }
         if rollout.dynamic_sampling:
             metrics |= {

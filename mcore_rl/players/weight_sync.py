@@ -161,7 +161,8 @@ class EngineSync:
     def _in_link(self) -> list[str]:
         """Urls of the engines whose present process is linked."""
         states = {state.url: state for state in self._health.states}
-        return [url for url in self._links.linked if not self._is_new(states[url])]
+        linked = ((url, states[url]) for url in self._links.linked)
+        return [url for url, state in linked if not self._is_new(state) and not state.lost]
 
     def _holding(self) -> list[str]:
         """Urls of the engines whose present process holds the newest version."""

@@ -56,6 +56,14 @@ class RolloutClient:
         """Requests at once, all engines together."""
         return self._config.max_concurrency * len(self._own)
 
+    @property
+    def num_lost(self) -> int:
+        """Samples that were lost with their store: none, as this process keeps them."""
+        return 0
+
+    def is_lost(self, sample: Sample) -> bool:
+        return False
+
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
         return fmean(engine.idle_s for engine in self._own)

@@ -85,8 +85,12 @@ class CollectorNews:
     num_done: dict[int, int] = field(default_factory=dict)
 
 
+class CollectorLost(RuntimeError):
+    """A collector's process is gone, and its samples with it; the message names it."""
+
+
 class CollectorCalls(Protocol):
-    """A collector, on any node; see Collector."""
+    """A collector, on any node; see Collector. Its calls may raise CollectorLost."""
 
     async def obey(self, orders: Orders) -> None: ...
 
@@ -97,6 +101,13 @@ class CollectorCalls(Protocol):
     async def resume(self, session: int) -> None: ...
 
     async def idle_seconds(self) -> float: ...
+
+    async def restart(self, first_group: int) -> bool:
+        """Build the collector anew after a CollectorLost; return False if it is gone for good.
+
+        Its groups with numbers below `first_group` are lost.
+        """
+        ...
 
 
 class Collector:

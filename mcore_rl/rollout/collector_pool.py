@@ -3,70 +3,36 @@
 A group goes to the collector with the fewest open samples per engine. Orders to a collector go out
 one after the other, all that came up meanwhile together; one long poll per collector brings news.
 So the controller's work grows with groups and nodes, not with tokens.
+
+A collector that is lost costs its samples: its open groups begin again on the others, or on its
+successor. Whoever holds samples that were complete asks `is_lost`.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 from weakref import finalize
 
-from mcore_rl.rollout.collector import (
-    CollectorCalls,
-    GroupFacts,
-    GroupFailure,
-    GroupRequest,
-    Orders,
-)
+from mcore_rl.rollout.collector import CollectorCalls, CollectorLost, GroupFacts, GroupFailure
+from mcore_rl.rollout.collector_line import CollectorLine, OrderedGroup
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
+from mcore_rl.rollout.pool_session import PoolSession
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import GroupLease, Prompt, StoredSample
 
+_log = logging.getLogger(__name__)
 NEWS_WAIT_S = 5.0
 """How long a collector without news keeps the controller's call open."""
 GATHER_S = 0.01
 """Time between two answers of all collectors together, while more is to come."""
-
-
-@dataclass
-class _OpenGroup:
-    session: "PoolSession"
-    lease: GroupLease
-    prompt: Prompt
-    future: "asyncio.Future[list[StoredSample]]"
-
-
-class _Outbox:
-    """Orders to one collector that were not sent yet."""
-
-    def __init__(self) -> None:
-        self.sessions: dict[int, int] = {}
-        self.begin: list[GroupRequest] = []
-        self.cancel: list[int] = []
-        self.end: list[int] = []
-        self.dropped: deque[int] = deque()
-        """Filled by finalizers, in any thread."""
-        self.known_out: Mapping[str, str] | None = None
-        self.may_send = asyncio.Event()
-        self.lock = asyncio.Lock()
-
-    def take(self, why_out: Mapping[str, str]) -> Orders:
-        """Return what is to be sent now, and forget it."""
-        dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
-        news_of_engines = None if why_out == self.known_out else why_out
-        orders = Orders(self.sessions, news_of_engines, self.begin, self.cancel, dropped, self.end)
-        self.known_out = why_out
-        self.sessions = {}
-        self.begin = []
-        self.cancel = []
-        self.end = []
-        return orders
 
 
 class CollectorPool:
@@ -80,16 +46,21 @@ class CollectorPool:
         max_concurrency: int,
     ) -> None:
         """`max_concurrency` is of each engine; `health` says which engines get requests."""
-        self._collectors = collectors
-        self._num_engines = engines_per_collector
+        self._lines = [
+            CollectorLine(collector, num_engines)
+            for collector, num_engines in zip(collectors, engines_per_collector, strict=True)
+        ]
         self._health = health
         self._max_concurrency = max_concurrency
-        self._outboxes = [_Outbox() for _ in collectors]
         self._loads = LeastLoaded(len(collectors))
-        """Open samples per engine of each collector."""
+        """Open samples per engine of each collector that is up."""
         self._gather_s = GATHER_S * len(collectors)
         self.history = LengthHistory()
-        self._groups: dict[int, _OpenGroup] = {}
+        self._num_lost = 0
+        self._first_kept = [0] * len(collectors)
+        """By collector, the smallest number of a group that is not lost."""
+        self._waiting: list[OrderedGroup] = []
+        """Groups that begin once a collector is up."""
         self._sessions: dict[int, PoolSession] = {}
         self._next_group = 0
         self._next_session = 0
@@ -99,13 +70,27 @@ class CollectorPool:
     @property
     def max_in_flight(self) -> int:
         """Requests at once, all engines together."""
-        return self._max_concurrency * sum(self._num_engines)
+        return self._max_concurrency * self._num_engines
+
+    @property
+    def num_lost(self) -> int:
+        """Samples that were begun and lost with a collector before they were there."""
+        return self._num_lost
+
+    @property
+    def _num_engines(self) -> int:
+        return sum(line.num_engines for line in self._lines)
+
+    def is_lost(self, sample: StoredSample) -> bool:
+        """Return whether the sample is gone with the collector that kept it."""
+        return sample.lease.group < self._first_kept[sample.lease.store]
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
-        seconds = await asyncio.gather(*(c.idle_seconds() for c in self._collectors))
-        weighted = zip(seconds, self._num_engines, strict=True)
-        return fmean([s for s, num in weighted for _ in range(num)])
+        seconds = await asyncio.gather(*(line.idle_seconds() for line in self._lines))
+        lines = zip(seconds, self._lines, strict=True)
+        there = [(s, line.num_engines) for s, line in lines if s is not None]
+        return fmean([s for s, num in there for _ in range(num)] or [0.0])
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -117,62 +102,50 @@ class CollectorPool:
     @asynccontextmanager
     async def open(
         self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
-    ) -> "AsyncIterator[PoolSession]":
+    ) -> AsyncIterator[PoolSession]:
         """Open a session for the length of the block; see RolloutClient.open."""
         self._start()
-        session = PoolSession(self, self._next_session, on_done)
+        session = PoolSession(
+            self, self._next_session, max_in_flight or self.max_in_flight, on_done
+        )
         self._next_session += 1
         self._sessions[session.number] = session
-        bound = max_in_flight or self.max_in_flight
-        for outbox, num_engines in zip(self._outboxes, self._num_engines, strict=True):
-            share = -(-bound * num_engines // sum(self._num_engines))
-            outbox.sessions[session.number] = share
+        for line in self._lines:
+            line.open(session.number, self._share(session, line))
         try:
             yield session
         finally:
             del self._sessions[session.number]
-            for outbox in self._outboxes:
-                outbox.end.append(session.number)
-                outbox.may_send.set()
+            for line in self._lines:
+                line.end(session.number)
 
     def begin(
-        self, session: "PoolSession", prompt: Prompt, num_samples: int, sampling: Sampling
+        self, session: PoolSession, prompt: Prompt, num_samples: int, sampling: Sampling
     ) -> "asyncio.Future[list[StoredSample]]":
         """Order the samples of a prompt; canceling the future cancels the order."""
         if self._failure is not None:
             raise self._failure
-        store = self._loads.least()
-        outbox = self._outboxes[store]
-        number = self._next_group
-        self._next_group += 1
-        lease = GroupLease(store, number)
-        finalize(lease, outbox.dropped.append, number).atexit = False
         future: asyncio.Future[list[StoredSample]] = asyncio.get_running_loop().create_future()
-        self._groups[number] = _OpenGroup(session, lease, prompt, future)
-        future.add_done_callback(lambda done: self._note_canceled(number, outbox, done))
-        outbox.begin.append(GroupRequest(session.number, number, prompt, num_samples, sampling))
-        self._loads.add(store, num_samples / self._num_engines[store])
-        outbox.may_send.set()
+        group = OrderedGroup(session, prompt, num_samples, sampling, future)
+        future.add_done_callback(partial(self._note_canceled, group))
+        self._place(group)
         return future
 
-    async def hold(self, session: "PoolSession", *, cut_off: bool) -> int:
+    async def hold(self, session: PoolSession, *, cut_off: bool) -> int:
         """Hold a session on all collectors; return the responses that were cut off so far."""
-        await asyncio.gather(*map(self._flush, range(len(self._collectors))))
-        holding = (c.hold(session.number, cut_off) for c in self._collectors)
+        await asyncio.gather(*(self._flush(line) for line in self._lines))
+        holding = (line.hold(session.number, cut_off) for line in self._lines)
         return sum(await asyncio.gather(*holding))
 
-    async def resume(self, session: "PoolSession") -> None:
-        await asyncio.gather(*(c.resume(session.number) for c in self._collectors))
+    async def resume(self, session: PoolSession) -> None:
+        await asyncio.gather(*(line.resume(session.number) for line in self._lines))
 
     def _start(self) -> None:
         if self._failure is not None:
             raise self._failure
         if not self._running:
-            for k in range(len(self._collectors)):
-                self._running += [
-                    asyncio.create_task(self._guarded(self._send(k))),
-                    asyncio.create_task(self._guarded(self._listen(k))),
-                ]
+            for k in range(len(self._lines)):
+                self._running.append(asyncio.create_task(self._guarded(self._serve(k))))
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
         """Run a task of the pool; its failure becomes that of every group that is waited for."""
@@ -180,113 +153,147 @@ class CollectorPool:
             await work
         except Exception as error:
             self._failure = self._failure or error
-            for group in list(self._groups.values()):
+            for group in self._waiting + [g for line in self._lines for g in line.groups.values()]:
                 if not group.future.done():
                     group.future.set_exception(self._failure)
 
-    async def _send(self, k: int) -> None:
-        outbox = self._outboxes[k]
-        while True:
-            await outbox.may_send.wait()
-            await self._flush(k)
+    def _share(self, session: PoolSession, line: CollectorLine) -> int:
+        """Return the session's bound of requests at one collector."""
+        return -(-session.max_in_flight * line.num_engines // self._num_engines)
 
-    async def _flush(self, k: int) -> None:
-        outbox = self._outboxes[k]
-        async with outbox.lock:
-            outbox.may_send.clear()
-            await self._collectors[k].obey(outbox.take(self._health.reasons))
+    def _place(self, group: OrderedGroup) -> None:
+        """Order a group from the least loaded collector; without one it waits for a successor."""
+        store = self._loads.least()
+        if store is None:
+            self._waiting.append(group)
+            return
+        line = self._lines[store]
+        number = self._next_group
+        self._next_group += 1
+        lease = GroupLease(store, number)
+        finalize(lease, line.dropped.append, number).atexit = False
+        self._loads.add(store, group.num_samples / line.num_engines)
+        line.begin(group, lease)
 
-    async def _listen(self, k: int) -> None:
+    def _place_waiting(self) -> None:
+        waiting = self._waiting
+        self._waiting = []
+        for group in waiting:
+            if not group.future.done():
+                self._place(group)
+
+    async def _serve(self, k: int) -> None:
+        """Send orders to a collector and take its news, and do so with its successors."""
+        line = self._lines[k]
+        while not line.is_gone:
+            try:
+                if line.is_up:
+                    await _until_one_fails(self._send(line), self._listen(k, line))
+                else:
+                    await self._return(k, line)
+            except CollectorLost as lost:
+                self._lose(k, line, lost)
+
+    def _lose(self, k: int, line: CollectorLine, lost: CollectorLost) -> None:
+        """Begin the groups of a lost collector again, on those that are up or come back."""
+        groups = [group for group in line.groups.values() if not group.future.done()]
+        _log.warning("%s; %d prompts that it was sampling begin again", lost, len(groups))
+        for group in groups:
+            group.session.num_open += group.num_samples
+            self._num_lost += group.num_samples
+        for number, num_open in line.open_samples.items():
+            if number in self._sessions:
+                self._sessions[number].note_done(num_open)
+        line.forget()
+        self._first_kept[k] = self._next_group
+        self._loads.remove(k)
+        self._waiting += groups
+        self._place_waiting()
+
+    async def _return(self, k: int, line: CollectorLine) -> None:
+        """Take a lost collector's successor into service, with the sessions as they are now."""
+        if not await line.collector.restart(self._next_group):
+            line.leave()
+            if all(other.is_gone for other in self._lines):
+                raise RolloutError("no collector is left: all nodes with engines are gone")
+            return
+        line.forget()
+        for session in self._sessions.values():
+            line.open(session.number, self._share(session, line))
+        held: set[int] = set()
         while True:
-            news = await self._collectors[k].news(NEWS_WAIT_S, self._gather_s)
+            await line.flush(self._health.reasons)
+            changed = [s for s in self._sessions.values() if s.is_held != (s.number in held)]
+            if not changed:
+                break
+            for session in changed:
+                held ^= {session.number}
+                if session.number in held:
+                    await line.collector.hold(session.number, False)
+                else:
+                    await line.collector.resume(session.number)
+        line.is_up = True
+        self._loads.put_back(k)
+        self._place_waiting()
+
+    async def _send(self, line: CollectorLine) -> None:
+        while True:
+            await line.may_send.wait()
+            await line.flush(self._health.reasons)
+
+    async def _flush(self, line: CollectorLine) -> None:
+        if line.is_up:
+            with contextlib.suppress(CollectorLost):  # `_listen` meets the loss, too
+                await line.flush(self._health.reasons)
+
+    async def _listen(self, k: int, line: CollectorLine) -> None:
+        while True:
+            news = await line.collector.news(NEWS_WAIT_S, self._gather_s)
             for facts in news.finished:
-                self._finish(facts)
+                self._finish(line, facts)
             for failure in news.failed:
-                self._fail(failure)
-            self._loads.add(k, -sum(news.num_done.values()) / self._num_engines[k])
+                self._fail(line, failure)
+            self._loads.add(k, -sum(news.num_done.values()) / line.num_engines)
             for number, num_done in news.num_done.items():
+                line.open_samples[number] -= num_done
                 session = self._sessions.get(number)
                 if session is not None:
                     session.note_done(num_done)
-            if self._outboxes[k].dropped:
-                self._outboxes[k].may_send.set()
+            if line.dropped:
+                line.may_send.set()
 
-    def _finish(self, facts: GroupFacts) -> None:
-        group = self._groups.pop(facts.group, None)
+    def _finish(self, line: CollectorLine, facts: GroupFacts) -> None:
+        group = line.groups.pop(facts.group, None)
         if group is not None and not group.future.done():
             self.history.note(group.prompt, facts.response_lens)
             group.future.set_result(_samples(group, facts))
 
-    def _fail(self, failure: GroupFailure) -> None:
-        group = self._groups.pop(failure.group, None)
+    def _fail(self, line: CollectorLine, failure: GroupFailure) -> None:
+        group = line.groups.pop(failure.group, None)
         if group is not None and not group.future.done():
             kind = RolloutError if failure.may_retry else ValueError
             group.future.set_exception(kind(failure.message))
 
-    def _note_canceled(self, number: int, outbox: _Outbox, future: "asyncio.Future[Any]") -> None:
-        if future.cancelled():
-            self._groups.pop(number, None)
-            outbox.cancel.append(number)
-            outbox.may_send.set()
+    def _note_canceled(self, group: OrderedGroup, future: "asyncio.Future[Any]") -> None:
+        if future.cancelled() and group.lease is not None:
+            self._lines[group.lease.store].cancel(group.lease.group)
 
 
-class PoolSession:
-    """Requests that share one bound; they can be held back while weights change.
-
-    Does what rollout.client.RolloutSession does, on all collectors.
-    """
-
-    def __init__(self, pool: CollectorPool, number: int, on_done: Callable[[], None]) -> None:
-        self.number = number
-        self._pool = pool
-        self._on_done = on_done
-        self.is_held = False
-        self.num_open = 0
-        """Samples begun and not done."""
-        self.num_cut_off = 0
-        """Responses that `hold` aborted half-way, to be sampled again."""
-
-    async def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[StoredSample]:
-        """Return `num_samples` samples of each prompt, in the order of `prompts`.
-
-        Prompts whose responses were long in earlier epochs begin first, so that none of them is
-        left when the others are done.
-
-        Raises RolloutError for a request that failed on all engines, and then cancels the others.
-        """
-        self.num_open += len(prompts) * num_samples
-        groups = {
-            i: self._pool.begin(self, prompts[i], num_samples, sampling)
-            for i in self._pool.history.longest_first(prompts)
-        }
-        try:
-            await asyncio.gather(*groups.values())
-            return [sample for i in range(len(prompts)) for sample in groups[i].result()]
-        finally:
-            for group in groups.values():
-                group.cancel()
-
-    def note_done(self, num_samples: int) -> None:
-        self.num_open -= num_samples
-        self._on_done()
-
-    async def hold(self, *, cut_off: bool) -> None:
-        """Post nothing more, and return once no request is under way; `resume` ends it."""
-        self.is_held = True
-        self.num_cut_off = await self._pool.hold(self, cut_off=cut_off)
-
-    async def resume(self) -> None:
-        """Let requests be posted again; without a hold, do nothing."""
-        if self.is_held:
-            await self._pool.resume(self)
-            self.is_held = False
+async def _until_one_fails(*works: Coroutine[None, None, None]) -> None:
+    """Run all at once; when one raises, cancel the others and raise its error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _samples(group: _OpenGroup, facts: GroupFacts) -> list[StoredSample]:
+def _samples(group: OrderedGroup, facts: GroupFacts) -> list[StoredSample]:
     rows = zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True)
+    assert group.lease is not None, "a group is finished where it was placed"
+    lease = group.lease
     return [
-        StoredSample(group.prompt, i, *row, facts.has_experts, group.lease)
-        for i, row in enumerate(rows)
+        StoredSample(group.prompt, i, *row, facts.has_experts, lease) for i, row in enumerate(rows)
     ]

@@ -2,18 +2,22 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """An engine as its watch saw it; `restarts` counts its earlier server processes."""
+    """An engine as its watch saw it; `restarts` counts its earlier server processes.
+
+    lost   it is gone with its node, for good
+    """
 
     url: str
     restarts: int = 0
     healthy: bool = True
+    lost: bool = False
 
 
 class EngineHealth:
@@ -64,6 +68,13 @@ class EngineHealth:
                 self._why_out[url] = ""
                 _log.info("engine %s serves again", url)
             self._states[url] = state
+
+    def lose(self, url: str, reason: str) -> None:
+        """Take an engine out for good, which is gone with its node."""
+        if not self._states[url].lost:
+            self._states[url] = replace(self._states[url], healthy=False, lost=True)
+            self._why_out[url] = reason
+            _log.warning("engine %s is lost: %s", url, reason)
 
     def set_serving(self, urls: Collection[str], reasons: Mapping[str, str]) -> None:
         """Have `urls` and no other engines serve; `reasons` says why not, by url, where that is

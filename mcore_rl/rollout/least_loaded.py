@@ -1,6 +1,7 @@
 """Finds the least loaded of many, in logarithmic time per change."""
 
 import heapq
+import math
 
 
 class LeastLoaded:
@@ -16,7 +17,18 @@ class LeastLoaded:
         self._loads[thing] += load
         heapq.heappush(self._heap, (self._loads[thing], thing))
 
-    def least(self) -> int:
+    def remove(self, thing: int) -> None:
+        """Leave a thing out until it is put back."""
+        self.add(thing, math.inf)
+
+    def put_back(self, thing: int) -> None:
+        """Take in a thing that was removed, with no load."""
+        self._loads[thing] = 0.0
+        heapq.heappush(self._heap, (0.0, thing))
+
+    def least(self) -> int | None:
+        """Return the least loaded thing; None if all are removed."""
         while self._heap[0][0] != self._loads[self._heap[0][1]]:
             heapq.heappop(self._heap)
-        return self._heap[0][1]
+        load, thing = self._heap[0]
+        return None if load == math.inf else thing

@@ -34,6 +34,15 @@ class SamplingClient(Protocol):
     @property
     def max_in_flight(self) -> int: ...
 
+    @property
+    def num_lost(self) -> int:
+        """Samples that were begun and lost with a collector before they were there."""
+        ...
+
+    def is_lost(self, sample: Any) -> bool:
+        """Return whether a sample is gone with the collector that kept it."""
+        ...
+
     async def idle_seconds(self) -> float: ...
 
     async def generate(

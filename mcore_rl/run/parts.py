@@ -16,7 +16,7 @@ from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import written_config
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.players.background import BackgroundSampler, OpenPrompts
+from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.players.canary import Canary
 from mcore_rl.players.colocation import (
     ALL,
@@ -26,6 +26,7 @@ from mcore_rl.players.colocation import (
     SharingCritic,
     SharingScorer,
 )
+from mcore_rl.players.groups import OpenPrompts
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync

@@ -108,6 +108,9 @@ class SimulatedCollector:
     async def idle_seconds(self) -> float:
         return await self._call(self._collector.idle_seconds())
 
+    async def restart(self, first_group: int) -> bool:
+        raise AssertionError("a simulated collector is never lost")
+
     async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         task = self._loop.create_task(_after(CALL_S, work), context=self._context.copy())
         return await task

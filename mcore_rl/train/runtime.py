@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -65,6 +66,13 @@ def _make_groups(parallel: ParallelConfig, timeout_s: float) -> None:
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )
+
+
+def is_true_anywhere(flag: bool) -> bool:
+    """Return whether `flag` is true on any rank; all ranks must call it."""
+    flags = torch.tensor([int(flag)])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
 
 
 def rank_coordinate() -> RankCoordinate:

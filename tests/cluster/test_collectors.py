@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.cluster import collectors
 from mcore_rl.cluster.collector_worker import CollectorSpec
-from mcore_rl.cluster.collectors import CollectorGroup
+from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.group import RankError
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.stored_batch import make_stored_batch
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rewards.scorer import Scorer
@@ -48,8 +50,8 @@ class Scene:
         (folder / "reward.py").write_text(REWARD)
         scorer = partial(Scorer, RewardConfig(path=str(folder / "reward.py")), 3)
         [slots] = reserve([plan_ranks(1, 0.5, gpus_per_node=0)], timeout_s=20)
-        self.group = CollectorGroup([slots, slots], folder / "logs", 60.0, 60.0)
-        self.group.start_build(CollectorSpec(ROLLOUT, (9,), str, None, scorer), 60.0)
+        self.group = CollectorGroup([slots, slots], folder / "logs", CollectorLimits(60, 60, 60))
+        self.group.start_build(CollectorSpec(ROLLOUT, (9,), str, None, scorer))
         self.group.connect([engine.address for engine in self.engines], {})
         self.pool = CollectorPool(
             self.group.calls(),
@@ -112,19 +114,44 @@ def test_an_unknown_sample_is_refused_by_store(scene: Scene) -> None:
     assert isinstance(batch.group_N, np.ndarray)
 
 
-def test_a_collector_that_dies_is_named(scene: Scene) -> None:
+def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(scene: Scene) -> None:
+    before = scene.sample()
+    batch = make_stored_batch(before, WeightVersion(1))
     [pid] = scene.group._group.pids()
-    work = scene.pool.generate(PROMPTS, 2, Sampling(3))
     for engine in scene.engines:
         engine.num_free = 0
 
-    async def kill() -> None:
-        task = asyncio.ensure_future(work)
+    async def kill() -> list[Any]:
+        task = asyncio.ensure_future(scene.pool.generate(PROMPTS, 2, Sampling(3)))
         await asyncio.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
-        await asyncio.wait_for(task, 30)
+        for engine in scene.engines:
+            await engine._open()
+        return await asyncio.wait_for(task, 60)
 
-    with pytest.raises(RankError, match=r"collector rank 0 .*died"):
-        scene.run(kill())
-    for engine in scene.engines:
-        engine.resume()
+    samples = scene.run(kill())
+    assert len(samples) == 6 and scene.pool.num_lost == 6
+    assert all(map(scene.pool.is_lost, before)) and not any(map(scene.pool.is_lost, samples))
+    assert scene.group._group.pids() != [pid]
+    assert scene.run(scene.group.score(samples)).rewards_N == pytest.approx(
+        [0.12, 0.12, 1.12, 1.12, 2.12, 2.12]
+    )
+    with pytest.raises(SamplesLost, match=r"sample store 0 .* was started again: .*sample 0"):
+        scene.run(scene.group.score(before))
+    with pytest.raises(SamplesLost, match=r"sample store 0") as lost:
+        scene.group.stores.assemble(batch)
+    assert lost.value.stores == {0}
+    whole = scene.group.stores.assemble(make_stored_batch(samples, WeightVersion(1)))
+    assert whole.token_ids_T.tolist()[:5] == [1, 2, 10, 11, 12]
+    scene.group.close()
+
+
+def test_a_collector_that_dies_again_and_again_ends_the_run(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectors, "NODE_LOSS_SHOWS_S", 0.5)
+    monkeypatch.setattr(scene.group, "_limits", replace(scene.group._limits, restarts=0))
+    [pid] = scene.group._group.pids()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"rank 0 \(collector, log .*died 2 times; see"):
+        scene.sample()

@@ -22,7 +22,7 @@ from mcore_rl.data.batch import (
     with_loss_weights,
     without_truncated,
 )
-from mcore_rl.data.sample_store import LostSampleError
+from mcore_rl.data.sample_store import UnknownSampleError
 from mcore_rl.data.stored_batch import in_parts, make_stored_batch
 from mcore_rl.types import StoredColumn, WeightVersion
 from tests.support.stored import LAYERS, assert_same, make_stored
@@ -103,6 +103,6 @@ def test_fields_name_their_columns_and_lost_samples_are_named() -> None:
     assert columns_of(replace(batch, version=VERSION))["stale_T"] == "stale"
     lost = rows[0].lease
     stores.stores[lease_store := lost.store].drop([lost.group])
-    with pytest.raises(LostSampleError, match=f"of group {lost.group} is not in the store"):
+    with pytest.raises(UnknownSampleError, match=f"of group {lost.group} is not in the store"):
         assemble(batch, stores.read)
     assert lease_store in (0, 1)

@@ -12,6 +12,7 @@ from mcore_rl.data.sample_store import (
     LostSampleError,
     ReadRequest,
     SampleStore,
+    UnknownSampleError,
 )
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.stored import make_stored
@@ -70,5 +71,13 @@ def test_dropped_groups_are_gone_and_named() -> None:
     store.put(10, [make_sample(0)])
     store.drop([9, 77])
     assert store.num_groups == 1
+    with pytest.raises(UnknownSampleError, match="sample 1 of group 9 is not in the store"):
+        read(store, TOKEN_IDS)
+
+
+def test_a_store_that_began_anew_knows_which_groups_are_lost() -> None:
+    store = SampleStore(first_group=10)
     with pytest.raises(LostSampleError, match="sample 1 of group 9 is not in the store"):
         read(store, TOKEN_IDS)
+    store.put(10, [make_sample(0)])
+    assert store.num_groups == 1

@@ -10,11 +10,12 @@ import pytest
 from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.sampling import sample_step
 from mcore_rl.metrics import PhaseTimer
-from mcore_rl.roles import Roles
+from mcore_rl.roles import KeepsSamples, Roles
 from mcore_rl.types import Prompt, Sample, Scores
 
 GROUP = 3
 ALWAYS = {
+    "rollout/lost": 0.0,
     "staleness/mean": 0.0,
     "staleness/max": 0.0,
     "staleness/partial": 0.0,
@@ -22,7 +23,7 @@ ALWAYS = {
 }
 
 
-class Numbered:
+class Numbered(KeepsSamples):
     """Prompts 0, 1, 2, ...; each sample's text says its prompt, place in the group and seed."""
 
     def __init__(self) -> None:
@@ -62,24 +63,14 @@ def run(
             rewards, {"index": [float(s.prompt.index) for s in samples]}, [""] * len(samples)
         )
 
-    def teacher(samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        return [(float(s.prompt.index), float(s.sample_index)) for s in samples]
-
     parts = Numbered()
     fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
-    given = {"prompts": parts, "generator": parts, "reward": reward, "teacher": teacher}
+    given = {"prompts": parts, "generator": parts, "reward": reward}
     roles = Roles(**fields | given)
     rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP, **cast(Any, options))
     samples, scores, metrics = sample_step(rollout, roles, PhaseTimer(1), 7, with_greedy)
     assert {name: metrics.pop(name) for name in ALWAYS} == ALWAYS
     return [sample.text for sample in samples], scores, metrics, parts
-
-
-def test_what_a_teacher_says_stays_with_its_sample() -> None:
-    kept, scores, _, _ = run({1, 4, 5}, dynamic_sampling=True, oversampling=1.5)
-    assert (
-        [f"{prompt:.0f} {place:.0f}" for prompt, place in scores.teacher_N] == kept == texts(1, 4)
-    )
 
 
 def test_the_stream_of_prompts_learns_of_all_samples_also_of_groups_that_are_replaced() -> None:

@@ -1,8 +1,10 @@
 """Which passes a step makes before it trains, how batches are cut, and who trains when."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,16 +22,30 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.batch import make_train_batch
+from mcore_rl.data.stored_batch import make_stored_batch, trained_lens
 from mcore_rl.loops.training import (
     StepOptions,
     add_logprobs,
     add_logprobs_and_values,
     mini_batches,
+    prepare_batch,
     train_policy,
     train_policy_and_critic,
 )
-from mcore_rl.roles import Roles, on_tokens_here
-from mcore_rl.types import StepStats, TrainBatch
+from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.metrics import PhaseTimer
+from mcore_rl.roles import Roles, in_turn, on_tokens_here
+from mcore_rl.types import (
+    LogprobOptions,
+    Scores,
+    StepStats,
+    StoredBatch,
+    StoredColumn,
+    StoredSample,
+    TokenScores,
+    TrainBatch,
+)
+from tests.support.stored import make_stored
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
 
 
@@ -141,3 +157,80 @@ def test_the_policy_waits_for_its_critic(step: int, policy_trains: bool) -> None
     assert critic.num_steps == 4 and metrics["critic/loss"] == 0.5
     assert policy.calls == ["train"] * policy_trains
     assert ("loss/policy" in metrics) == policy_trains
+
+
+class LosingTrainer:
+    """Reads samples of stores; `lost` is lost from the first call on that reads some of it."""
+
+    def __init__(self, lost: int) -> None:
+        self.lost = SamplesLost(f"collector {lost} died", [lost])
+        self.steps: list[StoredBatch] = []
+
+    def compute_logprobs(
+        self, batch: StoredBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores:
+        self._read(batch)
+        return TokenScores(StoredColumn("old_logprobs"))
+
+    def train_step(self, batch: StoredBatch) -> StepStats:
+        self._read(batch)
+        self.steps.append(batch)
+        return StepStats(0.5, 1.0, 1e-5, sum(batch.lens_N), {})
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _read(self, batch: StoredBatch) -> None:
+        if (batch.store_N == min(self.lost.stores)).any():
+            raise self.lost
+
+
+def losing(lost: int, num_stores: int = 2) -> tuple[LosingTrainer, Roles, list[StoredSample]]:
+    trainer = LosingTrainer(lost)
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__)
+
+    def advantages(
+        scores: Scores, samples: Sequence[StoredSample], batch: StoredBatch
+    ) -> tuple[StoredBatch, dict[str, float]]:
+        has_tokens_N = np.array([sample.response_len > 0 for sample in samples])
+        return replace(batch, advantages_N=np.array(scores.rewards_N)[has_tokens_N]), {}
+
+    given = {"trainer": trainer, "advantages": advantages, "on_tokens": on_tokens_here}
+    return (
+        trainer,
+        Roles(**{**fields, **given, "both": in_turn}),
+        make_stored(3, 4, 3, num_stores)[2],
+    )
+
+
+TWO_STEPS = options_of(AlgorithmConfig(), train=TrainConfig(mini_batches=2))
+
+
+def test_samples_lost_before_training_are_left_out_with_their_scores() -> None:
+    _, roles, samples = losing(lost=1)
+    numbers = [float(i) for i in range(len(samples))]
+    left, scores, batch, metrics = prepare_batch(
+        TWO_STEPS, roles, PhaseTimer(1), samples, Scores(numbers)
+    )
+    kept = [i for i, sample in enumerate(samples) if sample.lease.store == 0]
+    assert list(left) == [samples[i] for i in kept] and len(kept) == 6
+    assert scores.rewards_N == [numbers[i] for i in kept]
+    has_tokens = [i for i in kept if samples[i].response_len]
+    assert batch.advantages_N.tolist() == has_tokens and set(batch.store_N.tolist()) == {0}
+    assert metrics == {"batch/lost": 6.0}
+
+
+def test_nothing_left_of_a_step_is_an_error() -> None:
+    _, roles, samples = losing(lost=0, num_stores=1)
+    with pytest.raises(SamplesLost, match="collector 0 died"):
+        prepare_batch(TWO_STEPS, roles, PhaseTimer(1), samples, Scores([0.0] * len(samples)))
+
+
+def test_sequences_lost_while_training_are_left_out_and_weights_are_of_the_others() -> None:
+    trainer, roles, samples = losing(lost=1)
+    batch = make_stored_batch(samples)
+    train_policy(TWO_STEPS, roles, batch, seed=1)
+    assert len(trainer.steps) == 2
+    for step in trainer.steps:
+        assert set(step.store_N.tolist()) == {0} and step.loss_weights_N is not None
+        assert (step.loss_weights_N * trained_lens(step)).sum() == pytest.approx(1.0)

@@ -1,15 +1,18 @@
 """The logger writes what it was given to every place, and goes on after a resume."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.metrics.logger import SAMPLES_PER_LOG
 from mcore_rl.metrics.rows import read_rows
-from mcore_rl.types import Scores
+from mcore_rl.types import Sample, Scores, StoredSample
 from tests.support.samples import make_sample
+from tests.support.stored import make_stored
 
 
 def test_metrics_samples_and_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,3 +91,21 @@ def test_samples_whose_reward_failed_are_always_kept_and_say_why(tmp_path: Path)
     assert len(rows) == SAMPLES_PER_LOG + 1
     assert rows[-1]["prompt_index"] == num - 1 and rows[-1]["reward_error"] == "ValueError: no"
     assert "reward_error" not in rows[0]
+
+
+def test_samples_that_are_lost_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, here, samples = make_stored(1)
+    text_of = {id(stored): sample for stored, sample in zip(samples, here, strict=True)}
+
+    def read(wanted: Sequence[StoredSample]) -> list[Sample]:
+        if any(sample.lease.store == 1 for sample in wanted):
+            raise SamplesLost("collector 1 died", [1])
+        return [text_of[id(sample)] for sample in wanted]
+
+    with MetricsLogger(tmp_path, console=False, read=read) as log:
+        log.log_samples(1, samples, Scores([float(i) for i in range(len(samples))]))
+    kept = [float(i) for i, sample in enumerate(samples) if sample.lease.store == 0]
+    assert [row["reward"] for row in read_rows(tmp_path / "samples.jsonl")] == kept
+    assert len(kept) < len(samples) and "collector 1 died; they are not in the log" in caplog.text

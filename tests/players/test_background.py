@@ -9,6 +9,7 @@ import pytest
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
@@ -158,3 +159,35 @@ def test_greedy_samples_are_scored_for_advantages_that_need_them(loop: EventLoop
     assert scores.greedy_N == [1.0, 1.0, 0.0, 0.0]
     temperatures = [body["sampling_params"]["temperature"] for body in sampler.engine.sampled]
     assert temperatures.count(0.0) >= 2
+
+
+def test_samples_lost_before_their_scores_are_drawn_again_and_counted(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off")
+    losses = [SamplesLost("collector 0 died", [0])] * 2
+
+    async def score(samples: Sequence[Sample]) -> Scores:
+        if losses:
+            raise losses.pop()
+        return await score_by_index(samples)
+
+    sampler.background._reward = score
+    with sampler.background:
+        samples, _, metrics = sampler.background.take(WeightVersion(0))
+        assert metrics["rollout/lost"] == 4.0 and sampler.num_revived == 0
+        sampler.move_to(1)
+        assert sorted([s.prompt.index for s in samples[::2]] + sampler.take(1)) == [0, 1, 2, 3]
+
+
+def test_finished_samples_that_are_lost_are_drawn_again(loop: EventLoop) -> None:
+    sampler = Sampler(loop, mode="one_step_off")
+    with sampler.background:
+        sampler.take(0)
+        sampler.background.pause_for_sync()  # the next step's groups are finished now
+        lost = [id(group.samples[0]) for group in sampler.background._buffer.finished()]
+        assert len(lost) == 2
+        sampler.background._client.is_lost = lambda s: id(s) in lost  # type: ignore[method-assign]
+        sampler.background.resume(WeightVersion(1))
+        samples, _, metrics = sampler.background.take(WeightVersion(1))
+        assert metrics["rollout/lost"] == 4.0
+        sampler.move_to(2)
+        assert sorted([s.prompt.index for s in samples[::2]] + sampler.take(2)) == [2, 3, 4, 5]

@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import CanaryConfig
+from mcore_rl.data.assembly import assemble
+from mcore_rl.data.stored_batch import make_stored_batch
+from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, make_probe
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
@@ -21,9 +25,18 @@ from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.stream.controller.sync import SyncController, SyncError
 from mcore_rl.stream.controller.sync_report import SyncReport
-from mcore_rl.types import LogprobOptions, Prompt, StepStats, TokenScores, TrainBatch, WeightVersion
+from mcore_rl.types import (
+    LogprobOptions,
+    Prompt,
+    StepStats,
+    StoredBatch,
+    TokenScores,
+    TrainBatch,
+    WeightVersion,
+)
 from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
+from tests.support.stored import make_stored
 from tests.support.sync_stage import Stage, call, open_stage
 
 
@@ -186,3 +199,24 @@ def test_an_engine_serves_only_once_it_agreed_at_the_start_and_on_its_return(sta
     finally:
         returned.stop()
         loop.close()
+
+
+def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    stores, _, samples = make_stored(2)
+    batch = make_stored_batch(samples)
+    lost = {0}
+
+    def fetch(probe: StoredBatch) -> TrainBatch:
+        found = lost & set(probe.store_N.tolist())
+        if found:
+            raise SamplesLost(f"collectors {sorted(found)} died", found)
+        return assemble(probe, stores.read)
+
+    nobody: Any = None
+    canary = Canary(nobody, CanaryConfig(sequences=3), "float32", 1.0, ready, fetch=fetch)
+    probe = canary._choose(batch)
+    kept = np.flatnonzero(batch.store_N == 1)[:3].tolist()
+    assert probe is not None and probe.lens_N == tuple(batch.lens_N[i] for i in kept)
+    lost |= {1}
+    assert canary._choose(batch) is None
+    assert "collectors [0] died; no sequence is left" in caplog.text or "[1] died" in caplog.text

@@ -15,10 +15,12 @@ def test_shares_and_means_are_of_what_was_noted() -> None:
     stats.note([EMPTY] * 4, Scores([1.0] * 4))
     stats.num_silent = 1
     stats.num_dropped = 8
+    stats.num_lost = 12
     metrics = stats.metrics(RolloutConfig(dynamic_sampling=True))
     assert metrics.pop("rollout/tokens_per_second") == 0.0
     assert metrics == {
         "staleness/dropped": 8.0,
+        "rollout/lost": 12.0,
         "sampling/samples": 8.0,
         "sampling/kept_share": 0.5,
         "sampling/reward_mean": pytest.approx(0.75),
@@ -27,6 +29,10 @@ def test_shares_and_means_are_of_what_was_noted() -> None:
 
 def test_without_dynamic_sampling_and_without_a_group() -> None:
     metrics = SamplingStats().metrics(RolloutConfig())
-    assert metrics.keys() == {"rollout/tokens_per_second", "staleness/dropped"}
+    assert metrics.keys() == {
+        "rollout/tokens_per_second",
+        "staleness/dropped",
+        "rollout/lost",
+    }
     empty = SamplingStats().metrics(RolloutConfig(dynamic_sampling=True))
     assert empty["sampling/kept_share"] == 1.0 and empty["sampling/reward_mean"] == 0.0

@@ -1,6 +1,7 @@
 """Connections that servers are about to close are not used again."""
 
 import asyncio
+import socket
 
 from aiohttp import web
 
@@ -34,3 +35,26 @@ async def connections_of(pause_s: float) -> int:
 def test_a_connection_that_lay_idle_is_left_alone() -> None:
     assert asyncio.run(connections_of(0.1)) == 1
     assert asyncio.run(connections_of(2.5)) == 2
+
+
+def test_a_machine_that_is_gone_without_a_word_is_noticed_within_a_minute() -> None:
+    async def probes() -> tuple[int, int]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readline()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n")
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with open_session(5.0) as http, http.get(f"http://127.0.0.1:{port}/") as response:
+            assert response.connection is not None and response.connection.transport is not None
+            own = response.connection.transport.get_extra_info("socket")
+            idle_s, interval_s, count = (
+                own.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            is_on = own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        server.close()
+        return is_on, idle_s + interval_s * count
+
+    is_on, noticed_s = asyncio.run(probes())
+    assert is_on and noticed_s <= 60

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.roles import KeepsSamples
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
@@ -47,7 +48,7 @@ def repeats_the_prompt(samples: Sequence[Sample]) -> Scores:
 
 
 @dataclass
-class TablePolicy:
+class TablePolicy(KeepsSamples):
     """Plays roles.Trainer, roles.Generator and roles.WeightSync."""
 
     loss: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]

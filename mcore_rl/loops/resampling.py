@@ -1,0 +1,55 @@
+"""Scores samples; groups that are lost with their collector before that are sampled again."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_rl.lost_samples import SamplesLost, kept_places
+from mcore_rl.roles import Generator, Reward, Samples
+from mcore_rl.types import Prompt, Scores
+
+_log = logging.getLogger(__name__)
+
+
+def sample_and_score(
+    generator: Generator,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    *,
+    greedy: bool,
+    seed: int,
+) -> tuple[list[Any], Scores]:
+    """Return `num_samples` samples of each prompt, in the order of `prompts`, and their scores."""
+    samples = generator.generate(prompts, num_samples, greedy=greedy, seed=seed)
+    return score(generator, reward, prompts, samples, greedy=greedy, seed=seed)
+
+
+def score(
+    generator: Generator,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    samples: Samples,
+    *,
+    greedy: bool,
+    seed: int,
+) -> tuple[list[Any], Scores]:
+    """Return the samples of `prompts` and their scores, with lost samples drawn again.
+
+    They are drawn with the seed of the first time: engines that sample by seeds return the same.
+    """
+    samples = list(samples)
+    num_samples = len(samples) // len(prompts)
+    while True:
+        try:
+            return samples, reward(samples)
+        except SamplesLost as lost:
+            kept = set(kept_places(samples[::num_samples], lost))
+            missing = [i for i in range(len(prompts)) if i not in kept]
+            _log.warning("%s; %d prompts are sampled again", lost, len(missing))
+            generator.note_lost(len(missing) * num_samples)
+        again = [prompts[i] for i in missing]
+        drawn = generator.generate(again, num_samples, greedy=greedy, seed=seed)
+        for place, i in enumerate(missing):
+            part = drawn[place * num_samples : (place + 1) * num_samples]
+            samples[i * num_samples : (i + 1) * num_samples] = part

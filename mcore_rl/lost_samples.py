@@ -1,0 +1,30 @@
+"""Says that stored samples are gone, because the process that kept them is."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+
+class SamplesLost(RuntimeError):
+    """Samples in `stores` (numbers) are gone; the message names the process and says why.
+
+    Whoever reads them samples them again, or goes on without them; nothing else was harmed.
+    """
+
+    def __init__(self, message: str, stores: Collection[int]) -> None:
+        super().__init__(message, tuple(sorted(stores)))
+        self.message = message
+        self.stores = frozenset(stores)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def join_losses(losses: Sequence[SamplesLost]) -> SamplesLost:
+    """Return one error for all of them, with each message once."""
+    messages = dict.fromkeys(loss.message for loss in losses if loss.message)
+    return SamplesLost("; ".join(messages), frozenset().union(*(loss.stores for loss in losses)))
+
+
+def kept_places(samples: Sequence[Any], lost: SamplesLost) -> list[int]:
+    """Return the places of the StoredSamples whose stores are not lost."""
+    return [i for i, sample in enumerate(samples) if sample.lease.store not in lost.stores]

@@ -1,0 +1,131 @@
+"""One collector as the pool sees it: the orders that wait for it and the groups that it samples."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from mcore_rl.rollout.collector import CollectorCalls, CollectorLost, GroupRequest, Orders
+from mcore_rl.rollout.pool_session import PoolSession
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.types import GroupLease, Prompt, StoredSample
+
+
+@dataclass(eq=False)
+class OrderedGroup:
+    """A group that was ordered and is not there yet; `lease` is where it will be kept."""
+
+    session: PoolSession
+    prompt: Prompt
+    num_samples: int
+    sampling: Sampling
+    future: "asyncio.Future[list[StoredSample]]"
+    lease: GroupLease | None = None
+
+
+class CollectorLine:
+    """Gives orders to a collector, one after the other, and keeps account of its groups.
+
+    Orders are sent by `flush`; those that come up meanwhile go out together.
+    """
+
+    def __init__(self, collector: CollectorCalls, num_engines: int) -> None:
+        self.collector = collector
+        self.num_engines = num_engines
+        self.dropped: deque[int] = deque()
+        """Groups that nobody refers to any more; filled by finalizers, in any thread."""
+        self.may_send = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._lost_cut_offs: Counter[int] = Counter()
+        """By session, what `hold` had cut off when the collector was lost."""
+        self._cut_offs: dict[int, int] = {}
+        self.forget()
+        self.is_up = True
+        """False from a loss until the collector is there again, or for good."""
+        self.is_gone = False
+        """True if it never comes back."""
+
+    def forget(self) -> None:
+        """Drop all orders and groups: the collector that they were for is gone."""
+        self.is_up = False
+        self.groups: dict[int, OrderedGroup] = {}
+        self.open_samples: Counter[int] = Counter()
+        """Samples that were ordered and are not done, by session."""
+        self._sessions: dict[int, int] = {}
+        self._begin: list[GroupRequest] = []
+        self._cancel: list[int] = []
+        self._end: list[int] = []
+        self.dropped.clear()
+        self._known_out: Mapping[str, str] | None = None
+        self._lost_cut_offs.update(self._cut_offs)
+        self._cut_offs = {}
+
+    def leave(self) -> None:
+        """Count as gone for good, with the engines of its node."""
+        self.is_gone = True
+        self.num_engines = 0
+
+    def open(self, session: int, max_in_flight: int) -> None:
+        self._sessions[session] = max_in_flight
+
+    def end(self, session: int) -> None:
+        self._end.append(session)
+        self.may_send.set()
+
+    def begin(self, group: OrderedGroup, lease: GroupLease) -> None:
+        """Order the samples of a group."""
+        session = group.session.number
+        group.lease = lease
+        self.groups[lease.group] = group
+        self.open_samples[session] += group.num_samples
+        request = GroupRequest(
+            session, lease.group, group.prompt, group.num_samples, group.sampling
+        )
+        self._begin.append(request)
+        self.may_send.set()
+
+    def cancel(self, number: int) -> None:
+        """Have a group not finished; one that is not open is left alone."""
+        if self.groups.pop(number, None) is not None:
+            self._cancel.append(number)
+            self.may_send.set()
+
+    async def flush(self, why_out: Mapping[str, str]) -> None:
+        """Send what waits. `why_out` says why engines get no requests, by url."""
+        async with self._lock:
+            self.may_send.clear()
+            dropped = [self.dropped.popleft() for _ in range(len(self.dropped))]
+            news_of_engines = None if why_out == self._known_out else why_out
+            orders = Orders(
+                self._sessions, news_of_engines, self._begin, self._cancel, dropped, self._end
+            )
+            self._known_out = why_out
+            self._sessions = {}
+            self._begin = []
+            self._cancel = []
+            self._end = []
+            await self.collector.obey(orders)
+
+    async def hold(self, session: int, cut_off: bool) -> int:
+        """Hold a session here; return the responses that were cut off here so far.
+
+        A collector that is lost holds everything.
+        """
+        if self.is_up:
+            with suppress(CollectorLost):  # the pool's own calls meet the loss and deal with it
+                self._cut_offs[session] = await self.collector.hold(session, cut_off)
+        return self._lost_cut_offs[session] + self._cut_offs.get(session, 0)
+
+    async def resume(self, session: int) -> None:
+        """Resume a session here; one that returns from a loss learns it then."""
+        if self.is_up:
+            with suppress(CollectorLost):
+                await self.collector.resume(session)
+
+    async def idle_seconds(self) -> float | None:
+        """Return the seconds without a request so far; None if the collector is lost."""
+        if self.is_up:
+            with suppress(CollectorLost):
+                return await self.collector.idle_seconds()
+        return None
