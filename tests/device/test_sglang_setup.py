@@ -54,8 +54,8 @@ def test_a_server_sees_the_whole_machine_unless_its_gpus_have_gaps(
     seen_after: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # so that it is restored afterwards
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert use_gpus(["--tp-size", "2"], gpu_ids) == ["--tp-size", "2", *added]
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen_after
