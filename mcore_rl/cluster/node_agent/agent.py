@@ -5,10 +5,13 @@ Ray's head --> head.json ------------> Ray joins
 waits until all have joined
 the command --> done.json -----------> Ray ends
 Ray ends once the others have left
+
+A node that loses its Ray says so and waits for the end of the command, which may go on without it.
 """
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +31,9 @@ from mcore_rl.process.stop_request import EXIT_STATUS
 
 POLL_S = 0.5
 FAREWELL_S = 20.0
-"""How long node 0 waits for the others to leave, and for a command to name a lost node itself."""
+"""How long node 0 waits for the others to leave, and for a command to end that lost Ray's head."""
+HEAD_SILENCE_S = 30.0
+"""How long Ray's head may be silent before a node that lost its own Ray gives the job up."""
 
 
 class Unready(RuntimeError):
@@ -40,8 +45,8 @@ def run_node(job: Job) -> int:
 
     On node 0 that is the command's: 75 if the run saved and stopped on request. On the others it is
     0 once the command ended, however it did. It is 1, with a message on stderr, if nodes are
-    missing or lost. All processes that this one started are gone when it returns. Raises
-    ValueError if this node has no address, or cannot write to the job's folder.
+    missing or Ray's head is lost. All processes that this one started are gone when it returns.
+    Raises ValueError if this node has no address, or cannot write to the job's folder.
     """
     stops = StopSignals()
     rendezvous = Rendezvous(job.folder)
@@ -153,36 +158,39 @@ def _missing(job: Job, rendezvous: Rendezvous, joined: Sequence[str]) -> str:
 def _run_command(job: Job, rendezvous: Rendezvous, ray: LocalRay, stops: StopSignals) -> int:
     """Run the job's command to its end and return its exit status.
 
-    The command has FAREWELL_S to end by itself once a node is lost.
+    The command decides whether it goes on without a node that is lost. If that is this one, with
+    Ray's head, it has FAREWELL_S to end by itself.
     """
     joining = [f"cluster.address={ray.head_address}", f"cluster.num_nodes={job.num_nodes}"]
     command = RunCommand([*job.command, *joining])
     handled = 0
+    named: set[int] = set()
     lost_at: float | None = None
     while (status := command.status()) is None:
         asked = stops.count + rendezvous.is_asked_to_stop()
         if asked > handled:
             (command.end if handled else command.ask_to_save)()
             handled = asked
-        if lost_at is None and (lost := _lost_node(job, rendezvous, ray)):
+        _name_lost_nodes(job, rendezvous, named)
+        if lost_at is None and (ray_status := ray.exit_status()) is not None:
             lost_at = time.monotonic()
-            print(f"mcore-rl: {lost}", file=sys.stderr)
+            print(f"mcore-rl: {_ended(job.name, ray_status, ray)}", file=sys.stderr)
         if lost_at is not None and time.monotonic() - lost_at > FAREWELL_S:
             command.kill()
             return 1
         time.sleep(POLL_S)
+    _name_lost_nodes(job, rendezvous, named)
     return status
 
 
-def _lost_node(job: Job, rendezvous: Rendezvous, ray: LocalRay) -> str | None:
-    """Return which node lost its Ray, and why, or None."""
-    if (status := ray.exit_status()) is not None:
-        return f"node {job.name}: Ray ended with status {status}: {ray.log_path}"
-    for rank in range(1, job.num_nodes):
+def _name_lost_nodes(job: Job, rendezvous: Rendezvous, named: set[int]) -> None:
+    """Print which other nodes lost their Ray, and why; add them to `named`."""
+    for rank in set(range(1, job.num_nodes)) - named:
         note = rendezvous.note_of(rank)
         if note and note.phase in (FAILED, LEFT):
-            return f"node {job.names[rank]}: {note.text or 'it was asked to leave'}"
-    return None
+            named.add(rank)
+            reason = note.text or "it was asked to leave"
+            print(f"mcore-rl: node {job.names[rank]}: {reason}", file=sys.stderr)
 
 
 def _wait_for_farewells(job: Job, rendezvous: Rendezvous) -> None:
@@ -213,23 +221,56 @@ def _follow(
             f" nothing to {job.folder}. Is the node up, and is the folder shared?"
         )
     ray = LocalRay(facts, address, temp_dir, job.folder / f"ray_{job.name}.log")
+    ray_status: int | None = None
     try:
         while rendezvous.status() is None and stops.count < 2:
-            _check_ray(job.name, ray)
+            if (ray_status := ray.exit_status()) is not None:
+                rendezvous.note(job.rank, Note(FAILED, _ended(job.name, ray_status, ray)))
+                ray.keep_logs()
+                break
             time.sleep(POLL_S)
-    except Unready:
-        if rendezvous.status() is None:
-            ray.keep_logs()
-            raise
     finally:
         ray.stop()
+    if ray_status is not None:
+        return _wait_without_ray(rendezvous, address, stops)
     rendezvous.note(job.rank, Note(LEFT))
     return 0 if rendezvous.status() is not None else 128 + signal.SIGTERM
 
 
+def _wait_without_ray(rendezvous: Rendezvous, address: str, stops: StopSignals) -> int:
+    """Wait for the end of a command that may go on without this node.
+
+    A scheduler would end the whole job if this node ended before.
+    """
+    heard_at = time.monotonic()
+
+    def is_head_silent() -> bool:
+        nonlocal heard_at
+        if _answers(address):
+            heard_at = time.monotonic()
+        return time.monotonic() - heard_at > HEAD_SILENCE_S
+
+    while rendezvous.status() is None and not stops.count and not is_head_silent():
+        time.sleep(POLL_S)
+    return 0 if rendezvous.status() is not None else 1
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=POLL_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _check_ray(name: str, ray: LocalRay) -> None:
     if (status := ray.exit_status()) is not None:
-        raise Unready(f"Ray ended on node {name} with status {status}: {ray.log_path}")
+        raise Unready(_ended(name, status, ray))
+
+
+def _ended(name: str, status: int, ray: LocalRay) -> str:
+    return f"Ray ended on node {name} with status {status}: {ray.log_path}"
 
 
 def _poll(

@@ -1,0 +1,75 @@
+"""A collector that dies, or a node with engines, costs the samples that it kept, and no more."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_clusters import seated
+from tests.e2e.test_restart import assert_no_sample_lost
+from tests.support.runs import Run, tiny_settings
+from tests.support.submitted import SubmittedRun
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+SETTINGS = ("eval.data=[]", "checkpoint.export_hf=false")
+COLLECTOR = "ray::collector_rank0"
+
+
+@pytest.fixture
+def three_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
+    """The trainer's node, and two with an engine and a collector each."""
+    settings = [*tiny_settings(arithmetic), *SETTINGS, "run.steps=6", "parallel.ep=1"]
+    nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1"]
+    apart = ["cluster.separate_nodes=true", "cluster.cpus_per_rank=1", "rollout.engines=2"]
+    run = SubmittedRun([*settings, *nodes, *apart], tmp_path / "run")
+    yield run
+    run.kill()
+
+
+def test_a_collector_that_dies_costs_its_samples_only(start: Start) -> None:
+    run = start("train", *SETTINGS, "run.steps=4", "reward.workers=1")
+    run.wait_for("step 2: rollout", poll_s=0.002)
+    run.find_one(COLLECTOR).kill()
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    assert re.search(r"rank 0 \(collector.*\) died; started again, 1 of 1", run.log()), run.log()
+    assert_no_sample_lost(run)
+    lost = [line["rollout/lost"] for line in run.metrics() if "loss/total" in line]
+    assert lost[0] == 0 and 0 < lost[1] <= 16 and lost[2:] == [0, 0], lost
+
+
+@pytest.mark.slow
+def test_samples_that_wait_for_their_step_are_sampled_again(start: Start) -> None:
+    run = start("train", *SETTINGS, "run.steps=6", "rollout.mode=one_step_off")
+    run.wait_for("step 3: train", poll_s=0.002)
+    run.find_one(COLLECTOR).kill()
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == list(range(1, 7))
+    assert sum(line["rollout/lost"] for line in steps) > 0, steps
+    whole = [line["rollout/samples"] + line.get("batch/lost", 0) for line in steps]
+    assert set(whole) == {16.0}, steps
+
+
+def test_a_run_goes_on_without_a_node_of_engines(three_nodes: SubmittedRun) -> None:
+    run = three_nodes
+    run.wait_for("step 2: rollout")
+    assert seated(run) == [
+        ("node0", "trainer rank 0"),
+        ("node1", "engine 0"),
+        ("node2", "engine 1"),
+    ]
+    words = {process: " ".join(process.cmdline()) for process in run.processes()}
+    [raylet] = [p for p in words if p.name() == "raylet" and "127.0.0.4" in words[p]]
+    raylet.kill()
+    run.wait_ended()
+    assert "node node2: Ray ended on node node2 with status" in run.printed()
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == list(range(1, 7))
+    assert {line["rollout/samples"] for line in steps} == {16.0}
+    assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
+    assert sum(line["rollout/lost"] for line in steps) > 0, steps
+    run.wait_until_nothing_is_left()
