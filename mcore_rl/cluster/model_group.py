@@ -13,8 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from mcore_rl.cluster.answers import Answers
+from mcore_rl.cluster.folder_keeper import CarriedStorage
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import Slot
+from mcore_rl.cluster.shared_folder import RunFiles
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
@@ -57,8 +59,12 @@ class ModelWorker:
         master_addr: str,
         master_port: int,
         gpu_ids: Sequence[str] = (),
+        storage: CarriedStorage | None = None,
     ) -> None:
-        """`gpu_ids` has the rank's GPU, of those that its machine has; it is empty on a CPU."""
+        """`gpu_ids` has the rank's GPU, of those that its machine has; it is empty on a CPU.
+
+        `storage`: how to reach the run folder; None if this node sees it.
+        """
         os.environ.update(exact_pinning(os.environ))
         leave_compiler_out()
         with without_collector():
@@ -86,6 +92,8 @@ class ModelWorker:
         self._model = model_cls(
             spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
         )
+        if storage is not None:
+            self._model.keep_files_with(storage)
 
     def _model_cls(self) -> Any:
         """Return the subclass of TrainedModel that each rank has a share of."""
@@ -161,6 +169,11 @@ class ModelGroup:
         self._group = RankGroup(self.role, slots, log_dir, runtime_envs)
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
+        self._files: RunFiles | None = None
+
+    def keep_files_with(self, files: RunFiles) -> None:
+        """Have ranks that do not see the run folder bring their files there; before the build."""
+        self._files = files
 
     def start_build(
         self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
@@ -173,8 +186,15 @@ class ModelGroup:
         self._group.check_environment(timeout_s)
         num_ranks = spec.parallel.world_size
         gpus = gpu_ids or self._group.gpu_ids(timeout_s)
-        args = [(spec, rank, address, port, gpus[rank]) for rank in range(num_ranks)]
+        args = [
+            (spec, rank, address, port, gpus[rank], self._storage_of(rank))
+            for rank in range(num_ranks)
+        ]
         self._building = self._group.start_build(self.worker_cls, args, timeout_s)
+
+    def _storage_of(self, rank: int) -> CarriedStorage | None:
+        node = self._group.ranks[rank].node
+        return self._files.storage_of(node) if self._files is not None else None
 
     def wait_built(self) -> None:
         """Return once every rank has built its share of the model."""

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mcore_rl.cluster.nodes import alive_nodes
 from mcore_rl.cluster.seating import describe
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.shared_folder import check_shared
+from mcore_rl.cluster.shared_folder import run_files
 from mcore_rl.cluster.slots import RunSlots, reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
@@ -211,14 +211,17 @@ def run_processes(
             models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
         started = (trainer, critic, engines, collectors)
-        check_shared(log_dir.parent, _first_of_nodes(started), startup_s)
-        event_loop = EventLoop()
-        try:
+        firsts = _first_of_nodes(started)
+        with (
+            run_files(log_dir.parent, firsts, startup_s, timeout_s) as files,
+            closing(EventLoop()) as event_loop,
+        ):
+            for group in (trainer, critic):
+                if group is not None:
+                    group.keep_files_with(files)
             yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
             if collectors is not None:
                 collectors.close()
-        finally:
-            event_loop.close()
 
 
 def _first_of_nodes(groups: Groups) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from mcore_rl.train.checkpoint_check import check_checkpoint, only_safe_pickles
 from mcore_rl.train.checkpoint_save import Save, start_save
 from mcore_rl.train.optimizer_state import READABLE, Readable
 from mcore_rl.train.rng import rng_state, set_rng_state
+from mcore_rl.train.storage import SHARED, Storage
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Checkpointer:
         """`readable` returns, for a tensor whose memory is moved out, its copy in host memory."""
         self._state = state
         self._readable = readable
+        self.storage: Storage = SHARED
         self._pending: Save | None = None
 
     def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
@@ -59,7 +61,7 @@ class Checkpointer:
             "extra": extra,
             "layout": _layout(self._state.parallel),
         }
-        self._pending = start_save(sharded, folder, self._readable)
+        self._pending = start_save(sharded, folder, self._readable, self.storage)
 
     def finish(self, timeout_s: float = 600.0) -> None:
         """Wait for the save under way, if any, and make its folder count.
@@ -95,11 +97,15 @@ class Checkpointer:
         Raises ValueError if `folder` is not a complete checkpoint, is damaged, or names code to
         run.
         """
-        if not (folder / "metadata.json").is_file():
+        here = self.storage.fetch(folder)
+        if not (here / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
-        check_checkpoint(folder, verify=verify)
+        check_checkpoint(here, verify=verify)
         with only_safe_pickles():
-            return self._load(folder)
+            loaded = self._load(here)
+        dist.barrier()
+        self.storage.leave(here)
+        return loaded
 
     def _load(self, folder: Path) -> tuple[int, dict[str, Any]]:
         state = self._state

@@ -7,9 +7,9 @@ from where they lie in host memory, without a copy.
 """
 
 import queue
-import shutil
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,25 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore_rl.device import device, synchronize
 from mcore_rl.process.disk import DiskFullError, reporting_full_disk
-from mcore_rl.slices.hf.checksums import (
-    FileSums,
-    read_manifest,
-    sum_file,
-    sum_small_files,
-    write_manifest,
-)
+from mcore_rl.slices.hf.checksums import sum_file, write_manifest
 from mcore_rl.train.optimizer_state import Readable, as_it_is
+from mcore_rl.train.storage import (
+    FILE_MANIFEST,
+    SHARED,
+    Storage,
+    commit_checkpoint,
+    make_empty,
+)
 
 INCOMPLETE = ".incomplete"
-FILE_MANIFEST = ".checksums.json"
-"""Suffix of the checksums of a single file, until rank 0 merges those of all files."""
 
 
-def start_save(sharded: dict[str, Any], folder: Path, readable: Readable = as_it_is) -> "Save":
+def start_save(
+    sharded: dict[str, Any],
+    folder: Path,
+    readable: Readable = as_it_is,
+    storage: Storage = SHARED,
+) -> "Save":
     """Copy a sharded state and start writing it; collective over all ranks.
 
     `folder` counts after `finish` of the save that is returned. `readable` returns, for a tensor
@@ -54,20 +58,23 @@ def start_save(sharded: dict[str, Any], folder: Path, readable: Readable = as_it
     staging = folder.with_name(folder.name + INCOMPLETE)
     with reporting_full_disk(staging):
         if dist.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
+            storage.run(make_empty, staging)
+        storage.prepare(staging)
         dist.barrier()
-        strategy = _ThreadedStrategy(in_use)
+        strategy = _ThreadedStrategy(in_use, storage)
         request = dist_checkpointing.save(sharded, str(staging), strategy, async_sharded_save=True)
     assert request is not None
-    return Save(request, staging, folder)
+    return Save(request, staging, folder, storage)
 
 
 class Save:
     """A save under way on this rank."""
 
-    def __init__(self, request: AsyncRequest, staging: Path, folder: Path) -> None:
+    def __init__(
+        self, request: AsyncRequest, staging: Path, folder: Path, storage: Storage
+    ) -> None:
         self._request = request
+        self._storage = storage
         self._staging = staging
         self._folder = folder
         self._error: Exception | None = None
@@ -98,10 +105,10 @@ class Save:
                 finalize()
             dist.barrier()
             if dist.get_rank() == 0:
-                _merge_checksums(self._staging)
-                shutil.rmtree(self._folder, ignore_errors=True)
-                self._staging.rename(self._folder)
+                self._storage.bring_rest(self._staging)
+                self._storage.run(commit_checkpoint, self._staging, self._folder)
         dist.barrier()
+        self._storage.leave(self._staging)
 
     def _write(self) -> None:
         if self._request.async_fn is not None:
@@ -127,10 +134,11 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
     Forks of a process with CUDA, gloo and Ray threads are fragile, and outlive a killed rank.
     """
 
-    def __init__(self, in_use: Collection[int]) -> None:
-        """in_use   addresses of the storages that training goes on writing to"""
+    def __init__(self, in_use: Collection[int], storage: Storage) -> None:
+        """in_use   addresses of the tensors' memory that training goes on writing to"""
         super().__init__("torch_dist", 1)
         self._in_use = in_use
+        self._storage = storage
 
     def _get_save_and_finalize_callbacks(
         self, writer: Any, save_state_dict_ret: Any
@@ -140,7 +148,8 @@ class _ThreadedStrategy(TorchDistSaveShardedStrategy):
             return request
         transforms = [writer.transforms] if hasattr(writer, "transforms") else []
         arguments = (transforms, _on_host(writer.write_buckets, self._in_use), writer.results_queue)
-        return request._replace(async_fn=_write_buckets, async_fn_args=arguments, preload_fn=None)
+        write = partial(_write_buckets, storage=self._storage)
+        return request._replace(async_fn=write, async_fn_args=arguments, preload_fn=None)
 
 
 def _read_on_host(sharded: dict[str, Any], readable: Readable) -> set[int]:
@@ -202,7 +211,10 @@ def _host_copy(tensor: Tensor, in_use: Collection[int]) -> Tensor:
 
 
 def _write_buckets(
-    transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]"
+    transforms: list[Any],
+    buckets: list[Any],
+    results: "queue.Queue[Any]",
+    storage: Storage = SHARED,
 ) -> Exception | None:
     """Write every bucket's file and its checksums; return the error of the first that failed.
 
@@ -215,7 +227,7 @@ def _write_buckets(
         try:
             with reporting_full_disk(path):
                 written[number] = _write_bucket(transforms, number, bucket)
-                _sum_written(path, written[number])
+                storage.bring(path, _sum_written(path, written[number]))
         except Exception as error:  # whatever it is, finish() raises it on the main thread
             results.put(error)
             return error
@@ -242,16 +254,8 @@ def _write_bucket(transforms: list[Any], number: int, bucket: Any) -> Sequence[W
     return answer
 
 
-def _sum_written(path: Path, items: Sequence[WriteResult]) -> None:
-    """Write the checksums of a new file's items beside it, for `_merge_checksums`."""
+def _sum_written(path: Path, items: Sequence[WriteResult]) -> Path:
+    """Write the checksums of a new file's items beside it, for `commit_checkpoint`."""
     edges = [item.storage_data.offset for item in items]
     write_manifest(path.parent, {path.name: sum_file(path, edges)}, path.name + FILE_MANIFEST)
-
-
-def _merge_checksums(folder: Path) -> None:
-    """Write checksums.json from the checksums that all ranks left, and those of the small files."""
-    sums: dict[str, FileSums] = {}
-    for path in sorted(folder.glob(f"*{FILE_MANIFEST}")):
-        sums |= read_manifest(folder, path.name) or {}
-        path.unlink()
-    write_manifest(folder, sums | sum_small_files(folder, sums))
+    return path.with_name(path.name + FILE_MANIFEST)

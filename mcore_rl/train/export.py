@@ -27,7 +27,9 @@ from mcore_rl.slices.hf.files import (
     plan_export,
     write_export_file,
 )
+from mcore_rl.slices.hf.folder import TEMPORARY
 from mcore_rl.slices.plan.whole import SlicePlan, Transfer, make_plan
+from mcore_rl.train.storage import SHARED, Storage
 
 
 def export_hf(
@@ -38,11 +40,13 @@ def export_hf(
     out_dir: Path,
     side_files_from: Path,
     max_file_bytes: int = 1 << 30,
+    storage: Storage = SHARED,
 ) -> None:
     """Write the model to `out_dir`; collective over all ranks.
 
     dtype             of the model
     side_files_from   directory with tokenizer, other small files, and tensors that are not trained
+    storage           where `out_dir` is; its functions read `side_files_from` there
     The directory is complete once it has its index. Raises DiskFullError with the file that did
     not fit.
     """
@@ -62,6 +66,7 @@ def export_hf(
             if file.rank == rank:
                 with reporting_full_disk(out_dir / file.filename):
                     sums[file.filename] = write_export_file(out_dir, file, filled)
+                    storage.bring(out_dir / (file.filename + TEMPORARY))
     sums_by_rank: list[dict[str, FileSums]] = [{} for _ in range(world_size)]
     dist.all_gather_object(sums_by_rank, sums)
     if rank == 0:
@@ -69,9 +74,13 @@ def export_hf(
         for rank_sums in sums_by_rank:
             all_sums |= rank_sums
         with reporting_full_disk(out_dir):
-            carried = write_carried(side_files_from, out_dir, hf_config, max_file_bytes)
-            commit_export(out_dir, files, hf_config, dtype, side_files_from, carried, all_sums)
+            carried = storage.run(
+                write_carried, side_files_from, out_dir, hf_config, max_file_bytes
+            )
+            names = (out_dir, files, hf_config, dtype, side_files_from)
+            storage.run(commit_export, *names, carried, all_sums)
     dist.barrier()
+    storage.leave(out_dir)
 
 
 def _plan_round(

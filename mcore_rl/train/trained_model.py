@@ -35,6 +35,7 @@ from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.stats import reduce_sums
+from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
@@ -115,6 +116,10 @@ class TrainedModel:
         """Bytes of weights, gradients and optimizer that are in device memory now."""
         return self._memory.num_bytes
 
+    def keep_files_with(self, storage: Storage) -> None:
+        """Take `storage` for checkpoints and exports from now on."""
+        self._checkpointer.storage = storage
+
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Start a checkpoint: weights, optimizer, step, generators and `extra`, alike on all ranks.
 
@@ -140,7 +145,15 @@ class TrainedModel:
         """
         shards, tensors = self.weight_layout()
         readable = {name: self._memory.readable(tensor) for name, tensor in tensors.items()}
-        export_hf(shards, readable, self.hf_config, self._dtype, Path(out_dir), self._hf_path)
+        export_hf(
+            shards,
+            readable,
+            self.hf_config,
+            self._dtype,
+            Path(out_dir),
+            self._hf_path,
+            storage=self._checkpointer.storage,
+        )
 
     def _optimizer_step(
         self,

@@ -1,4 +1,4 @@
-"""Nodes that see another run folder are named before anything is built."""
+"""Nodes that see another run folder are found before anything is built."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from mcore_rl.cluster import shared_folder
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
-from mcore_rl.cluster.shared_folder import check_shared
+from mcore_rl.cluster.shared_folder import find_apart, run_files
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 
@@ -30,11 +30,27 @@ def actors(tmp_path: Path) -> Iterator[dict[str, Any]]:
 def test_a_folder_of_their_own_is_noticed(
     actors: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_shared(tmp_path, actors, 60.0)
-    check_shared(tmp_path, {}, 60.0)
+    assert find_apart(tmp_path, actors, 60.0) == set()
+    assert find_apart(tmp_path, {}, 60.0) == set()
     monkeypatch.setattr(shared_folder, "VISIBLE_S", 0.5)
     # This path is another folder in each process that has another working directory.
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is not seen on node7, node8; every node writes"):
-        check_shared(Path("/proc/self/cwd"), actors, 60.0)
+    assert find_apart(Path("/proc/self/cwd"), actors, 60.0) == {"node7", "node8"}
     assert list(tmp_path.glob(".shared*")) == []
+
+
+def test_ranks_of_nodes_apart_are_told_and_lost_nodes_are_named(
+    actors: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with run_files(tmp_path, actors, 60.0, timeout_s=60.0) as files:
+        assert files.storage_of("node7") is None
+    monkeypatch.setattr(shared_folder, "find_apart", lambda *_: {"node8"})
+    with run_files(tmp_path, actors, 60.0, timeout_s=60.0) as files:
+        assert files.storage_of("node7") is None
+        storage = files.storage_of("node8")
+        assert storage is not None and storage.run(max, 3, 4) == 4
+    assert f"run.dir={tmp_path} is not seen on node8: their checkpoints" in caplog.text
+    assert f"logs stay in {tmp_path} on node node8: it is lost" in caplog.text

@@ -42,9 +42,9 @@ def save_midway(
     trained = threading.Event()
     write = checkpoint_save._write_buckets
 
-    def write_late(*args: Any) -> Any:
+    def write_late(*args: Any, storage: Any) -> Any:
         trained.wait(60)
-        return write(*args)
+        return write(*args, storage)
 
     checkpoint_save._write_buckets = write_late
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), OPTIMIZER)

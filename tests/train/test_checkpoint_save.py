@@ -14,6 +14,7 @@ from mcore_rl.slices.hf.checksums import read_manifest, sum_file
 from mcore_rl.train import checkpoint_save
 from mcore_rl.train.checkpoint_save import INCOMPLETE, _write_buckets, start_save
 from mcore_rl.train.runtime import init_distributed
+from mcore_rl.train.storage import Storage
 from tests.support.distributed import run_ranks
 
 write_buckets = checkpoint_save._write_buckets
@@ -35,12 +36,12 @@ def save_twice(rank: int, world_size: int, port: int, root: Path) -> str:
 
 
 def write_to_full_disk(
-    transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]"
+    transforms: list[Any], buckets: list[Any], results: "queue.Queue[Any]", storage: Storage
 ) -> Exception | None:
     """Write the files to /dev/full, where every write fails with ENOSPC."""
     for path, _, _ in buckets:
         Path(path).symlink_to("/dev/full")
-    return write_buckets(transforms, buckets, results)
+    return write_buckets(transforms, buckets, results, storage)
 
 
 @pytest.mark.gloo

@@ -90,14 +90,14 @@ def save_held_and_moved_out(
     written: list[tuple[int, int]] = []
     write = checkpoint_save._write_buckets
 
-    def write_late(transforms: Any, buckets: Any, results: Any) -> Any:
+    def write_late(transforms: Any, buckets: Any, results: Any, storage: Any) -> Any:
         may_write.wait(60)
         written.extend(
             (tensor.data_ptr(), tensor.nbytes)
             for _, _, (_, members) in buckets
             for _, tensor in members
         )
-        return write(transforms, buckets, results)
+        return write(transforms, buckets, results, storage)
 
     checkpoint_save._write_buckets = write_late
     actor.save(root / "moved_out", {})

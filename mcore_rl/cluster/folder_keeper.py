@@ -1,0 +1,213 @@
+"""Brings files between a node that does not see the run folder and the controller's node.
+
+Files travel in chunks with checksums, as calls of an actor on the controller's node.
+"""
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from zlib_ng import zlib_ng
+
+from mcore_rl.process.disk import DiskFullError, reporting_full_disk
+
+T = TypeVar("T")
+CHUNK_BYTES = 16 << 20
+CHUNKS_AHEAD = 4
+"""Chunks of a file under way at once."""
+THREADS = 8
+FETCHED = ".fetched_"
+
+
+class FolderKeeper:
+    """Reads and writes files below `root`, the run folder, for other nodes.
+
+    Methods return the error that they would raise, since Ray would hide it in a traceback.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = Path(root)
+
+    def write(self, path: str, offset: int, content: bytes, crc32: int) -> Exception | None:
+        """Write a chunk of a file, whose first one (offset 0) replaces what was there."""
+        with _returned() as answer:
+            target = self._inside(path)
+            if zlib_ng.crc32(content) != crc32:
+                raise ValueError(f"{path}: bytes from {offset} on came damaged over the network")
+            with reporting_full_disk(target):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("r+b" if offset else "wb") as file:
+                    file.seek(offset)
+                    file.write(content)
+        return answer.error
+
+    def read(self, path: str, offset: int) -> tuple[bytes, int] | Exception:
+        """Return a chunk of a file and its CRC-32."""
+        with _returned() as answer:
+            with self._inside(path).open("rb") as file:
+                file.seek(offset)
+                content = file.read(CHUNK_BYTES)
+            return content, zlib_ng.crc32(content)
+        assert answer.error is not None
+        return answer.error
+
+    def sizes(self, folder: str) -> dict[str, int] | Exception:
+        """Return the bytes of each file of a folder, by name."""
+        with _returned() as answer:
+            files = (path for path in self._inside(folder).iterdir() if path.is_file())
+            return {path.name: path.stat().st_size for path in files}
+        assert answer.error is not None
+        return answer.error
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function here."""
+        with _returned() as answer:
+            return function(*args)
+        return answer.error
+
+    def _inside(self, path: str) -> Path:
+        if not Path(path).resolve().is_relative_to(self._root.resolve()):
+            raise ValueError(f"{path} does not lie in the run folder {self._root}")
+        return Path(path)
+
+
+class _Answer:
+    error: Exception | None = None
+
+
+@contextmanager
+def _returned() -> Iterator[_Answer]:
+    """Keep an expected error of the block in the answer that is yielded."""
+    answer = _Answer()
+    try:
+        yield answer
+    except (OSError, ValueError, DiskFullError) as error:
+        answer.error = error
+
+
+def start_keeper(root: Path) -> Any:
+    """Return the handle of a new FolderKeeper on this node, for the run folder `root`."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    make_remote: Any = ray.remote(FolderKeeper)
+    options = make_remote.options(num_cpus=0, max_concurrency=THREADS, scheduling_strategy=here)
+    return options.remote(str(root))
+
+
+class CarriedStorage:
+    """A run folder that lies on the controller's node alone; plays train.storage.Storage.
+
+    Files here are named as they are there.
+    """
+
+    def __init__(self, keeper: Any, timeout_s: float) -> None:
+        """`timeout_s` is for each chunk of a file, and for each function that is run."""
+        self._keeper = keeper
+        self._timeout_s = timeout_s
+        self._suffix = FETCHED + secrets.token_hex(4)
+
+    def prepare(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def bring(self, *files: Path) -> None:
+        for file in files:
+            self.copy(file)
+            file.unlink()
+
+    def copy(self, file: Path) -> None:
+        """Bring a file, and keep it here as well."""
+        under_way: list[Any] = []
+        with file.open("rb") as source:
+            offset = 0
+            while (content := source.read(CHUNK_BYTES)) or offset == 0:
+                crc32 = zlib_ng.crc32(content)
+                ref = self._keeper.write.remote(str(file), offset, content, crc32)
+                under_way.append(ref)
+                # The first chunk makes the file that the others are written into.
+                if offset == 0 or len(under_way) == CHUNKS_AHEAD:
+                    self._answer(under_way.pop(0))
+                offset += len(content)
+                if not content:
+                    break
+        for ref in under_way:
+            self._answer(ref)
+
+    def bring_rest(self, folder: Path) -> None:
+        self.bring(*(path for path in sorted(folder.iterdir()) if path.is_file()))
+
+    def leave(self, folder: Path) -> None:
+        if folder.name.endswith(self._suffix):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def fetch(self, folder: Path) -> Path:
+        """Return a copy of the folder; the node's first rank brings it, the others wait for it."""
+        here = folder.with_name(folder.name + self._suffix)
+        here.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(here.with_name(folder.name + ".fetching")):
+            if not here.exists():
+                for stale in here.parent.glob(f"{folder.name}{FETCHED}*"):
+                    shutil.rmtree(stale, ignore_errors=True)
+                partial = here.with_name(here.name + ".part")
+                partial.mkdir()
+                sizes = self._answer(self._keeper.sizes.remote(str(folder)))
+                for name, num_bytes in sizes.items():
+                    self._fetch_file(folder / name, partial / name, num_bytes)
+                partial.rename(here)
+        return here
+
+    def _fetch_file(self, path: Path, target: Path, num_bytes: int) -> None:
+        offsets = range(0, num_bytes, CHUNK_BYTES)
+        with reporting_full_disk(target), target.open("wb") as file:
+            under_way = [self._read(path, offset) for offset in offsets[:CHUNKS_AHEAD]]
+            for k, offset in enumerate(offsets):
+                content, crc32 = self._answer(under_way.pop(0))
+                if zlib_ng.crc32(content) != crc32 or not content:
+                    raise ValueError(
+                        f"{path}: bytes from {offset} on came damaged over the network"
+                    )
+                file.write(content)
+                if k + CHUNKS_AHEAD < len(offsets):
+                    under_way.append(self._read(path, offsets[k + CHUNKS_AHEAD]))
+            if file.tell() != num_bytes:
+                raise ValueError(f"{path}: {file.tell()} of {num_bytes} bytes came")
+
+    def _read(self, path: Path, offset: int) -> Any:
+        return self._keeper.read.remote(str(path), offset)
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        return self._answer(self._keeper.run.remote(function, *args))
+
+    def _answer(self, ref: Any) -> Any:
+        """Return what the keeper answers, or raise it. Raises TimeoutError after `timeout_s`."""
+        try:
+            answer = ray.get(ref, timeout=self._timeout_s)
+        except GetTimeoutError:
+            raise TimeoutError(
+                f"the controller's node did not take or give a part of a file of the run folder"
+                f" within {self._timeout_s:g} s (run.call_timeout_s)"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait until no other process of this node is in a block with the same lock."""
+    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,116 @@
+"""A node with a run folder of its own trains, saves, resumes and exports as one that shares it."""
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
+from mcore_rl.cluster.marked import ray_temp_dir
+from mcore_rl.process.ports import find_free_port
+from tests.support.debuggers import wait_for_match
+from tests.support.runs import Run
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+SETTINGS = (
+    "eval.data=[]",
+    "rollout.tp=2",
+    "cluster.cpus_per_rank=1",
+    "checkpoint.every_steps=1",
+    "checkpoint.asynchronous=false",
+)
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture
+def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
+    """Two Rays; the second sees another folder at tmp_path/runs. Yields Ray's address, and that.
+
+    Ranks are numbered from the second node on: it has rank 0, and the engine of two.
+    """
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(16))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    folder = tmp_path / "other_runs"
+    for path in (tmp_path / "runs", folder):
+        path.mkdir()
+    mount = f'mount --bind "{folder}" "{tmp_path}/runs" && echo mounted && exec "$@"'
+    elsewhere = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    tried = subprocess.run([*elsewhere, "true"], capture_output=True, text=True)
+    if tried.stdout != "mounted\n":
+        pytest.skip(f"no permission to mount a folder: {tried.stderr}")
+    port = find_free_port(HEAD)
+    head = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor", "--num-cpus=1"]
+    with ExitStack() as stack:
+        _ray("head", HEAD, "1", head, [], tmp_path, stack)
+        joining = [f"--address={HEAD}:{port}", "--num-cpus=3"]
+        _ray("other", OTHER, "0", joining, elsewhere, tmp_path, stack)
+        yield f"{HEAD}:{port}", folder
+
+
+def _ray(
+    name: str,
+    address: str,
+    order: str,
+    role: list[str],
+    elsewhere: list[str],
+    tmp_path: Path,
+    stack: ExitStack,
+) -> subprocess.Popen[bytes]:
+    options = [f"--node-ip-address={address}", "--min-worker-port=0", "--max-worker-port=0"]
+    options += [f"--labels={NAME_LABEL}={name},{ORDER_LABEL}={order}", "--disable-usage-stats"]
+    options += [f"--dashboard-agent-listen-port={find_free_port(address)}"]
+    options += [f"--object-store-memory={80 * 2**20}"]
+    options += [f"--temp-dir={stack.enter_context(ray_temp_dir())}"]
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    log = tmp_path / f"ray_{name}.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*elsewhere, *ray, *role, *options],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "DASHBOARD_METRIC_PORT": "-1"},
+        )
+    stack.callback(process.wait, 30)
+    stack.callback(process.terminate)
+    wait_for_match("Ray runtime started", log.read_text, 60)
+    return process
+
+
+def exported(run: Run) -> dict[str, bytes]:
+    files = (path for path in (run.run_dir / "hf").iterdir() if path.name != "config.json")
+    return {path.name: path.read_bytes() for path in files}
+
+
+def test_files_of_a_node_with_its_own_folder_come_to_the_controller(
+    start: Start, apart: tuple[str, Path], tmp_path: Path
+) -> None:
+    address, others_folder = apart
+    joining = (f"cluster.address={address}", "cluster.num_nodes=2")
+    run_dir = tmp_path / "runs" / "run"
+    for num_steps in (1, 2):
+        run = start("train", *SETTINGS, *joining, f"run.steps={num_steps}", run_dir=run_dir)
+        assert run.finish() == 0, run.tail()
+        assert "run.dir=" in run.log() and "is not seen on other" in run.log(), run.log()
+    assert "resumed from" in run.tail(), run.tail()
+    assert "node other (127.0.0.3): trainer rank 0; engine 0" in run.log(), run.log()
+    log = (run_dir / "logs" / "trainer_rank0.log").read_text()
+    assert log == (others_folder / "run" / "logs" / "trainer_rank0.log").read_text()
+
+    left = [path for path in (others_folder / "run").rglob("*") if path.is_file()]
+    assert {path.parent.name for path in left if path.suffix != ".fetching"} == {"logs"}, left
+
+    alone = start("train", *SETTINGS, "run.steps=2", run_dir=tmp_path / "alone")
+    assert alone.finish() == 0, alone.tail()
+    assert exported(run) == exported(alone)
+    for name in ("loss/total", "train/grad_norm"):
+        assert [row[name] for row in run.metrics() if name in row] == [
+            row[name] for row in alone.metrics() if name in row
+        ], name

@@ -1,0 +1,40 @@
+"""Where a rank sees the run folder nothing is moved; a checkpoint gets its name with its sums."""
+
+from pathlib import Path
+
+from mcore_rl.slices.hf.checksums import read_manifest, sum_file, write_manifest
+from mcore_rl.train.storage import FILE_MANIFEST, SHARED, commit_checkpoint, make_empty
+
+
+def test_a_shared_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "part"
+    file.write_bytes(b"weights")
+    SHARED.prepare(tmp_path)
+    SHARED.bring(file)
+    SHARED.bring_rest(tmp_path)
+    assert SHARED.fetch(tmp_path) == tmp_path
+    SHARED.leave(tmp_path)
+    assert file.read_bytes() == b"weights"
+    assert SHARED.run(max, 3, 4) == 4
+
+
+def test_a_checkpoint_gets_one_manifest_and_its_name(tmp_path: Path) -> None:
+    staging, folder = tmp_path / "step_1.incomplete", tmp_path / "step_1"
+    make_empty(staging)
+    (staging / "stale").touch()
+    make_empty(staging)
+    make_empty(folder)
+    (folder / "former").touch()
+    for name in ("a.distcp", "b.distcp"):
+        (staging / name).write_text(name)
+        sums = {name: sum_file(staging / name, [3])}
+        write_manifest(staging, sums, name + FILE_MANIFEST)
+    (staging / "common.pt").write_text("small")
+
+    commit_checkpoint(staging, folder)
+    assert not staging.exists()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"a.distcp", "b.distcp", "common.pt", "checksums.json"}
+    sums = read_manifest(folder)
+    assert sums is not None and sums["a.distcp"] == sum_file(folder / "a.distcp", [3])
+    assert sums["common.pt"].num_bytes == 5
