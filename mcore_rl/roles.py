@@ -4,11 +4,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
     Sample,
-    Scores,
     StepStats,
     TokenScores,
     TrainBatch,

@@ -5,7 +5,7 @@ concatenated, P prompts, G samples of one prompt (its group), V vocabulary, L la
 token in a layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
@@ -108,62 +108,6 @@ AnySample = Sample | StoredSample
 
 
 @dataclass(frozen=True)
-class Scores:
-    """The rewards of samples; every list has an entry per sample.
-
-    parts    the numbers that rewards were made of, by name
-    errors   why a sample has no reward of its own; empty where it has
-    greedy_N the reward of the greedy response to the same prompt, where it was asked for
-    teacher_N the teacher's log-prob of each response token, where there is a teacher
-    unpenalized_N the reward before penalties; rewards_N itself if not given
-    """
-
-    rewards_N: list[float]
-    parts: Mapping[str, list[float]] = field(default_factory=dict)
-    errors: list[str] = field(default_factory=list)
-    greedy_N: list[float] = field(default_factory=list)
-    teacher_N: list[tuple[float, ...]] = field(default_factory=list)
-    unpenalized_N: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        if not self.unpenalized_N:
-            object.__setattr__(self, "unpenalized_N", list(self.rewards_N))
-
-    def select(self, indices: Sequence[int]) -> "Scores":
-        def pick(values: list[Any]) -> list[Any]:
-            return [values[i] for i in indices] if values else []
-
-        parts = {name: pick(values) for name, values in self.parts.items()}
-        return Scores(
-            pick(self.rewards_N),
-            parts,
-            pick(self.errors),
-            pick(self.greedy_N),
-            pick(self.teacher_N),
-            pick(self.unpenalized_N),
-        )
-
-    def joined(self, other: "Scores") -> "Scores":
-        """Return the samples of both; a part that one of them lacks counts as 0 there."""
-        here, there = len(self.rewards_N), len(other.rewards_N)
-        parts = {
-            name: [*self.parts.get(name, [0.0] * here), *other.parts.get(name, [0.0] * there)]
-            for name in {**self.parts, **other.parts}
-        }
-        errors = (self.errors or [""] * here) + (other.errors or [""] * there)
-        greedy_N = self.greedy_N + other.greedy_N
-        teacher_N = self.teacher_N + other.teacher_N
-        rewards_N = self.rewards_N + other.rewards_N
-        unpenalized_N = self.unpenalized_N + other.unpenalized_N
-        return Scores(rewards_N, parts, errors, greedy_N, teacher_N, unpenalized_N)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the means of the parts and the number of samples that failed."""
-        means = {f"reward/part/{name}": sum(v) / len(v) for name, v in self.parts.items() if v}
-        return {**means, "reward/errors": float(sum(map(bool, self.errors)))}
-
-
-@dataclass(frozen=True)
 class TrainBatch:
     """Sequences of unequal length, concatenated.
 
@@ -180,7 +124,7 @@ class TrainBatch:
     routed_experts_TLK   int16, the experts that the engine's routers chose for each token (after an
                          old pass with train.router_replay=old_pass: the trainer's); -1 if unknown,
                          meaningless in dense layers
-    expert_layers        the layers that routed_experts_TLK has; empty: all
+    own_experts          those of some tokens and layers, instead of routed_experts_TLK
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
     sum_squares_T        float32, sum of the old policy's squared probabilities; as log-probs
     router_flips_T       int32, layers in which trainer and engine chose other experts; as log-probs
@@ -200,7 +144,7 @@ class TrainBatch:
     returns_T: Tensor | None = None
     stale_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
-    expert_layers: tuple[int, ...] = ()
+    own_experts: "OwnExperts | None" = None
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
@@ -214,9 +158,27 @@ class TrainBatch:
                     f"TrainBatch.{name} has {tuple(value.shape)}, lens_N sum to {num_tokens}"
                 )
 
+    @property
+    def names_experts(self) -> bool:
+        return self.routed_experts_TLK is not None or self.own_experts is not None
+
     def token_fields(self) -> dict[str, Tensor]:
         """Return the fields that have a row per token and are not None."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class OwnExperts:
+    """The routed experts of the tokens and layers that a rank computes with.
+
+    tokens_M      int64, indices of the tokens in the micro-batch, in rising order
+    experts_MLK   int16, as TrainBatch.routed_experts_TLK
+    layers        the layers that experts_MLK has; empty: all
+    """
+
+    tokens_M: Tensor
+    experts_MLK: Tensor
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

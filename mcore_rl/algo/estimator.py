@@ -17,7 +17,8 @@ from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import explained_variance, generalized
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.types import AnySample, Scores, TrainBatch
+from mcore_rl.scores import Scores
+from mcore_rl.types import AnySample, TrainBatch
 
 
 class Advantages:

@@ -28,7 +28,8 @@ from mcore_rl.rollout.collector import CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.types import Array, Sample, Scores, StoredBatch, StoredColumn, TrainBatch
+from mcore_rl.scores import Scores
+from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TrainBatch
 
 TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]
 

@@ -21,7 +21,8 @@ from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
-from mcore_rl.types import Sample, Scores, StoredBatch, StoredSample
+from mcore_rl.scores import Scores
+from mcore_rl.types import Sample, StoredBatch, StoredSample
 
 _log = logging.getLogger(__name__)
 THREADS = 64

@@ -103,7 +103,7 @@ class ModelWorker:
         self._stores = stores
 
     def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
-        """Return micro-batches with their tokens, and with the experts of this rank's layers.
+        """Return micro-batches with their tokens, and the experts of this rank's layers and tokens.
 
         Raises SamplesLost on all ranks if any of them finds samples lost: none has begun then.
         """
@@ -115,7 +115,9 @@ class ModelWorker:
         lost = None
         parts: list[TrainBatch] = []
         try:
-            parts = self._stores.assemble_parts(share, self._model.layers)
+            parts = self._stores.assemble_parts(
+                share, self._model.layers, self._model.routed_tokens
+            )
         except SamplesLost as error:
             lost = error
         if is_true_anywhere(lost is not None):

@@ -211,26 +211,25 @@ def run_processes(
             models, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
         started = (trainer, critic, engines, collectors)
-        firsts = _first_of_nodes(started)
-        with (
-            run_files(log_dir.parent, firsts, startup_s, timeout_s) as files,
-            closing(EventLoop()) as event_loop,
-        ):
-            for group in (trainer, critic):
-                if group is not None:
-                    group.keep_files_with(files)
+        with _run_files(config, log_dir, started), closing(EventLoop()) as event_loop:
             yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
             if collectors is not None:
                 collectors.close()
 
 
-def _first_of_nodes(groups: Groups) -> dict[str, Any]:
-    """Return an actor of each node by its name; none if the cluster has a single node."""
+@contextmanager
+def _run_files(config: Config, log_dir: Path, groups: Groups) -> Iterator[None]:
+    """Have nodes that do not see the run folder bring their files; see `run_files`."""
     firsts: dict[str, Any] = {}
     for group in groups:
         if group is not None:
             firsts = {**group.first_of_nodes(), **firsts}
-    return firsts
+    run = config.run
+    with run_files(log_dir.parent, firsts, run.startup_timeout_s, run.call_timeout_s) as files:
+        for models in groups[:2]:
+            if models is not None:
+                models.keep_files_with(files)
+        yield
 
 
 def _start_engines(config: Config, slots: RunSlots, log_dir: Path) -> EngineGroup:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mcore_rl.cluster.actor_start import BULK
 from mcore_rl.cluster.answers import cause_of_death
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
-from mcore_rl.data.assembly import assemble, assemble_parts, scatter, scatter_parts
+from mcore_rl.data.assembly import OwnTokens, assemble, assemble_parts, scatter, scatter_parts
 from mcore_rl.data.sample_store import ReadRequest
 from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.types import Array, StoredBatch, TrainBatch
@@ -41,9 +41,11 @@ class StoreHandles:
         """Return the batch with its tokens."""
         return assemble(batch, self.read)
 
-    def assemble_parts(self, batch: StoredBatch, layers: Sequence[int]) -> list[TrainBatch]:
-        """Return the batch's micro-batches with their tokens and the experts of `layers`."""
-        return assemble_parts(batch, self.read, layers)
+    def assemble_parts(
+        self, batch: StoredBatch, layers: Sequence[int], own_tokens: OwnTokens | None = None
+    ) -> list[TrainBatch]:
+        """Return the batch's micro-batches; experts are those of `layers` and `own_tokens`."""
+        return assemble_parts(batch, self.read, layers, own_tokens)
 
     def scatter(self, batch: StoredBatch, columns: Mapping[str, Tensor]) -> None:
         """Bring the values of a batch's tokens, by column, to the stores of its samples."""

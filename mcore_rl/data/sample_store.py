@@ -39,8 +39,10 @@ class KeptSample:
 class ReadRequest:
     """Asks for columns of samples, each laid end to end in the order of group_N and index_N.
 
-    version   weights that are trained, for the column `stale`
-    layers    the layers whose experts are read; empty: all
+    version     weights that are trained, for the column `stale`
+    layers      the layers whose experts are read; empty: all
+    ranges_R3   int64 (place in group_N, first token, end), the tokens whose experts are read, laid
+                end to end in this order; None: those of all tokens
     """
 
     group_N: Array
@@ -48,6 +50,7 @@ class ReadRequest:
     names: tuple[str, ...]
     version: int = 0
     layers: tuple[int, ...] = ()
+    ranges_R3: Array | None = None
 
 
 class UnknownSampleError(KeyError):
@@ -156,16 +159,35 @@ class SampleStore:
 def _laid_out(name: str, samples: Sequence[KeptSample], request: ReadRequest) -> Array:
     if name == STALE:
         return np.concatenate([_stale(sample, request.version) for sample in samples])
-    arrays = []
-    for sample in samples:
-        values = sample.columns[name]
-        if name == ROUTED_EXPERTS:
-            if request.layers:
-                values = values[:, list(request.layers)]
-            # No engine has run the last token: its experts are not known, which readers mark.
-            values = np.concatenate([values, np.zeros_like(values[:1])])
-        arrays.append(values)
-    return np.concatenate(arrays)
+    if name == ROUTED_EXPERTS:
+        return _experts_laid_out(samples, request)
+    return np.concatenate([sample.columns[name] for sample in samples])
+
+
+def _experts_laid_out(samples: Sequence[KeptSample], request: ReadRequest) -> Array:
+    """Return the experts of the request's tokens and layers.
+
+    No engine has run a sample's last token: its experts are zeros, which readers mark as unknown.
+    """
+    if request.ranges_R3 is None:
+        ranges = [(k, 0, len(sample.columns[TOKEN_IDS])) for k, sample in enumerate(samples)]
+    else:
+        ranges = request.ranges_R3.tolist()
+    kept = [sample.columns[ROUTED_EXPERTS] for sample in samples]
+    num_layers, topk = kept[0].shape[1:]
+    layers = list(request.layers) or slice(None)
+    shape = (
+        sum(stop - first for _, first, stop in ranges),
+        len(request.layers) or num_layers,
+        topk,
+    )
+    laid_out = np.zeros(shape, kept[0].dtype)
+    at = 0
+    for k, first, stop in ranges:
+        part = kept[k][first:stop, layers]
+        laid_out[at : at + len(part)] = part
+        at += stop - first
+    return laid_out
 
 
 def _stale(sample: KeptSample, version: int) -> Array:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
-from mcore_rl.types import AnySample, Scores, StepStats
+from mcore_rl.scores import Scores
+from mcore_rl.types import AnySample, StepStats
 
 
 def summarize_samples(

@@ -28,11 +28,11 @@ from mcore_rl.device import has_cuda, has_transformer_engine, use_torch_modules_
 from mcore_rl.doctor.check import Check, Figures, Stage, expect
 from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
 from mcore_rl.doctor.stand_in_engine import MAX_NEW_TOKENS, StandInEngine
+from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
     Sample,
-    Scores,
     StepStats,
     TokenScores,
     TrainBatch,

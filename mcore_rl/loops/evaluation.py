@@ -8,7 +8,8 @@ from mcore_rl.algo.pass_at_k import pass_at_k
 from mcore_rl.config import EvalConfig, RewardConfig
 from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.roles import Generator, Reward
-from mcore_rl.types import Prompt, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt
 
 TOLERANCE = 1e-6
 """Slack below the threshold, for the rounding of weighted sums."""

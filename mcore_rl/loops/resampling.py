@@ -6,7 +6,8 @@ from typing import Any
 
 from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.roles import Generator, Reward, Samples
-from mcore_rl.types import Prompt, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt
 
 _log = logging.getLogger(__name__)
 

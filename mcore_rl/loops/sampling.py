@@ -11,7 +11,8 @@ from mcore_rl.loops.resampling import score
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Roles, Samples
 from mcore_rl.rollout.staleness import staleness_metrics
-from mcore_rl.types import Prompt, Scores, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, WeightVersion
 
 _log = logging.getLogger(__name__)
 WAITING = ("rollout", "reward", "pause")

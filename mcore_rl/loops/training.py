@@ -20,7 +20,8 @@ from mcore_rl.data.summary import summarize_critic, summarize_steps
 from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
-from mcore_rl.types import LogprobOptions, Scores, StepStats, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
 
 _log = logging.getLogger(__name__)
 

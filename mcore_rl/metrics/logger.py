@@ -14,7 +14,8 @@ from mcore_rl.metrics.names import with_former_names
 from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.redaction import redact
-from mcore_rl.types import Sample, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Sample
 
 _log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64

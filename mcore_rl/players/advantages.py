@@ -9,7 +9,8 @@ import numpy as np
 from mcore_rl.algo.estimator import Advantages, SampleShapes
 from mcore_rl.data.sample_store import TEACHER_LOGPROBS
 from mcore_rl.roles import OnTokens
-from mcore_rl.types import Scores, StoredBatch, StoredColumn, StoredSample
+from mcore_rl.scores import Scores
+from mcore_rl.types import StoredBatch, StoredColumn, StoredSample
 
 
 class StoredAdvantages:

@@ -6,8 +6,8 @@
        +--- begun again -----+---- engines lost, or too stale (stale=drop) ---+
 
 All of this runs on the run's event loop. The loop's thread calls `take`, and `pause_for_sync` and
-`resume` around each change of weights. While the trainer's ranks train, nothing here may call them:
-an engine that was lost comes back with the next sync, or while a step waits for samples.
+`resume` around each change of weights. Nothing here may call the trainer's ranks while they train:
+a lost engine comes back with the next sync, or while a step waits for samples.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ from mcore_rl.players.sampling_stats import SamplingStats
 from mcore_rl.roles import ScoreLater, Watched
 from mcore_rl.rollout.sampling_client import SamplingClient, SamplingSession
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.types import AnySample, Prompt, Scores, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import AnySample, Prompt, WeightVersion
 
 _log = logging.getLogger(__name__)
 POLL_S = 1.0
@@ -280,9 +281,7 @@ class BackgroundSampler:
             await self._wait_for_change()
 
     def _is_sampling(self) -> bool:
-        """Return whether samples are under way, or may be: scores decide whether a group is
-        replaced.
-        """
+        """Return whether samples are under way, or may be, as scores decide on replacements."""
         return bool(self._tasks) if self._rollout.dynamic_sampling else self._num_sampling > 0
 
     async def _wait_for_change(self) -> None:

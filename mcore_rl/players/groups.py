@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.types import AnySample, Prompt, Scores, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import AnySample, Prompt, WeightVersion
 
 
 @dataclass(eq=False)

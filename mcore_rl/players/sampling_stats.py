@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.clock import now_s
-from mcore_rl.types import AnySample, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import AnySample
 
 
 class SamplingStats:

@@ -17,7 +17,8 @@ from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.noise import noise_of
 from mcore_rl.rewards.user_function import Answer, Fields, describe_error, load_function
-from mcore_rl.types import Sample, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Sample
 
 _log = logging.getLogger(__name__)
 LOGGED_ERRORS = 3

@@ -19,8 +19,9 @@ from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.scores import Scores
 from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.types import Sample, Scores, StoredBatch, StoredSample, TrainBatch
+from mcore_rl.types import Sample, StoredBatch, StoredSample, TrainBatch
 
 _log = logging.getLogger(__name__)
 

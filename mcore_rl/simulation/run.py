@@ -36,6 +36,7 @@ from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.run_folder import RunFolder
+from mcore_rl.scores import Scores
 from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.engines import SimulatedCollector, SimulatedTransport
 from mcore_rl.simulation.failures import Failures
@@ -51,7 +52,7 @@ from mcore_rl.simulation.weights import (
     SimulatedModel,
 )
 from mcore_rl.simulation.workload import Workload
-from mcore_rl.types import Prompt, Scores, StoredBatch, StoredColumn, StoredSample, WeightVersion
+from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
 COLOCATED_CALL_S = 0.5
 """Seconds in which engines on shared GPUs give up their memory, or take it back."""

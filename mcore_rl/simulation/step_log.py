@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.roles import Samples
-from mcore_rl.types import Scores
+from mcore_rl.scores import Scores
 
 
 class StepLog:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sequences import SequenceSum, sequence_sum
 from mcore_rl.train.chunk_run import RoutingRecord
+from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
     vocab_parallel_logprobs,
@@ -23,7 +24,7 @@ from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
 from mcore_rl.train.shards import local_tensors
 from mcore_rl.train.stats import masked_sums, token_sums
-from mcore_rl.train.trained_model import TrainedModel, gather_tokens
+from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
@@ -101,7 +102,7 @@ class Actor(TrainedModel):
             return loss * num_tokens, {"sums": sums, "logprobs": logprobs_T.detach()}
 
         replay = self._train.router_replay != "none"
-        if replay and any(batch.routed_experts_TLK is None for batch in microbatches):
+        if replay and not all(batch.names_experts for batch in microbatches):
             raise ValueError(
                 f"train.router_replay={self._train.router_replay}, but a micro-batch has no routed"
                 " experts: set train.router_replay=none"

@@ -8,11 +8,12 @@ from torch import Tensor
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.train.gather import gather_tokens
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
 from mcore_rl.train.stats import token_sums
-from mcore_rl.train.trained_model import TrainedModel, gather_tokens
+from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import StepStats, TrainBatch
 
 ValueLoss = Callable[[Tensor, TrainBatch], tuple[Tensor, Mapping[str, Tensor]]]

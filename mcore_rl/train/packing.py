@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import on_device
-from mcore_rl.types import TrainBatch
+from mcore_rl.types import OwnExperts, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,8 @@ class RankBatch:
     num_tokens           real tokens on this rank; all tokens of a filler count as padding
     batch                the fields of the predicted tokens; loss_mask_T is False and loss_weights_T
                          0 where there is none
-    named_experts_MLK    int16, the experts that the micro-batch names for its tokens, in its own
-                         order and in host memory; None if it names none. See `experts`
-    named_layers         the layers that these experts are of; empty: all
+    named                the experts that the micro-batch names for its tokens, in host memory; None
+                         if it names none. See `experts`
     """
 
     tokens_T: Tensor
@@ -55,8 +54,7 @@ class RankBatch:
     max_len: int
     num_tokens: int
     batch: TrainBatch
-    named_experts_MLK: Tensor | None = None
-    named_layers: tuple[int, ...] = ()
+    named: OwnExperts | None = None
 
     @property
     def labels_T(self) -> Tensor:
@@ -67,24 +65,29 @@ class RankBatch:
         """Return the experts named for these local tokens in these layers, int16, in host memory.
 
         They are -1 where not known and on padding; None if the micro-batch names none. All of
-        `layers` must be among those that it names experts of.
+        `layers` and of the local tokens must be among those that it names experts of.
         """
-        named_MLK = self.named_experts_MLK
-        if named_MLK is None:
+        if self.named is None:
             return None
-        if self.named_layers:
-            places = [self.named_layers.index(k) for k in range(layers.start, layers.stop)]
+        named_MLK = self.named.experts_MLK
+        if self.named.layers:
+            places = [self.named.layers.index(k) for k in range(layers.start, layers.stop)]
             named_MLK = named_MLK[:, places]
         else:
             named_MLK = named_MLK[:, layers]
         sources_T = self.sources_T[rows]
-        experts_TLK = named_MLK[sources_T.clamp(min=0)]
-        return torch.where((sources_T >= 0)[:, None, None], experts_TLK, -1)
+        is_real_T = sources_T >= 0
+        experts_TLK = torch.full((len(sources_T), *named_MLK.shape[1:]), -1, dtype=torch.int16)
+        wanted_T = sources_T[is_real_T]
+        row_T = torch.searchsorted(self.named.tokens_M, wanted_T)
+        assert torch.equal(self.named.tokens_M[row_T], wanted_T), "experts of other tokens"
+        experts_TLK[is_real_T] = named_MLK[row_T]
+        return experts_TLK
 
     def on_device(self, *, targets: bool) -> "RankBatch":
         """Return a copy of what the model reads, and with `targets` of what the loss reads.
 
-        The copies are asynchronous. sources_T, targets_T and named_experts_MLK stay on the host.
+        The copies are asynchronous. sources_T, targets_T and `named` stay on the host.
         """
         read = ("tokens_T", "positions_T", "sequences_T", "padding_T", "cu_seqlens_N1")
         moved = {name: _moved(getattr(self, name)) for name in read}
@@ -133,9 +136,25 @@ def make_rank_batch(
         max_len=max(padded_N),
         num_tokens=int(real_T.sum()),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
-        named_experts_MLK=batch.routed_experts_TLK,
-        named_layers=batch.expert_layers,
+        named=_named(batch),
     )
+
+
+def local_sources(
+    lens_N: tuple[int, ...], cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
+) -> Tensor:
+    """Return RankBatch.sources_T of the micro-batch of these lengths; see `make_rank_batch`."""
+    sequence_T, position_T = _local_tokens(
+        padded_lens(lens_N, cp_size, tp_size, rows), cp_rank, cp_size
+    )
+    start_T = torch.tensor((0, *lens_N)).cumsum(0)[sequence_T]
+    return torch.where(position_T < torch.tensor(lens_N)[sequence_T], start_T + position_T, -1)
+
+
+def _named(batch: TrainBatch) -> OwnExperts | None:
+    if batch.routed_experts_TLK is not None:
+        return OwnExperts(torch.arange(len(batch.token_ids_T)), batch.routed_experts_TLK)
+    return batch.own_experts
 
 
 def _local_tokens(padded_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:

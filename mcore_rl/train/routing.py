@@ -107,7 +107,7 @@ class Routing:
         if not self._has_experts:
             return
         layers = layers_of(chunk)
-        rows = self._own_rows(len(batch.tokens_T))
+        rows = self.own_rows(len(batch.tokens_T))
         given_tlK = batch.experts(rows, layers)
         taken_tlK = None
         if self._records_experts:
@@ -180,7 +180,7 @@ class Routing:
             self._run.keep_taken()
             self._run = None
 
-    def _own_rows(self, num_tokens: int) -> slice:
+    def own_rows(self, num_tokens: int) -> slice:
         """Return this rank's tokens of a micro-batch: sequence parallelism splits them."""
         if not self._sequence_parallel:
             return slice(0, num_tokens)
@@ -206,13 +206,12 @@ class Routing:
         return self._run, False
 
     def _make_record(self, batch: RankBatch) -> RoutingRecord:
-        given_MLK = batch.named_experts_MLK
         made = RoutingRecord()
-        if given_MLK is not None:
+        if batch.named is not None:
             num_layers, topk = self._shape
-            if batch.named_layers:
-                num_layers = len(batch.named_layers)
-            _check_shape(given_MLK, (num_layers, topk))
+            if batch.named.layers:
+                num_layers = len(batch.named.layers)
+            _check_shape(batch.named.experts_MLK, (num_layers, topk))
             made.flips_T = torch.zeros(len(batch.tokens_T), dtype=torch.int32, device=device())
             made.replaced_T = torch.zeros_like(made.flips_T)
         return made

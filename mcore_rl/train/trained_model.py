@@ -5,7 +5,6 @@ output.
 """
 
 from collections.abc import Collection, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from mcore_rl.train.export import export_hf
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
-from mcore_rl.train.packing import RankBatch, make_rank_batch
+from mcore_rl.train.packing import RankBatch, local_sources, make_rank_batch
 from mcore_rl.train.router import balance_losses
 from mcore_rl.train.routing import Routing
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
@@ -97,6 +96,17 @@ class TrainedModel:
         """The layers of the model, counted from 0, that this rank has a share of."""
         ranges = [layers_of(unwrap_model(chunk)) for chunk in self.chunks]
         return tuple(k for layers in ranges for k in range(layers.start, layers.stop))
+
+    def routed_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
+        """Return which tokens of a micro-batch of these lengths this rank routes, int64, rising.
+
+        Context and sequence parallelism divide them among ranks. A filler has none.
+        """
+        if not lens_N:
+            return torch.empty(0, dtype=torch.int64)
+        sources_T = local_sources(lens_N, *self._rank_part())
+        own_T = sources_T[self._routing.own_rows(len(sources_T))]
+        return own_T[own_T >= 0].sort().values
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""
@@ -228,11 +238,14 @@ class TrainedModel:
         return placed
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
+        part = self._rank_part()
+        return [make_rank_batch(batch, *part) for batch in microbatches]
+
+    def _rank_part(self) -> tuple[int, int, int, int]:
+        """Return the arguments of make_rank_batch that say which part of a micro-batch is here."""
         tp_size = ps.get_tensor_model_parallel_world_size()
         cp_size = ps.get_context_parallel_world_size()
-        cp_rank = ps.get_context_parallel_rank()
-        rows = token_multiple(self._config)
-        return [make_rank_batch(batch, cp_rank, cp_size, tp_size, rows) for batch in microbatches]
+        return ps.get_context_parallel_rank(), cp_size, tp_size, token_multiple(self._config)
 
     def _balance(self, num_tokens: int) -> dict[str, float]:
         """Steer the experts' bias by the step's load; return metrics of load and balance losses."""
@@ -255,35 +268,3 @@ def peak_memory() -> dict[str, float]:
     most = torch.tensor(num_bytes / 2**30, device=device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return {"train/peak_memory_gib_max": float(most)}
-
-
-def gather_tokens(
-    locals_T: Sequence[Tensor], indices_T: Sequence[Tensor], nums_tokens: Sequence[int]
-) -> list[Tensor]:
-    """Return the values of all context-parallel ranks in the order of each micro-batch.
-
-    There is an entry per micro-batch; each result is [num_tokens, ...] on the CPU of every one of
-    these ranks. Value i goes to token index_T[i], and is left out if that is -1; further axes may
-    follow T. All micro-batches travel together, so the host waits for the device once.
-
-        index_T   rank 0:  1 2 - -    rank 1:  3 4        "-" is -1
-        result    0 a b c d           of values a b . .   and c d
-    """
-    assert len(locals_T) == len(indices_T) == len(nums_tokens), "values of some micro-batches"
-    first_tokens = [0, *accumulate(nums_tokens)]
-    index_T = torch.cat(
-        [
-            torch.where(index >= 0, index + first, -1)
-            for index, first in zip(indices_T, first_tokens, strict=False)
-        ]
-    )
-    has_index_T = index_T >= 0
-    local_T = torch.cat([values.detach() for values in locals_T]).cpu()
-    whole_T = torch.zeros(first_tokens[-1], *local_T.shape[1:], dtype=local_T.dtype)
-    whole_T[index_T[has_index_T]] = local_T[has_index_T]
-    group = ps.get_context_parallel_group()
-    if group.size() > 1:
-        on_gpu = whole_T.to(device())
-        dist.all_reduce(on_gpu, group=group)
-        whole_T = on_gpu.cpu()
-    return list(whole_T.split(list(nums_tokens)))

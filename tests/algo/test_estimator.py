@@ -11,7 +11,8 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.data.batch import make_train_batch
-from mcore_rl.types import Prompt, Sample, Scores, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
 
 
 def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:

@@ -1,11 +1,13 @@
 """Batches assembled from several stores are those of samples held here, bit for bit."""
 
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mcore_rl.data.assembly import (
     assemble,
@@ -25,7 +27,7 @@ from mcore_rl.data.batch import (
 from mcore_rl.data.sample_store import UnknownSampleError
 from mcore_rl.data.stored_batch import in_parts, make_stored_batch
 from mcore_rl.types import StoredColumn, WeightVersion
-from tests.support.stored import LAYERS, assert_same, make_stored
+from tests.support.stored import assert_same, make_stored, with_all_experts
 
 VERSION = WeightVersion(1)
 
@@ -47,24 +49,48 @@ def test_any_cut_of_any_order_is_that_of_samples_held_here(
     here = with_loss_weights(without_truncated(here, samples), kind, 9)
     there = with_loss_weights(without_truncated(there, rows), kind, 9)
     shared = in_parts(there, parts)
-    made = assemble_parts(shared, stores.read)
+    made = [with_all_experts(part) for part in assemble_parts(shared, stores.read)]
     expected = select_each(here, [part for part in parts if part])
     assert_same(made[0], expected[0])
     assert made[1].is_filler and made[1].lens_N == (2,)
-    assert_same(made[1], make_filler(assemble(shared, stores.read)))
+    filler = make_filler(assemble(shared, stores.read))
+    assert_same(made[1], replace(filler, routed_experts_TLK=None))
     for micro_batch, wanted in zip(made[2:], expected[1:], strict=bool(parts[2])):
         if not micro_batch.is_filler:
             assert_same(micro_batch, wanted)
 
 
-def test_a_stage_reads_the_experts_of_its_layers() -> None:
-    stores, samples, rows = make_stored(seed=3)
-    whole = make_train_batch(samples).routed_experts_TLK
-    made = assemble(make_stored_batch(rows), stores.read, layers=(1, 2))
-    assert whole is not None and made.routed_experts_TLK is not None
-    assert made.expert_layers == (1, 2) and whole.shape[1] == LAYERS
-    assert torch.equal(made.routed_experts_TLK, whole[:, 1:])
-    assert all(request.layers == (1, 2) for request in stores.reads[-1].values())
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), num_stores=st.integers(1, 3), layers=st.sampled_from([(), (2,)])
+)
+def test_a_rank_reads_the_experts_of_its_tokens_and_layers(
+    seed: int, num_stores: int, layers: tuple[int, ...]
+) -> None:
+    stores, samples, rows = make_stored(seed, num_stores=num_stores)
+    here = make_train_batch(samples)
+    num = len(here.lens_N)
+    parts = [range(0, num, 2), [], range(1, num, 2)]
+    drawn = random.Random(seed)
+    asked: list[Tensor] = []
+
+    def own_tokens(lens_N: tuple[int, ...]) -> Tensor:
+        asked.append(torch.tensor([t for t in range(sum(lens_N)) if drawn.random() < 0.5]).long())
+        return asked[-1]
+
+    made = assemble_parts(in_parts(make_stored_batch(rows), parts), stores.read, layers, own_tokens)
+    expected = iter(select_each(here, [part for part in parts if part]))
+    for part, tokens_M in zip(made, asked, strict=True):
+        own = part.own_experts
+        assert own is not None and torch.equal(own.tokens_M, tokens_M) and own.layers == layers
+        if not part.is_filler and len(part.lens_N):
+            wanted = next(expected)
+            assert wanted.routed_experts_TLK is not None
+            kept = list(layers) or slice(None)
+            assert torch.equal(own.experts_MLK, wanted.routed_experts_TLK[tokens_M][:, kept])
+    ranges = [request.ranges_R3 for request in stores.reads[-1].values()]
+    num_read = sum(int((r[:, 2] - r[:, 1]).sum()) for r in ranges if r is not None)
+    assert num_read == sum(map(len, asked)), "no other tokens are read"
 
 
 def test_what_ranks_write_comes_back_in_any_other_cut() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from mcore_rl.algo.policy_loss import sft_loss
 from mcore_rl.loops.pairs import sample_pairs, write_pairs
-from mcore_rl.types import Prompt, Sample, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample
 from tests.support.table_policy import TablePolicy, make_prompts, repeats_the_prompt
 
 

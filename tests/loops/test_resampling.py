@@ -6,7 +6,8 @@ import pytest
 
 from mcore_rl.loops.resampling import sample_and_score
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.types import GroupLease, Prompt, Scores, StoredSample
+from mcore_rl.scores import Scores
+from mcore_rl.types import GroupLease, Prompt, StoredSample
 
 PROMPTS = [Prompt(i, (1,), (), "unit", "") for i in range(4)]
 

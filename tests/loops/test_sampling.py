@@ -11,7 +11,8 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.loops.sampling import sample_step
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import KeepsSamples, Roles
-from mcore_rl.types import Prompt, Sample, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample
 
 GROUP = 3
 ALWAYS = {

@@ -35,9 +35,9 @@ from mcore_rl.loops.training import (
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Roles, in_turn, on_tokens_here
+from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
-    Scores,
     StepStats,
     StoredBatch,
     StoredColumn,

@@ -10,7 +10,8 @@ from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics import MetricsLogger
 from mcore_rl.metrics.logger import SAMPLES_PER_LOG
 from mcore_rl.metrics.rows import read_rows
-from mcore_rl.types import Sample, Scores, StoredSample
+from mcore_rl.scores import Scores
+from mcore_rl.types import Sample, StoredSample
 from tests.support.samples import make_sample
 from tests.support.stored import make_stored
 

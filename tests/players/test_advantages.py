@@ -21,7 +21,8 @@ from mcore_rl.data.batch import make_train_batch
 from mcore_rl.data.sample_store import TEACHER_LOGPROBS
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.players.advantages import StoredAdvantages
-from mcore_rl.types import Scores, StoredBatch, StoredColumn, TrainBatch
+from mcore_rl.scores import Scores
+from mcore_rl.types import StoredBatch, StoredColumn, TrainBatch
 from tests.support.stored import Stores, make_stored
 
 TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]

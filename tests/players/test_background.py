@@ -15,7 +15,8 @@ from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
-from mcore_rl.types import Prompt, Sample, Scores, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample, WeightVersion
 from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries
 
 PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]

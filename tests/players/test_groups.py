@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from mcore_rl.players.groups import GroupBuffer, SampleGroup
 from mcore_rl.rollout.staleness import staleness_metrics
-from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 P = 3
 """Groups of a step."""

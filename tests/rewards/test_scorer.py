@@ -10,7 +10,8 @@ import pytest
 
 from mcore_rl.config import RewardConfig
 from mcore_rl.rewards.scorer import Scorer, log_failures, overlong_penalty
-from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 FUNCTIONS = """
 import asyncio, os, time

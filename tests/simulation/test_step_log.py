@@ -1,7 +1,8 @@
 """The log of a simulation accounts for every prompt."""
 
+from mcore_rl.scores import Scores
 from mcore_rl.simulation.step_log import StepLog
-from mcore_rl.types import Prompt, Sample, Scores, VersionSpan, WeightVersion
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
 
 def samples(*prompts: int) -> list[Sample]:

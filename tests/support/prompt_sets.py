@@ -17,7 +17,8 @@ from mcore_rl.data.streamed.mixed import MixedPrompts, MixedSource
 from mcore_rl.data.streamed.prompts import RowRules, StreamedPrompts
 from mcore_rl.data.streamed.windows import Windows
 from mcore_rl.data.streamed.workers import TokenWorkers
-from mcore_rl.types import Prompt, Scores
+from mcore_rl.scores import Scores
+from mcore_rl.types import Prompt
 
 QUESTION = "Ada has {} apples and gets 4 more . how many apples does Ada have now ?"
 LONGER = "there are 4 coins in the box . "

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,3 +98,14 @@ def assert_same(made: TrainBatch, expected: TrainBatch) -> None:
     for name, values in expected.token_fields().items():
         assert fields[name].dtype == values.dtype, name
         assert torch.equal(fields[name], values), name
+
+
+def with_all_experts(part: TrainBatch) -> TrainBatch:
+    """Return a micro-batch that was read with the experts of all tokens as one held here."""
+    own = part.own_experts
+    assert own is not None and part.routed_experts_TLK is None
+    if part.is_filler:
+        assert len(own.tokens_M) == len(own.experts_MLK) == 0
+        return replace(part, own_experts=None)
+    assert own.tokens_M.tolist() == list(range(len(part.token_ids_T)))
+    return replace(part, own_experts=None, routed_experts_TLK=own.experts_MLK)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mcore_rl.roles import KeepsSamples
+from mcore_rl.scores import Scores
 from mcore_rl.types import (
     LogprobOptions,
     Prompt,
     Sample,
-    Scores,
     StepStats,
     TokenScores,
     TrainBatch,

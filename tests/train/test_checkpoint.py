@@ -42,9 +42,9 @@ def save_midway(
     trained = threading.Event()
     write = checkpoint_save._write_buckets
 
-    def write_late(*args: Any, storage: Any) -> Any:
+    def write_late(*args: Any, **kwargs: Any) -> Any:
         trained.wait(60)
-        return write(*args, storage)
+        return write(*args, **kwargs)
 
     checkpoint_save._write_buckets = write_late
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), OPTIMIZER)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mcore_rl.device.attention import zigzag_positions
-from mcore_rl.train.packing import make_rank_batch, padded_lens
-from mcore_rl.types import TrainBatch
+from mcore_rl.train.packing import local_sources, make_rank_batch, padded_lens
+from mcore_rl.types import OwnExperts, TrainBatch
 
 
 def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
@@ -102,6 +102,39 @@ def test_experts_belong_to_the_token_itself_and_padding_has_none() -> None:
     assert make_rank_batch(make_batch((5,)), 0, 2, 1).experts(slice(0, 4), slice(0, 1)) is None
 
 
+@pytest.mark.parametrize(
+    ("cp_size", "tp_size", "rows"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 4)]
+)
+def test_the_experts_of_own_tokens_are_all_that_a_rank_needs(
+    cp_size: int, tp_size: int, rows: int
+) -> None:
+    lens_N = (5, 1, 6, 9)
+    experts_TLK = torch.arange(21 * 2 * 3, dtype=torch.int16).reshape(21, 2, 3)
+    whole = replace(make_batch(lens_N), routed_experts_TLK=experts_TLK)
+    routed = torch.zeros(21, dtype=torch.int64)
+    for cp_rank in range(cp_size):
+        layout = (cp_rank, cp_size, tp_size, rows)
+        expected = make_rank_batch(whole, *layout)
+        sources_T = local_sources(lens_N, *layout)
+        assert torch.equal(sources_T, expected.sources_T)
+        for share in torch.arange(len(sources_T)).chunk(tp_size):
+            part = slice(int(share[0]), int(share[-1]) + 1)
+            tokens_M = sources_T[part][sources_T[part] >= 0].sort().values
+            routed[tokens_M] += 1
+            own = OwnExperts(tokens_M, experts_TLK[tokens_M][:, 1:], layers=(1,))
+            batch = make_rank_batch(replace(make_batch(lens_N), own_experts=own), *layout)
+            made, wanted = (b.experts(part, slice(1, 2)) for b in (batch, expected))
+            assert made is not None and wanted is not None and torch.equal(made, wanted)
+    assert (routed == 1).all(), "each token is routed by one rank"
+
+
+def test_experts_of_other_tokens_are_noticed() -> None:
+    own = OwnExperts(torch.tensor([0, 1, 4]), torch.zeros(3, 2, 3, dtype=torch.int16))
+    batch = make_rank_batch(replace(make_batch((5,)), own_experts=own), 0, 1, 1)
+    with pytest.raises(AssertionError, match="experts of other tokens"):
+        batch.experts(slice(0, 5), slice(0, 2))
+
+
 def test_only_the_last_stage_gets_what_the_loss_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mcore_rl.train.packing.on_device", lambda value: value.to("meta"))
     experts_MLK = torch.zeros(7, 2, 3, dtype=torch.int16)
@@ -113,7 +146,8 @@ def test_only_the_last_stage_gets_what_the_loss_reads(monkeypatch: pytest.Monkey
         assert placed.padding_T is not None and placed.padding_T.is_meta
         assert all(value.is_meta for value in read)
         assert not placed.sources_T.is_meta and not placed.targets_T.is_meta
-        assert placed.named_experts_MLK is experts_MLK
+        assert placed.named is not None
+        assert placed.named.experts_MLK is experts_MLK
         assert {v.is_meta for v in placed.batch.token_fields().values()} == {is_last}
 
 

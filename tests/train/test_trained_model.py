@@ -1,46 +1,33 @@
-"""Values of context-parallel ranks come back in the order of the micro-batch."""
+"""Ranks agree on who routes which token, before any of them has the tokens."""
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state as ps
-from torch import Tensor
 
-from mcore_rl.config import ParallelConfig
-from mcore_rl.train.packing import make_rank_batch
-from mcore_rl.train.runtime import init_distributed
-from mcore_rl.train.trained_model import gather_tokens
-from mcore_rl.types import TrainBatch
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.train.trained_model import TrainedModel
 from tests.support.distributed import run_ranks
+from tests.support.tiny_training import make_actor, write_hf_model
 
-LENS = (5, 1, 6)
-
-
-def gather(rank: int, world_size: int, port: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Return, of two micro-batches, the ids of the tokens themselves, twice each, and of the
-    predicted ones.
-    """
-    parallel = ParallelConfig(cp=world_size)
-    init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
-    parts, pairs = [], []
-    for first, lens_N in ((1, LENS), (101, (2, 3))):
-        ids_T = torch.arange(first, first + sum(lens_N))
-        batch = TrainBatch(ids_T, torch.ones_like(ids_T).bool(), lens_N)
-        parts.append(make_rank_batch(batch, ps.get_context_parallel_rank(), world_size, 1))
-        pairs.append(torch.stack([parts[-1].tokens_T, parts[-1].tokens_T], dim=1))
-    nums_tokens = [sum(LENS), 5]
-    return (
-        gather_tokens(pairs, [part.sources_T for part in parts], nums_tokens),
-        gather_tokens(
-            [part.labels_T for part in parts], [part.targets_T for part in parts], nums_tokens
-        ),
-    )
+LENS = (5, 1, 6, 9)
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.gloo)])
-def test_every_value_comes_back_to_its_token(world_size: int) -> None:
-    wanted = [list(range(1, 13)), list(range(101, 106))]
-    firsts = {1, 6, 7, 101, 103}
-    for pairs_T2, labels_T in run_ranks(gather, world_size):
-        for ids, pairs, labels in zip(wanted, pairs_T2, labels_T, strict=True):
-            assert pairs.tolist() == [[token, token] for token in ids]
-            assert labels.tolist() == [0 if token in firsts else token for token in ids]
+def routed(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any) -> Any:
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    assert isinstance(actor, TrainedModel)
+    assert len(actor.routed_tokens(())) == 0, "a filler has no token"
+    return actor.routed_tokens(LENS).tolist()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}], ids=str)
+def test_context_and_sequence_parallel_ranks_divide_the_tokens(
+    tmp_path: Path, layout: dict[str, int]
+) -> None:
+    model = ModelConfig(path=str(write_hf_model(tmp_path)), dtype="float32")
+    world_size = torch.tensor(list(layout.values())).prod().item()
+    of_ranks = run_ranks(routed, int(world_size), model, layout)
+    assert all(tokens == sorted(tokens) and tokens for tokens in of_ranks)
+    assert sorted(token for tokens in of_ranks for token in tokens) == list(range(sum(LENS)))
