@@ -1,12 +1,16 @@
-"""Simulates set-ups whose step times NVIDIA has published for NeMo-RL, and compares.
+"""Simulates set-ups whose step times are published for NeMo-RL and verl, and compares.
 
     python benchmarks/published_steps.py
 
-Source: docs/about/performance-summary.md of NVIDIA-NeMo/RL, release 0.4: GRPO on
-OpenMathInstruct-2, DGX H100, bfloat16, Megatron-core and vLLM. Given there are GPUs, layouts,
-samples per step and per optimizer step, the longest and the mean sequence; not given are prompts
-(taken as 100 tokens) and the spread of lengths (taken as that of simulate.response_spread). Their
-step scores old and reference log-probs, so the recipes here ask for both where this loop has both.
+NeMo-RL: docs/about/performance-summary.md of NVIDIA-NeMo/RL, release 0.4: GRPO on
+OpenMathInstruct-2, DGX H100, bfloat16, Megatron-core and vLLM. verl: docs/perf/dpsk.md of
+volcengine/verl (2025-08-20) and the script it names, run_deepseek671b_math_megatron_96gb.sh: GRPO
+on DAPO-Math, H20, Megatron-core with the optimizer on the CPU, vLLM without CUDA graphs.
+
+Given there are GPUs, layouts, samples per step and per optimizer step, the longest and the mean
+sequence; not given are prompts (taken as 100 tokens) and the spread of lengths (taken as that of
+simulate.response_spread). Their steps score old and reference log-probs, so the recipes here ask
+for both where this loop has both. slime publishes no step time with its set-up.
 """
 
 import argparse
@@ -24,7 +28,6 @@ from mcore_rl.simulation.simulate import simulate
 from mcore_rl.simulation.workload import Workload
 
 PROMPT_LEN = 100
-GROUP_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Published:
     engines: tuple[int, int]
     trainer: tuple[int, int, int, int, int]
     step_s: float
+    group_size: int = 16
+    gpu: str = "h100"
 
 
 ROWS = (
@@ -81,6 +86,14 @@ ROWS = (
         *(512, False, 1536, 744, 512, 1),
         *((8, 32), (1, 1, 16, 16, 16), 77.9),
     ),
+    Published(
+        "verl: DeepSeek-V3, on policy",
+        "deepseek_v3_grpo_256",
+        *(96, True, 9732, 2060, 768, 3),
+        *((3, 32), (8, 1, 8, 12, 1), 1700),
+        group_size=8,
+        gpu="h20",
+    ),
 )
 
 
@@ -96,11 +109,12 @@ def config_of(row: Published) -> Config:
         "rollout.engines": num_engines,
         "rollout.tp": engine_tp,
         "rollout.ep": engine_tp,
-        "rollout.prompts_per_step": row.samples // GROUP_SIZE,
-        "rollout.samples_per_prompt": GROUP_SIZE,
+        "rollout.prompts_per_step": row.samples // row.group_size,
+        "rollout.samples_per_prompt": row.group_size,
         "rollout.max_response_len": row.longest - PROMPT_LEN,
         "data.max_prompt_len": PROMPT_LEN,
         "simulate.prompt_len": PROMPT_LEN,
+        "simulate.gpu": row.gpu,
         "train.mini_batches": row.mini_batches,
         "train.max_tokens_per_microbatch": row.longest,
         "algorithm.kl.coef": 0.01,

@@ -4,35 +4,50 @@
 
 round robin     each request to the next engine, prompts in their order
 affinity        requests of a prompt to the engine that has it cached, else to the least loaded
-longest first   the same, and prompts with long responses in earlier epochs begin first
+longest first   the same, and prompts with long responses in earlier epochs begin first: the product
+admission       the same, and a request is held back while every engine has requests that wait for
+                room in its KV cache
+migration       as longest first, and the engine with the most requests hands some to the one with
+                the fewest, without delay and knowing both; their tokens are prefilled again there
 
-Half of the variance of response lengths lies between prompts; lengths are drawn anew in each epoch.
+The last two are not built: they bound what they could gain, as they know each engine's queue at any
+moment. Half of the variance of response lengths lies between prompts; lengths are drawn anew in
+each epoch.
 """
 
 import argparse
+import asyncio
 import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import fmean
+from typing import Any
 from unittest.mock import patch
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_models
-from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
-from mcore_rl.rollout.request import Request
+from mcore_rl.rollout.request import Request, Sampling
 from mcore_rl.simulation.command import checked
+from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.hardware import ReachedShares
 from mcore_rl.simulation.recipe_costs import RecipeCosts
 from mcore_rl.simulation.simulate import simulate
-from mcore_rl.types import Prompt
+from mcore_rl.simulation.virtual_loop import VirtualLoop
+from mcore_rl.types import Prompt, Sample
 
-WAYS = ("round robin", "affinity", "longest first")
+WAYS = ("round robin", "affinity", "longest first", "admission", "migration")
 EPOCH = 2
 """Steps of an epoch."""
+MOST_WAITING = 32
+"""An engine with as many waiting requests gets no more, where requests are admitted."""
+LEAST_GAP = 4
+"""Requests that an engine has more than another before one of them moves."""
+POLL_S = 1.0
 
 
 @contextmanager
@@ -53,12 +68,90 @@ def routed(way: str) -> Iterator[None]:
         return list(range(len(prompts)))
 
     with ExitStack() as stack:
+        if way == "admission":
+            stack.enter_context(admission())
+        if way == "migration":
+            stack.enter_context(migration())
         if way == "round robin":
             stack.enter_context(patch.object(RolloutClient, "_pick", pick))
             stack.enter_context(patch.object(LeastLoaded, "least", least))
-        if way != "longest first":
+        if way in ("round robin", "affinity"):
             stack.enter_context(patch.object(LengthHistory, "longest_first", as_given))
         yield
+
+
+@contextmanager
+def all_engines() -> Iterator[dict[str, SimulatedEngine]]:
+    """Yield the engines of the simulation that runs in the block, by url."""
+    engines: dict[str, SimulatedEngine] = {}
+    make = SimulatedEngine.__init__
+
+    def made(engine: SimulatedEngine, loop: VirtualLoop, url: str, *args: Any) -> None:
+        make(engine, loop, url, *args)
+        engines[url] = engine
+
+    with patch.object(SimulatedEngine, "__init__", made):
+        yield engines
+
+
+@contextmanager
+def admission() -> Iterator[None]:
+    """Have collectors send requests only to engines with few that wait."""
+    with all_engines() as engines, ExitStack() as stack:
+        sample = RolloutClient.sample_one
+
+        async def admitted(
+            client: RolloutClient, session: RolloutSession, request: Request, sampling: Sampling
+        ) -> Sample:
+            own = [engines[engine.address.url] for engine in client._own]
+            while all(len(engine._waiting) >= MOST_WAITING for engine in own):
+                await asyncio.sleep(POLL_S)
+            return await sample(client, session, request, sampling)
+
+        stack.enter_context(patch.object(RolloutClient, "sample_one", admitted))
+        yield
+
+
+@contextmanager
+def migration() -> Iterator[None]:
+    """Have engines hand requests over once a second, while no request waits at the idler one."""
+    step = SimulatedEngine._step
+    moved_s = [0.0]
+
+    with all_engines() as engines, ExitStack() as stack:
+
+        def moving(engine: SimulatedEngine) -> None:
+            step(engine)
+            now_s = engine._loop.time()
+            if moved_s[0] <= now_s < moved_s[0] + POLL_S or engine._is_paused:
+                return
+            moved_s[0] = now_s
+            while _hand_over(sorted(engines.values(), key=_num_requests)):
+                pass
+
+        stack.enter_context(patch.object(SimulatedEngine, "_step", moving))
+        yield
+
+
+def _num_requests(engine: SimulatedEngine) -> int:
+    return len(engine._running) + len(engine._waiting)
+
+
+def _hand_over(by_load: Sequence[SimulatedEngine]) -> bool:
+    """Move the newest request of the most loaded engine to the least loaded; return if one did."""
+    least, most = by_load[0], by_load[-1]
+    if least._waiting or _num_requests(most) - _num_requests(least) < LEAST_GAP:
+        return False
+    if most._waiting:
+        request = most._waiting.pop()
+    else:
+        most._advance()
+        request = most._leave(next(reversed(most._running)))
+        most._poke()
+    least._advance()
+    least._waiting.append(request)
+    least._poke()
+    return True
 
 
 def rollout_seconds(way: str, recipe: str, seed: int, steps: int) -> float:

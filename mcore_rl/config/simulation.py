@@ -9,7 +9,7 @@ from mcore_rl.config.bounds import Options, bounded, one_of
 class SimulateConfig(Options, group="simulate"):
     """Assumptions of `mcore-rl simulate`; it also reads those of plan."""
 
-    gpu: str = one_of("h100", ("a100", "h100", "h200", "b200", "mi300x", "cpu"))
+    gpu: str = one_of("h100", ("a100", "h20", "h100", "h200", "b200", "mi300x", "cpu"))
     steps: int = bounded(4, least=1)
     calibration: str = ""
     """run.dir of a run in rollout.mode=sync of two steps or more, whose times correct the

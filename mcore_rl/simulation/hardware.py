@@ -26,6 +26,7 @@ class GpuRates:
 GPUS = {
     "a100": GpuRates(312e12, 2.04e12, 300e9, 25e9),
     "h100": GpuRates(989e12, 3.35e12, 450e9, 50e9),
+    "h20": GpuRates(148e12, 4.0e12, 450e9, 50e9),
     "h200": GpuRates(989e12, 4.8e12, 450e9, 50e9),
     "b200": GpuRates(2250e12, 8.0e12, 900e9, 50e9),
     "mi300x": GpuRates(1307e12, 5.3e12, 448e9, 50e9),
