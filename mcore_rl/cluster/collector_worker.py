@@ -21,6 +21,7 @@ from mcore_rl.data.sample_store import (
     ReadRequest,
     SampleStore,
 )
+from mcore_rl.data.spill import SpillFiles
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.redaction import remember_secret
@@ -63,7 +64,10 @@ class CollectorWorker:
             remember_secret(value)
         self._spec = spec
         shape = spec.experts_shape
-        self._store = SampleStore(shape.num_experts if shape else 0, first_group)
+        rollout = spec.rollout
+        num_experts = shape.num_experts if shape else 0
+        spill = SpillFiles(rollout.spill_dir)
+        self._store = SampleStore(num_experts, first_group, rollout.store_gib * 2**30, spill)
         self._scorer = spec.make_scorer() if spec.make_scorer else None
         self._loop = EventLoop()
         self._teacher: Any = None

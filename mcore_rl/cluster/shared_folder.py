@@ -22,6 +22,8 @@ from mcore_rl.cluster.nodes import alive_nodes
 _log = logging.getLogger(__name__)
 BROUGHT = ("logs", "profile")
 LOGS_TIMEOUT_S = 60.0
+CLOCKS_DIFFER_S = 600.0
+"""By how much the clocks of nodes may differ."""
 VISIBLE_S = 20.0
 """How long a network filesystem may take to show a new file on another node."""
 POLL_S = 0.2
@@ -34,7 +36,7 @@ class RunFiles:
         """`timeout_s` is for each part of a file that travels."""
         self._folder = folder
         self._apart = apart
-        self._began_s = time.time()
+        self._began_s = time.time() - CLOCKS_DIFFER_S
         if apart:
             self._storage = CarriedStorage(start_keeper(folder), timeout_s)
 
@@ -84,10 +86,14 @@ def run_files(
             *(folder, ", ".join(sorted(apart))),
         )
     files = RunFiles(folder, apart, timeout_s)
+    may_call_ray = True
     try:
         yield files
+    except SystemExit:
+        may_call_ray = False  # it may be lost, and calls would hang
+        raise
     finally:
-        if apart:
+        if apart and may_call_ray:
             files.bring_logs()
 
 

@@ -68,6 +68,11 @@ class RolloutConfig(Options, group="rollout"):
     """How often each engine's server is restarted in a run; 0: a dead engine ends the run."""
     min_engines: int = bounded(1, least=1)
     """Engines that must be left for a run to go on when engines are lost with their nodes."""
+    store_gib: float = bounded(0.0, least=0)
+    """Memory of each node for samples, as sampled, before further ones go to files; 0: no bound
+    (mcore-rl plan says what they take at most)."""
+    spill_dir: str = ""
+    """Folder of these files, on a disk of each node; empty: the one for temporary files."""
     deterministic: bool = False
     """Seed the sampling of each request: the same run samples the same tokens again."""
     sglang: dict[str, Any] = field(default_factory=dict)

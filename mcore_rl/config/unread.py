@@ -89,6 +89,9 @@ def _of_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
         yield Unread(("rollout.max_in_flight",), mode, "choose another rollout.mode")
     else:
         yield Unread(("rollout.oversampling",), mode, "choose another rollout.mode")
+    if not rollout.store_gib:
+        remedy = "set rollout.store_gib above 0"
+        yield Unread(("rollout.spill_dir",), "rollout.store_gib=0", remedy)
     if not rollout.dynamic_sampling:
         options = ("rollout.oversampling", "rollout.max_rounds")
         remedy = "set rollout.dynamic_sampling=true"

@@ -5,8 +5,11 @@ response, and is None where it was never written:
 
     token_ids  rollout_logprobs  routed_experts      written when a group is sampled
     teacher_logprobs  old_logprobs  values  ...      written by those who compute them
+
+Where memory is bounded, what is sampled beyond the bound goes to files, and is read from there.
 """
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from mcore_rl.data.spill import SpillFiles
 from mcore_rl.types import Array, Prompt, Sample, VersionSpan
 
+_log = logging.getLogger(__name__)
 TOKEN_IDS = "token_ids"
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 ROUTED_EXPERTS = "routed_experts"
@@ -64,11 +69,21 @@ class LostSampleError(KeyError):
 class SampleStore:
     """Holds samples by group. Safe to use from several threads."""
 
-    def __init__(self, num_experts: int = 0, first_group: int = 0) -> None:
+    def __init__(
+        self,
+        num_experts: int = 0,
+        first_group: int = 0,
+        limit_bytes: float = 0,
+        spill: SpillFiles | None = None,
+    ) -> None:
         """Experts are kept in a byte each if the model has at most 256 of them.
 
-        `first_group`: groups with smaller numbers were kept by a process that is gone.
+        `first_group`: groups with smaller numbers were kept by a process that is gone. A group that
+        would take the store beyond `limit_bytes` (0: none) goes to `spill`.
         """
+        self._limit_bytes = limit_bytes
+        self._num_bytes = 0
+        self._spill = spill or SpillFiles("")
         self._first_group = first_group
         self._expert_dtype = np.uint8 if 0 < num_experts <= 256 else np.int16
         self._groups: dict[int, tuple[Prompt, list[KeptSample]]] = {}
@@ -77,30 +92,27 @@ class SampleStore:
     def put(self, group: int, samples: Sequence[Sample]) -> None:
         """Keep the samples of one prompt."""
         kept = [self._kept(sample) for sample in samples]
+        if 0 < self._limit_bytes < self._num_bytes + _bytes_in_memory(kept):
+            self._move_out(kept)
         with self._lock:
             assert group not in self._groups, f"group {group} is kept already"
             self._groups[group] = (samples[0].prompt, kept)
+            self._num_bytes += _bytes_in_memory(kept)
 
     def drop(self, groups: Sequence[int]) -> None:
         """Forget groups; those that are not there are ignored."""
         with self._lock:
             for group in groups:
-                self._groups.pop(group, None)
+                _, kept = self._groups.pop(group, (None, []))
+                self._num_bytes -= _bytes_in_memory(kept)
 
     @property
     def num_groups(self) -> int:
         return len(self._groups)
 
     def num_bytes(self) -> int:
-        """Return the memory that the columns take."""
-        with self._lock:
-            groups = list(self._groups.values())
-        return sum(
-            array.nbytes
-            for _, kept in groups
-            for sample in kept
-            for array in sample.columns.values()
-        )
+        """Return the memory that the columns take; those in files take none."""
+        return self._num_bytes
 
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         """Return whole samples, for rewards and logs."""
@@ -128,8 +140,24 @@ class SampleStore:
                 values = values.astype(self._expert_dtype)
             for sample, part in zip(found, np.split(values, ends[:-1]), strict=True):
                 own = part[:-1] if name == ROUTED_EXPERTS else part
-                # A copy: a view would keep the values of all samples alive.
-                sample.columns[name] = own.copy()
+                with self._lock:
+                    self._num_bytes -= _bytes_in_memory([sample])
+                    # A copy: a view would keep the values of all samples alive.
+                    sample.columns[name] = own.copy()
+                    self._num_bytes += _bytes_in_memory([sample])
+
+    def _move_out(self, group: Sequence[KeptSample]) -> None:
+        """Move the columns of a new group to a file."""
+        if not self._spill.num_bytes:
+            _log.warning(
+                "samples take more than rollout.store_gib=%g: further ones go to files in %s"
+                " (rollout.spill_dir)",
+                *(self._limit_bytes / 2**30, self._spill.folder),
+            )
+        names = list(group[0].columns)
+        moved = iter(self._spill.move([sample.columns[n] for sample in group for n in names]))
+        for sample in group:
+            sample.columns = {name: next(moved) for name in names}
 
     def _kept(self, sample: Sample) -> KeptSample:
         prompt_ids = sample.prompt.token_ids
@@ -154,6 +182,11 @@ class SampleStore:
             raise kind(f"sample {index} of group {group} is not in the store")
         prompt, kept = entry
         return prompt, kept[index]
+
+
+def _bytes_in_memory(group: Sequence[KeptSample]) -> int:
+    columns = (array for sample in group for array in sample.columns.values())
+    return sum(array.nbytes for array in columns if not isinstance(array, np.memmap))
 
 
 def _laid_out(name: str, samples: Sequence[KeptSample], request: ReadRequest) -> Array:

@@ -54,12 +54,16 @@ def store_nodes(config: Config) -> int:
 
 
 def explain_stores(config: Config, policy: ModelFacts) -> str:
-    """Return a sentence with the stores' memory."""
+    """Return a sentence with the stores' memory, and a second one if that is bounded."""
     whole, nodes = store_bytes(config, policy) / GIB, store_nodes(config)
+    limit = config.rollout.store_gib
+    beyond = ""
+    if 0 < limit < whole / nodes:
+        beyond = f" Beyond rollout.store_gib={limit:g} they go to files."
     longest = config.data.max_prompt_len + config.rollout.max_response_len
     return (
         f"Samples in host memory: at most {whole / nodes:.1f} GiB on each of {nodes}"
         f" node{'s' * (nodes > 1)} with engines ({most_groups(config):,} groups of"
         f" {config.rollout.samples_per_prompt}, {longest:,} tokens each,"
-        f" {token_bytes(config, policy):,} bytes a token)."
+        f" {token_bytes(config, policy):,} bytes a token).{beyond}"
     )

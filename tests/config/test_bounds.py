@@ -41,7 +41,7 @@ REGISTERED = {
 }
 """Options that name a registered function, and one such name."""
 FREE_TEXTS = {
-    *("path", "dir", "cache_dir", "template", "model_tokenizer", "revision"),  # files
+    *("path", "dir", "cache_dir", "spill_dir", "template", "model_tokenizer", "revision"),  # files
     "calibration",  # a folder
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
     *("name", "correct_part", "verdict", "column"),  # what the user's functions, judges, files say

@@ -1,6 +1,7 @@
 """A store gives back what was put in or written, as arrays, until a group is dropped."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from mcore_rl.data.sample_store import (
     SampleStore,
     UnknownSampleError,
 )
+from mcore_rl.data.spill import SpillFiles
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.stored import make_stored
 
@@ -81,3 +83,28 @@ def test_a_store_that_began_anew_knows_which_groups_are_lost() -> None:
         read(store, TOKEN_IDS)
     store.put(10, [make_sample(0)])
     assert store.num_groups == 1
+
+
+def test_groups_beyond_the_bound_go_to_files_and_are_read_from_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = SampleStore()
+    spill = SpillFiles(str(tmp_path))
+    bounded = SampleStore(limit_bytes=100, spill=spill)
+    for store in (memory, bounded):
+        for group in (9, 10, 11):
+            store.put(group, [make_sample(0), make_sample(1, 3)])
+        store.write(np.array([9, 10]), np.array([0, 1]), {"values": np.arange(9, dtype=np.float32)})
+    of_group = 9 * (4 + 4)
+    assert memory.num_bytes() == 3 * of_group + 9 * 4
+    assert bounded.num_bytes() == of_group + 9 * 4
+    assert spill.num_bytes == 2 * of_group
+    request = ReadRequest(np.array([11, 9, 10]), np.array([1, 0, 1]), (TOKEN_IDS, STALE), 4)
+    for name, values in memory.read(request).items():
+        assert values.tolist() == bounded.read(request)[name].tolist()
+    assert bounded.samples([10], [1]) == memory.samples([10], [1])
+    bounded.drop([9, 10])
+    assert bounded.num_bytes() == 0
+    bounded.put(12, [make_sample(0), make_sample(1, 3)])
+    assert bounded.num_bytes() == of_group, "there is room again"
+    assert caplog.text.count("samples take more than rollout.store_gib=") == 1

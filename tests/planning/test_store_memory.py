@@ -68,3 +68,8 @@ def test_a_node_has_its_share() -> None:
     assert store_bytes(config, policy) == whole
     sentence = explain_stores(config, policy)
     assert f"at most {whole / 2 / 2**30:.1f} GiB on each of 2 nodes" in sentence
+    assert "files" not in sentence
+    bounded = recipe("rollout.store_gib=2.5")[0]
+    assert explain_stores(bounded, policy).endswith(
+        "a token). Beyond rollout.store_gib=2.5 they go to files."
+    )
