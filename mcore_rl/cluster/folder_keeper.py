@@ -3,12 +3,13 @@
 Files travel in chunks with checksums, as calls of an actor on the controller's node.
 """
 
-import fcntl
 import os
 import secrets
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from zlib_ng import zlib_ng
 
 from mcore_rl.process.disk import DiskFullError, reporting_full_disk
+from mcore_rl.process.file_lock import holding_lock
 
 T = TypeVar("T")
 CHUNK_BYTES = 16 << 20
@@ -36,17 +38,19 @@ class FolderKeeper:
     def __init__(self, root: str) -> None:
         self._root = Path(root)
 
-    def write(self, path: str, offset: int, content: bytes, crc32: int) -> Exception | None:
-        """Write a chunk of a file, whose first one (offset 0) replaces what was there."""
+    def write(
+        self, path: str, num_bytes: int, offset: int, content: bytes, crc32: int
+    ) -> Exception | None:
+        """Write a chunk of a file of `num_bytes`; chunks may come in any order."""
         with _returned() as answer:
             target = self._inside(path)
-            if zlib_ng.crc32(content) != crc32:
-                raise ValueError(f"{path}: bytes from {offset} on came damaged over the network")
+            _check(path, offset, content, crc32)
             with reporting_full_disk(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("r+b" if offset else "wb") as file:
+                with open(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644), "wb") as file:
                     file.seek(offset)
                     file.write(content)
+                    file.truncate(num_bytes)
         return answer.error
 
     def read(self, path: str, offset: int) -> tuple[bytes, int] | Exception:
@@ -77,6 +81,16 @@ class FolderKeeper:
         if not Path(path).resolve().is_relative_to(self._root.resolve()):
             raise ValueError(f"{path} does not lie in the run folder {self._root}")
         return Path(path)
+
+
+def _at(num_bytes: int) -> range:
+    """Return where the chunks of a file begin; an empty one has a chunk as well."""
+    return range(0, max(num_bytes, 1), CHUNK_BYTES)
+
+
+def _check(path: str, offset: int, content: bytes, crc32: int) -> None:
+    if zlib_ng.crc32(content) != crc32:
+        raise ValueError(f"{path}: bytes from {offset} on came damaged over the network")
 
 
 class _Answer:
@@ -124,21 +138,15 @@ class CarriedStorage:
 
     def copy(self, file: Path) -> None:
         """Bring a file, and keep it here as well."""
-        under_way: list[Any] = []
+        num_bytes = file.stat().st_size
         with file.open("rb") as source:
-            offset = 0
-            while (content := source.read(CHUNK_BYTES)) or offset == 0:
-                crc32 = zlib_ng.crc32(content)
-                ref = self._keeper.write.remote(str(file), offset, content, crc32)
-                under_way.append(ref)
-                # The first chunk makes the file that the others are written into.
-                if offset == 0 or len(under_way) == CHUNKS_AHEAD:
-                    self._answer(under_way.pop(0))
-                offset += len(content)
-                if not content:
-                    break
-        for ref in under_way:
-            self._answer(ref)
+            chunks = ((at, source.read(min(CHUNK_BYTES, num_bytes - at))) for at in _at(num_bytes))
+            write = self._keeper.write.remote
+            for _ in self._answers(
+                write(str(file), num_bytes, at, content, zlib_ng.crc32(content))
+                for at, content in chunks
+            ):
+                pass
 
     def bring_rest(self, folder: Path) -> None:
         self.bring(*(path for path in sorted(folder.iterdir()) if path.is_file()))
@@ -154,7 +162,7 @@ class CarriedStorage:
         """Return a copy of the folder; the node's first rank brings it, the others wait for it."""
         here = folder.with_name(folder.name + self._suffix)
         here.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(here.with_name(folder.name + ".fetching")):
+        with holding_lock(here.with_name(folder.name + ".fetching"), self._timeout_s):
             if not here.exists():
                 for stale in here.parent.glob(f"{folder.name}{FETCHED}*"):
                     shutil.rmtree(stale, ignore_errors=True)
@@ -167,26 +175,23 @@ class CarriedStorage:
         return here
 
     def _fetch_file(self, path: Path, target: Path, num_bytes: int) -> None:
-        offsets = range(0, num_bytes, CHUNK_BYTES)
+        read = self._keeper.read.remote
         with reporting_full_disk(target), target.open("wb") as file:
-            under_way = [self._read(path, offset) for offset in offsets[:CHUNKS_AHEAD]]
-            for k, offset in enumerate(offsets):
-                content, crc32 = self._answer(under_way.pop(0))
-                if zlib_ng.crc32(content) != crc32 or not content:
-                    raise ValueError(
-                        f"{path}: bytes from {offset} on came damaged over the network"
-                    )
+            for content, crc32 in self._answers(read(str(path), at) for at in _at(num_bytes)):
+                _check(str(path), file.tell(), content, crc32)
                 file.write(content)
-                if k + CHUNKS_AHEAD < len(offsets):
-                    under_way.append(self._read(path, offsets[k + CHUNKS_AHEAD]))
             if file.tell() != num_bytes:
                 raise ValueError(f"{path}: {file.tell()} of {num_bytes} bytes came")
 
-    def _read(self, path: Path, offset: int) -> Any:
-        return self._keeper.read.remote(str(path), offset)
-
     def run(self, function: Callable[..., T], *args: Any) -> T:
         return self._answer(self._keeper.run.remote(function, *args))
+
+    def _answers(self, refs: Iterator[Any]) -> Iterator[Any]:
+        """Yield the answers of calls in their order; each is made a few before it is awaited."""
+        under_way = deque(islice(refs, CHUNKS_AHEAD))
+        while under_way:
+            yield self._answer(under_way.popleft())
+            under_way.extend(islice(refs, 1))
 
     def _answer(self, ref: Any) -> Any:
         """Return what the keeper answers, or raise it. Raises TimeoutError after `timeout_s`."""
@@ -200,14 +205,3 @@ class CarriedStorage:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Wait until no other process of this node is in a block with the same lock."""
-    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

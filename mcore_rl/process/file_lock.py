@@ -14,6 +14,7 @@ from pathlib import Path
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO)
 """How filesystems without flock refuse it (some NFS, Lustre, FUSE and object-store mounts)."""
+POLL_S = 0.1
 _held: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
 
 
@@ -26,18 +27,18 @@ class LockedError(ValueError):
 
 
 @contextmanager
-def holding_lock(path: Path) -> Iterator[None]:
+def holding_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Hold an exclusive lock on `path`, which is created, until the body ends.
 
-    Raises LockedError if another process, or another call in this one, holds it. On a filesystem
-    without flock, a line on stderr says so and the body runs unlocked.
+    Raises LockedError if another process, or another call in this one, still holds it after
+    `wait_s`. On a filesystem without flock, a line on stderr says so and the body runs unlocked.
 
     No child holds the lock: exec closes the descriptor (O_CLOEXEC), and so does a fork. The file
     stays behind, as deleting it would let two processes lock two files of the same name.
     """
     file = _LockFile(path)
     try:
-        file.lock()
+        file.lock(wait_s)
         yield
     finally:
         file.close()
@@ -49,11 +50,19 @@ class _LockFile:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         _held.add(self)
 
-    def lock(self) -> None:
+    def lock(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        while not self._is_free():
+            if time.monotonic() >= until:
+                raise LockedError(self._path, self._read_holder())
+            time.sleep(POLL_S)
+
+    def _is_free(self) -> bool:
+        """Take the lock, or return False if another holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise LockedError(self._path, self._read_holder()) from None
+            return False
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
@@ -62,13 +71,14 @@ class _LockFile:
                 " Make sure that no other process uses this folder",
                 file=sys.stderr,
             )
-            return
+            return True
         began = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on {socket.gethostname()} since {began}"
         # The text only serves the message: a full disk must not cost the lock.
         with contextlib.suppress(OSError):
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, holder.encode(), 0)
+        return True
 
     def close(self) -> None:
         """Close the descriptor, which drops the lock if no one else has a copy of it."""

@@ -127,7 +127,7 @@ def test_errors_there_are_raised_here(
 
 def test_a_full_disk_there_is_named_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = FolderKeeper("/dev")
-    answer = keeper.write("/dev/full", 0, b"content", folder_keeper.zlib_ng.crc32(b"content"))
+    answer = keeper.write("/dev/full", 7, 0, b"content", folder_keeper.zlib_ng.crc32(b"content"))
     assert "cannot write /dev/full: no space left on device" in str(answer)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -87,3 +88,19 @@ def test_a_filesystem_without_locks_is_reported(
     with holding_lock(tmp_path / "run.lock"):
         pass
     assert "cannot be locked (Operation not supported)" in capsys.readouterr().err
+
+
+def test_a_lock_is_waited_for_until_the_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with holding_lock(path):
+        began = time.monotonic()
+        with pytest.raises(LockedError), holding_lock(path, wait_s=0.3):
+            pass
+        assert time.monotonic() - began > 0.3
+    first = holding_lock(path)
+    first.__enter__()
+    timer = threading.Timer(0.3, first.__exit__, (None, None, None))
+    timer.start()
+    with holding_lock(path, wait_s=30.0):
+        assert time.monotonic() - began < 30
+    timer.join()
