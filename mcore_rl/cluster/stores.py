@@ -14,7 +14,14 @@ from torch import Tensor
 from mcore_rl.cluster.actor_start import BULK
 from mcore_rl.cluster.answers import cause_of_death
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
-from mcore_rl.data.assembly import OwnTokens, assemble, assemble_parts, scatter, scatter_parts
+from mcore_rl.data.assembly import (
+    OwnTokens,
+    all_tokens,
+    assemble,
+    assemble_parts,
+    scatter,
+    scatter_parts,
+)
 from mcore_rl.data.sample_store import ReadRequest
 from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.types import Array, StoredBatch, TrainBatch
@@ -42,7 +49,7 @@ class StoreHandles:
         return assemble(batch, self.read)
 
     def assemble_parts(
-        self, batch: StoredBatch, layers: Sequence[int], own_tokens: OwnTokens | None = None
+        self, batch: StoredBatch, layers: Sequence[int], own_tokens: OwnTokens = all_tokens
     ) -> list[TrainBatch]:
         """Return the batch's micro-batches; experts are those of `layers` and `own_tokens`."""
         return assemble_parts(batch, self.read, layers, own_tokens)

@@ -7,7 +7,7 @@ StoredBatch: sequences 3 0 1 2 of stores 0 1 0 1
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -50,6 +50,11 @@ def columns_of(batch: StoredBatch) -> dict[str, str]:
     }
 
 
+def all_tokens(lens_N: tuple[int, ...]) -> Tensor:
+    """Return the indices of all tokens of a micro-batch; plays OwnTokens."""
+    return torch.arange(sum(lens_N))
+
+
 def assemble(batch: StoredBatch, read: ReadStores) -> TrainBatch:
     """Return the batch with its tokens."""
     return _made(batch, _read_all(batch, read))
@@ -59,30 +64,26 @@ def assemble_parts(
     batch: StoredBatch,
     read: ReadStores,
     layers: Sequence[int] = (),
-    own_tokens: OwnTokens | None = None,
+    own_tokens: OwnTokens = all_tokens,
 ) -> list[TrainBatch]:
     """Return the micro-batches of `batch.parts` with their tokens.
 
-    Routed experts are read for `layers` (empty: all) and for the tokens that `own_tokens` names
-    (None: all), and are in `own_experts`.
+    Routed experts are read for `layers` (empty: all) and for the tokens that `own_tokens` names,
+    and are in `own_experts`.
     """
-    lens = _lens_of_parts(batch)
     if batch.routed_experts_TLK is None:
-        return _cut(_made(batch, _read_all(batch, read)), batch.parts)
-    own = [_all_tokens(lens_N) if own_tokens is None else own_tokens(lens_N) for lens_N in lens]
-    starts = torch.tensor([0, *(sum(lens_N) for lens_N in lens)]).cumsum(0)
-    index_G = torch.cat([tokens + starts[k] for k, tokens in enumerate(own)])
-    values = _read_all(batch, read, ExpertRequest(tuple(layers), _ranges(batch.lens_N, index_G)))
-    experts_GLK = values.pop("routed_experts_TLK")
-    is_last_G = torch.isin(index_G, torch.tensor(batch.lens_N).cumsum(0) - 1)
-    experts_GLK[is_last_G] = -1  # no engine has run the last token of a sequence
-    of_parts = experts_GLK.split([len(tokens) for tokens in own])
-    named = [
-        OwnExperts(tokens, experts, tuple(layers))
-        for tokens, experts in zip(own, of_parts, strict=True)
+        return _cut(assemble(batch, read), batch.parts)
+    own = [own_tokens(batch.lens_N[part]) for part in _slices(batch.parts)]
+    starts = torch.tensor([0, *(sum(batch.lens_N[part]) for part in _slices(batch.parts))])
+    index_G = torch.cat([t + start for t, start in zip(own, starts.cumsum(0), strict=False)])
+    values = _read_all(batch, read, tuple(layers), index_G)
+    experts = values.pop("routed_experts_TLK").split([len(tokens) for tokens in own])
+    return [
+        replace(part, own_experts=OwnExperts(tokens, of_part, tuple(layers)))
+        for part, tokens, of_part in zip(
+            _cut(_made(batch, values), batch.parts), own, experts, strict=True
+        )
     ]
-    made = _cut(_made(batch, values), batch.parts)
-    return [replace(part, own_experts=own) for part, own in zip(made, named, strict=True)]
 
 
 def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
@@ -103,22 +104,15 @@ def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
     return replace(TrainBatch(values.pop("token_ids_T"), mask_T, batch.lens_N), **values)
 
 
-def _lens_of_parts(batch: StoredBatch) -> list[tuple[int, ...]]:
-    """Return the lengths of each micro-batch's sequences; none of a filler."""
-    firsts = accumulate(batch.parts, initial=0)
-    return [
-        batch.lens_N[first : first + num] for first, num in zip(firsts, batch.parts, strict=False)
-    ]
-
-
-def _all_tokens(lens_N: Sequence[int]) -> Tensor:
-    return torch.arange(sum(lens_N))
+def _slices(parts: Sequence[int]) -> list[slice]:
+    """Return the sequences of each micro-batch; none of a filler."""
+    ends = list(accumulate(parts))
+    return [slice(end - num, end) for num, end in zip(parts, ends, strict=True)]
 
 
 def _cut(whole: TrainBatch, parts: Sequence[int]) -> list[TrainBatch]:
     """Return the micro-batches of as many sequences as `parts` says; 0: a filler."""
-    firsts = accumulate(parts, initial=0)
-    indices = [range(first, first + num) for first, num in zip(firsts, parts, strict=False)]
+    indices = [range(part.start, part.stop) for part in _slices(parts)]
     made = iter(select_each(whole, [part for part in indices if part]))
     return [next(made) if num else make_filler(whole) for num in parts]
 
@@ -161,38 +155,30 @@ def _sequences_by_store(batch: StoredBatch) -> dict[int, Array]:
     return {store: np.flatnonzero(batch.store_N == store) for store in stores}
 
 
-@dataclass(frozen=True)
-class ExpertRequest:
-    """The layers and ranges of tokens, as (sequence, first token, end), whose experts are read."""
-
-    layers: tuple[int, ...]
-    ranges_R3: Array
-
-
 def _read_all(
-    batch: StoredBatch, read: ReadStores, experts: ExpertRequest | None = None
+    batch: StoredBatch,
+    read: ReadStores,
+    layers: tuple[int, ...] = (),
+    index_G: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the fields that have columns, in the order of the batch.
 
-    Experts are in the order of the ranges in `experts`; None: those of all tokens and layers.
+    Routed experts are those of `layers` (empty: all) and of the tokens `index_G`, which rise (None:
+    all).
     """
+    ranges_R3 = None if index_G is None else _ranges(batch.lens_N, index_G)
     columns = columns_of(batch)
-    sequences = _sequences_by_store(batch)
-    requests = {
-        store: ReadRequest(
-            batch.group_N[here], batch.index_N[here], tuple(columns.values()), batch.version or 0
+    names = tuple(columns.values())
+    version = batch.version or 0
+    requests, rows, rows_of_experts = {}, {}, {}
+    for store, here in _sequences_by_store(batch).items():
+        own_R3 = None
+        rows[store] = rows_of_experts[store] = tokens_of(batch.lens_N, here.tolist())
+        if ranges_R3 is not None:
+            own_R3, rows_of_experts[store] = _of_sequences(ranges_R3, here)
+        requests[store] = ReadRequest(
+            batch.group_N[here], batch.index_N[here], names, version, layers, own_R3
         )
-        for store, here in sequences.items()
-    }
-    rows = {store: tokens_of(batch.lens_N, here.tolist()) for store, here in sequences.items()}
-    rows_of_experts = rows
-    if experts is not None:
-        asked = {store: _asked(experts, here) for store, here in sequences.items()}
-        rows_of_experts = {store: rows for store, (_, rows) in asked.items()}
-        requests = {
-            store: replace(request, layers=experts.layers, ranges_R3=asked[store][0])
-            for store, request in requests.items()
-        }
     answers = read(requests)
     fields = {
         field: _in_order(
@@ -202,15 +188,16 @@ def _read_all(
         )
         for field, name in columns.items()
     }
-    if experts is None and "routed_experts_TLK" in fields:
+    if "routed_experts_TLK" in fields:
         # No engine has run the last token of a sequence.
-        fields["routed_experts_TLK"][torch.tensor(batch.lens_N).cumsum(0) - 1] = -1
+        last_N = torch.tensor(batch.lens_N).cumsum(0) - 1
+        unknown = last_N if index_G is None else torch.isin(index_G, last_N)
+        fields["routed_experts_TLK"][unknown] = -1
     return fields
 
 
-def _asked(experts: ExpertRequest, here: Array) -> tuple[Array, Tensor]:
+def _of_sequences(ranges_R3: Array, here: Array) -> tuple[Array, Tensor]:
     """Return the ranges of the sequences `here`, counted among those, and where their rows go."""
-    ranges_R3 = experts.ranges_R3
     is_here_R = np.isin(ranges_R3[:, 0], here)
     own_R3 = ranges_R3[is_here_R]
     own_R3[:, 0] = np.searchsorted(here, own_R3[:, 0])

@@ -141,10 +141,9 @@ class SampleStore:
             for sample, part in zip(found, np.split(values, ends[:-1]), strict=True):
                 own = part[:-1] if name == ROUTED_EXPERTS else part
                 with self._lock:
-                    self._num_bytes -= _bytes_in_memory([sample])
+                    self._num_bytes += own.nbytes - _in_memory(sample.columns.get(name))
                     # A copy: a view would keep the values of all samples alive.
                     sample.columns[name] = own.copy()
-                    self._num_bytes += _bytes_in_memory([sample])
 
     def _move_out(self, group: Sequence[KeptSample]) -> None:
         """Move the columns of a new group to a file."""
@@ -185,8 +184,11 @@ class SampleStore:
 
 
 def _bytes_in_memory(group: Sequence[KeptSample]) -> int:
-    columns = (array for sample in group for array in sample.columns.values())
-    return sum(array.nbytes for array in columns if not isinstance(array, np.memmap))
+    return sum(_in_memory(array) for sample in group for array in sample.columns.values())
+
+
+def _in_memory(array: Array | None) -> int:
+    return 0 if array is None or isinstance(array, np.memmap) else array.nbytes
 
 
 def _laid_out(name: str, samples: Sequence[KeptSample], request: ReadRequest) -> Array:

@@ -118,15 +118,12 @@ def make_rank_batch(
     """
     padded_N = padded_lens(batch.lens_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
-    lens_T = torch.tensor(batch.lens_N)[sequence_T]
-    start_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]
-    real_T = position_T < lens_T
-    source_T = start_T + torch.where(real_T, position_T, 0)
-    if batch.is_filler:
-        real_T = torch.zeros_like(real_T)
-    targets_T = torch.where(position_T + 1 < lens_T, start_T + position_T + 1, -1)
+    first_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]
+    source_T = _indices(batch.lens_N, sequence_T, position_T)
+    targets_T = _indices(batch.lens_N, sequence_T, position_T + 1)
+    real_T = (source_T >= 0) & (not batch.is_filler)
     return RankBatch(
-        tokens_T=batch.token_ids_T[source_T],
+        tokens_T=batch.token_ids_T[torch.where(source_T >= 0, source_T, first_T)],
         positions_T=position_T,
         sequences_T=sequence_T,
         padding_T=None if padded_N == batch.lens_N and not batch.is_filler else ~real_T,
@@ -144,9 +141,12 @@ def local_sources(
     lens_N: tuple[int, ...], cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
 ) -> Tensor:
     """Return RankBatch.sources_T of the micro-batch of these lengths; see `make_rank_batch`."""
-    sequence_T, position_T = _local_tokens(
-        padded_lens(lens_N, cp_size, tp_size, rows), cp_rank, cp_size
-    )
+    padded_N = padded_lens(lens_N, cp_size, tp_size, rows)
+    return _indices(lens_N, *_local_tokens(padded_N, cp_rank, cp_size))
+
+
+def _indices(lens_N: tuple[int, ...], sequence_T: Tensor, position_T: Tensor) -> Tensor:
+    """Return the index in the micro-batch of each (sequence, position); -1 beyond a sequence."""
     start_T = torch.tensor((0, *lens_N)).cumsum(0)[sequence_T]
     return torch.where(position_T < torch.tensor(lens_N)[sequence_T], start_T + position_T, -1)
 
