@@ -150,10 +150,11 @@ class CollectorWorker:
     ) -> tuple[dict[str, StoredColumn], dict[str, float]]:
         """Call `function` on the batch with its tokens, and keep the fields that it sets.
 
-        Returns these fields' columns, and the function's metrics.
+        Routed experts, which are nearly all bytes of a batch, are not read for it. Returns these
+        fields' columns, and the function's metrics.
         """
         assert self._stores is not None, "connect comes first"
-        whole = self._stores.assemble(batch)
+        whole = self._stores.assemble(replace(batch, routed_experts_TLK=None))
         made, metrics = function(whole)
         changed = {
             name: value
