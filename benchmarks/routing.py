@@ -97,8 +97,9 @@ def all_engines() -> Iterator[dict[str, SimulatedEngine]]:
 @contextmanager
 def admission() -> Iterator[None]:
     """Have collectors send requests only to engines with few that wait."""
-    with all_engines() as engines, ExitStack() as stack:
-        sample = RolloutClient.sample_one
+    sample = RolloutClient.sample_one
+
+    with all_engines() as engines:
 
         async def admitted(
             client: RolloutClient, session: RolloutSession, request: Request, sampling: Sampling
@@ -108,8 +109,8 @@ def admission() -> Iterator[None]:
                 await asyncio.sleep(POLL_S)
             return await sample(client, session, request, sampling)
 
-        stack.enter_context(patch.object(RolloutClient, "sample_one", admitted))
-        yield
+        with patch.object(RolloutClient, "sample_one", admitted):
+            yield
 
 
 @contextmanager
@@ -118,7 +119,7 @@ def migration() -> Iterator[None]:
     step = SimulatedEngine._step
     moved_s = [0.0]
 
-    with all_engines() as engines, ExitStack() as stack:
+    with all_engines() as engines:
 
         def moving(engine: SimulatedEngine) -> None:
             step(engine)
@@ -129,8 +130,8 @@ def migration() -> Iterator[None]:
             while _hand_over(sorted(engines.values(), key=_num_requests)):
                 pass
 
-        stack.enter_context(patch.object(SimulatedEngine, "_step", moving))
-        yield
+        with patch.object(SimulatedEngine, "_step", moving):
+            yield
 
 
 def _num_requests(engine: SimulatedEngine) -> int:

@@ -1,18 +1,16 @@
 """A node with a run folder of its own trains, saves, resumes and exports as one that shares it."""
 
-import os
 import secrets
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.labels import NAME_LABEL, ORDER_LABEL
 from mcore_rl.cluster.marked import ray_temp_dir
-from mcore_rl.process.ports import find_free_port
+from mcore_rl.cluster.node_agent import local_ray
+from mcore_rl.cluster.node_agent.local_ray import LocalRay, RayNode
 from tests.support.debuggers import wait_for_match
 from tests.support.runs import Run
 
@@ -46,47 +44,24 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
     tried = subprocess.run([*elsewhere, "true"], capture_output=True, text=True)
     if tried.stdout != "mounted\n":
         pytest.skip(f"no permission to mount a folder: {tried.stderr}")
-    port = find_free_port(HEAD)
-    head = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor", "--num-cpus=1"]
     with ExitStack() as stack:
-        _ray("head", HEAD, "1", head, [], tmp_path, stack)
-        joining = [f"--address={HEAD}:{port}", "--num-cpus=3"]
-        _ray("other", OTHER, "0", joining, elsewhere, tmp_path, stack)
-        yield f"{HEAD}:{port}", folder
 
+        def start_ray(name: str, order: str, address: str, cpus: int, head: str | None) -> LocalRay:
+            facts = RayNode(name, order, address, cpus, 0, object_store_mib=80, resources={})
+            temp_dir = stack.enter_context(ray_temp_dir())
+            ray = LocalRay(facts, head, temp_dir, tmp_path / f"ray_{name}.log")
+            stack.callback(ray.stop)
+            wait_for_match("Ray runtime started", ray.log_path.read_text, 60)
+            return ray
 
-def _ray(
-    name: str,
-    address: str,
-    order: str,
-    role: list[str],
-    elsewhere: list[str],
-    tmp_path: Path,
-    stack: ExitStack,
-) -> subprocess.Popen[bytes]:
-    options = [f"--node-ip-address={address}", "--min-worker-port=0", "--max-worker-port=0"]
-    options += [f"--labels={NAME_LABEL}={name},{ORDER_LABEL}={order}", "--disable-usage-stats"]
-    options += [f"--dashboard-agent-listen-port={find_free_port(address)}"]
-    options += [f"--object-store-memory={80 * 2**20}"]
-    options += [f"--temp-dir={stack.enter_context(ray_temp_dir())}"]
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-    log = tmp_path / f"ray_{name}.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*elsewhere, *ray, *role, *options],
-            stdout=out,
-            stderr=out,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "DASHBOARD_METRIC_PORT": "-1"},
-        )
-    stack.callback(process.wait, 30)
-    stack.callback(process.terminate)
-    wait_for_match("Ray runtime started", log.read_text, 60)
-    return process
+        head = start_ray("head", "1", HEAD, 1, None)
+        monkeypatch.setattr(local_ray, "_RAY_START", (*elsewhere, *local_ray._RAY_START))
+        start_ray("other", "0", OTHER, 3, head.head_address)
+        yield head.head_address, folder
 
 
 def exported(run: Run) -> dict[str, bytes]:
-    files = (path for path in (run.run_dir / "hf").iterdir() if path.name != "config.json")
-    return {path.name: path.read_bytes() for path in files}
+    return {path.name: path.read_bytes() for path in (run.run_dir / "hf").iterdir()}
 
 
 def test_files_of_a_node_with_its_own_folder_come_to_the_controller(

@@ -147,9 +147,7 @@ def test_a_lost_node_is_named_and_nothing_is_left_on_the_other(submit: Submit) -
         ("node1", "trainer rank 1; engine 0 (part 2 of 2)"),
     ]
     assert_doors_are_closed(run)
-    words = {process: " ".join(process.cmdline()) for process in run.processes()}
-    [raylet] = [p for p in words if p.name() == "raylet" and "127.0.0.3" in words[p]]
-    raylet.kill()
+    run.kill_raylet("127.0.0.3")
     run.wait_ended(status=1)
     assert re.search(r"node node1: Ray ended on node node1 with status", run.printed())
     assert re.search(r"rank \d \(.*node node1\) died", run.printed())

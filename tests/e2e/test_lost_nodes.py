@@ -59,9 +59,7 @@ def test_a_run_goes_on_without_a_node_of_engines(three_nodes: SubmittedRun) -> N
     run.wait_for("step 2: rollout")
     assert [node for node, _ in seated(run)] == ["node0", "node1", "node2"]
     assert sorted(who for _, who in seated(run)) == ["engine 0", "engine 1", "trainer rank 0"]
-    words = {process: " ".join(process.cmdline()) for process in run.processes()}
-    [raylet] = [p for p in words if p.name() == "raylet" and "127.0.0.4" in words[p]]
-    raylet.kill()
+    run.kill_raylet("127.0.0.4")
     run.wait_ended()
     assert "node node2: Ray ended on node node2 with status" in run.printed()
     steps = [line for line in run.metrics() if "loss/total" in line]

@@ -82,6 +82,12 @@ class SubmittedRun:
         """Return the live processes of the job, in whatever session they are."""
         return [process for process in psutil.process_iter() if self._is_of_job(process)]
 
+    def kill_raylet(self, address: str) -> None:
+        """Kill the Ray of the node with this address."""
+        words = {process: " ".join(process.cmdline()) for process in self.processes()}
+        [raylet] = [p for p in words if p.name() == "raylet" and address in words[p]]
+        raylet.kill()
+
     def wait_until_nothing_is_left(self, timeout_s: float = 20.0) -> None:
         until = time.monotonic() + timeout_s
         while left := self.processes():
