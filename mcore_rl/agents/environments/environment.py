@@ -1,0 +1,46 @@
+"""What an environment is: it gives messages, takes the policy's answers, and rewards them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, Any]
+"""A chat message in OpenAI's format."""
+Tool = Mapping[str, Any]
+"""A function tool in OpenAI's format."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an episode begins: the conversation so far, and the tools that the policy may call."""
+
+    messages: list[Message]
+    tools: list[Tool] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows an answer of the policy.
+
+    reward    for that answer; the episode's reward is the sum over its steps
+    metrics   numbers that are averaged over episodes, by name
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode. Methods may be coroutines; without them, they run in a thread of their own."""
+
+    def reset(self, task: Mapping[str, Any]) -> Start:
+        """Begin the episode of a task: the fields of agents.messages.Task, by name."""
+        ...
+
+    def step(self, message: Message) -> Step:
+        """Take the policy's answer: an assistant message, with its tool calls."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,119 @@
+"""The values that environments, programs and the recorder exchange, in OpenAI's chat format."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+Message = Mapping[str, Any]
+"""role, content; of an assistant also reasoning_content and tool_calls; of a tool tool_call_id.
+
+The arguments of a tool call are a string of JSON, as OpenAI has them.
+"""
+Tool = Mapping[str, Any]
+"""{"type": "function", "function": {"name", "description", "parameters"}}."""
+
+
+class CallStatus(StrEnum):
+    """What became of the text of a tool call. Only those that are OK are executed."""
+
+    OK = "ok"
+    BAD_JSON = "bad_json"
+    UNCLOSED = "unclosed"
+    UNKNOWN_TOOL = "unknown_tool"
+    IN_REASONING = "in_reasoning"
+
+
+@dataclass(frozen=True)
+class CallAttempt:
+    """A tool call that a response wrote, or tried to write.
+
+    start, stop   its tokens in the response
+    call_id       id of the tool call in the answer's message; empty unless the status is OK
+    error         why it is not OK, in words for the policy
+    """
+
+    status: CallStatus
+    start: int
+    stop: int
+    name: str = ""
+    call_id: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response as a message of the assistant, and what it tried to call."""
+
+    message: Message
+    attempts: tuple[CallAttempt, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Asks the policy for its next message.
+
+    max_tokens   bound of the response, besides those of the recipe; None: no other
+    stop         texts that end the response
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The policy's next message, with the tokens that it was sampled as.
+
+    turn            number of the turn in its episode
+    prompt_ids      every token that the engine was given
+    logprobs        one per token of token_ids
+    finish_reason   stop, length, tool_calls
+    """
+
+    turn: int
+    answer: Answer
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+
+
+class EndReason(StrEnum):
+    """Why an episode is over; every episode has exactly one."""
+
+    DONE = "done"
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    DEADLINE = "deadline"
+    ENV_ERROR = "env_error"
+    TOOL_ERROR = "tool_error"
+    PARSE_ERROR = "parse_error"
+    DROPPED_STALE = "dropped_stale"
+    ABORTED = "aborted"
+
+
+class EpisodeEnded(Exception):
+    """The policy says nothing more in this episode; `reason` is why it is over."""
+
+    def __init__(self, reason: EndReason, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else str(reason))
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an environment is reset to: a prompt of the data set and one of its samples.
+
+    seed   differs between the samples of a run, and is the same when an episode begins again
+    """
+
+    messages: tuple[Message, ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    index: int = 0
+    sample_index: int = 0
+    seed: int = 0
