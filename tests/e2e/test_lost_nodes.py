@@ -15,15 +15,30 @@ pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
 SETTINGS = ("eval.data=[]", "checkpoint.export_hf=false")
 COLLECTOR = "ray::collector_rank0"
+HELD_REWARD = """
+import time
+from pathlib import Path
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    while Path(HOLD).exists():
+        time.sleep(0.05)
+    return float(len(solution_str) % 2)
+"""
 
 
 @pytest.fixture
 def three_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
-    """The trainer's node, and two with an engine and a collector each."""
-    settings = [*tiny_settings(arithmetic), *SETTINGS, "run.steps=6", "parallel.ep=1"]
+    """The trainer's node, and two with an engine and a collector each.
+
+    No sample gets a reward while there is a file `hold` beside the run folder.
+    """
+    reward = tmp_path / "held_reward.py"
+    reward.write_text(HELD_REWARD.replace("HOLD", repr(str(tmp_path / "hold"))))
+    settings = [*tiny_settings(arithmetic), *SETTINGS, "run.steps=4", "parallel.ep=1"]
     nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1"]
     apart = ["cluster.separate_nodes=true", "cluster.cpus_per_rank=1", "rollout.engines=2"]
-    run = SubmittedRun([*settings, *nodes, *apart], tmp_path / "run")
+    scored = [f"reward.path={reward}", "reward.name=score", "reward.workers=1"]
+    run = SubmittedRun([*settings, *nodes, *apart, *scored], tmp_path / "run")
     yield run
     run.kill()
 
@@ -55,15 +70,19 @@ def test_samples_that_wait_for_their_step_are_sampled_again(start: Start) -> Non
 
 
 def test_a_run_goes_on_without_a_node_of_engines(three_nodes: SubmittedRun) -> None:
-    run = three_nodes
-    run.wait_for("step 2: rollout")
+    run, hold = three_nodes, three_nodes.run_dir.parent / "hold"
+    run.wait_for("step 1: train")
+    hold.touch()
+    run.wait_for("step 2: reward")
     assert [node for node, _ in seated(run)] == ["node0", "node1", "node2"]
     assert sorted(who for _, who in seated(run)) == ["engine 0", "engine 1", "trainer rank 0"]
     run.kill_raylet("127.0.0.4")
+    run.wait_for("is gone with its node")
+    hold.unlink()
     run.wait_ended()
     assert "node node2: Ray ended on node node2 with status" in run.printed()
     steps = [line for line in run.metrics() if "loss/total" in line]
-    assert [line["step"] for line in steps] == list(range(1, 7))
+    assert [line["step"] for line in steps] == list(range(1, 5))
     assert {line["rollout/samples"] for line in steps} == {16.0}
     assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
     assert sum(line["rollout/lost"] for line in steps) > 0, steps
