@@ -21,28 +21,46 @@ AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
 
 
 def loss_weights(
-    kind: str, loss_mask_T: Tensor, lens_N: Sequence[int], max_response_len: int | None = None
+    kind: str,
+    loss_mask_T: Tensor,
+    lens_N: Sequence[int],
+    max_response_len: int | None = None,
+    sample_N: Sequence[int] | None = None,
 ) -> Tensor:
     """Return float32 weights_T, 0 where loss_mask_T is False; all 0 if no token is trained.
 
     max_response_len   tokens; only kind="constant" uses it
+    sample_N           as in `sequence_weights`
     Raises ValueError for an unknown kind, or if lens_N do not sum to the length of the mask.
     """
     if loss_mask_T.shape != (sum(lens_N),):
         raise ValueError(f"loss_mask_T has {tuple(loss_mask_T.shape)}, lens_N sum to {sum(lens_N)}")
     lens = torch.tensor(lens_N, dtype=torch.int64, device=loss_mask_T.device)
     trained_N = torch.segment_reduce(loss_mask_T.double(), "sum", lengths=lens).long()
-    weights_N = sequence_weights(kind, trained_N, max_response_len)
+    of_sample_N = None if sample_N is None else torch.tensor(sample_N, device=lens.device)
+    weights_N = sequence_weights(kind, trained_N, max_response_len, of_sample_N)
     return weights_N.repeat_interleave(lens) * loss_mask_T
 
 
-def sequence_weights(kind: str, trained_N: Tensor, max_response_len: int | None = None) -> Tensor:
+def sequence_weights(
+    kind: str,
+    trained_N: Tensor,
+    max_response_len: int | None = None,
+    sample_N: Tensor | None = None,
+) -> Tensor:
     """Return float32 [N], the weight of each trained token of a sequence.
 
     trained_N          int64, trained tokens of each sequence
     max_response_len   tokens; only kind="constant" uses it
+    sample_N           int64, equal for the sequences of one sample: these count as one sequence, so
+                       a token's weight does not depend on how an episode is cut into rows
     Raises ValueError for an unknown kind.
     """
+    if sample_N is not None:
+        _, place_N = sample_N.unique(return_inverse=True)
+        num_samples = int(place_N.max()) + 1
+        of_samples = trained_N.new_zeros(num_samples).index_add_(0, place_N, trained_N)
+        return sequence_weights(kind, of_samples, max_response_len)[place_N]
     weights = AGGREGATIONS[kind](trained_N, max_response_len)
     return weights.expand(len(trained_N)).float()
 

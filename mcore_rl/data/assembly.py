@@ -89,11 +89,14 @@ def assemble_parts(
 def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
     """Return the batch with these fields, and those that are numbers per sample."""
     lens = torch.tensor(batch.lens_N)
-    prompt_lens = torch.from_numpy(batch.prompt_lens_N)
-    part_lens = torch.stack([prompt_lens, lens - prompt_lens], 1).flatten()
     trained_N = torch.from_numpy(batch.is_trained_N)
-    mask_T = torch.stack([torch.zeros_like(trained_N), trained_N], 1).flatten()
-    mask_T = mask_T.repeat_interleave(part_lens)
+    if batch.loss_mask_T is None:
+        sampled_lens = torch.from_numpy(batch.sampled_lens_N)
+        part_lens = torch.stack([lens - sampled_lens, sampled_lens], 1).flatten()
+        mask_T = torch.stack([torch.zeros_like(trained_N), trained_N], 1).flatten()
+        mask_T = mask_T.repeat_interleave(part_lens)
+    else:
+        mask_T = values.pop("loss_mask_T") & trained_N.repeat_interleave(lens)
     for field, values_N in (
         ("loss_weights_T", batch.loss_weights_N),
         ("advantages_T", batch.advantages_N),
@@ -101,7 +104,9 @@ def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
         if values_N is not None:
             spread_T = torch.from_numpy(values_N).repeat_interleave(lens)
             values[field] = spread_T.masked_fill(~mask_T, 0.0)
-    return replace(TrainBatch(values.pop("token_ids_T"), mask_T, batch.lens_N), **values)
+    sample_N = None if batch.sample_N is None else tuple(batch.sample_N.tolist())
+    made = TrainBatch(values.pop("token_ids_T"), mask_T, batch.lens_N, sample_N=sample_N)
+    return replace(made, **values)
 
 
 def _slices(parts: Sequence[int]) -> list[slice]:

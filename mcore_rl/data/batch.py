@@ -22,6 +22,8 @@ from mcore_rl.types import (
 )
 
 B = TypeVar("B", bound=AnyBatch)
+CUT_OFF = ("length", "max_tokens", "max_turns", "deadline")
+"""Why responses and episodes end before the policy ends them."""
 NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
 
 
@@ -88,13 +90,15 @@ def _routed_experts(samples: Sequence[Sample]) -> Tensor | None:
 
 
 def without_truncated(batch: B, samples: Sequence[AnySample]) -> B:
-    """Remove cut-off responses from the loss mask of the batch that was made of `samples`.
+    """Remove cut-off responses and episodes from the loss mask of the batch made of `samples`.
 
     DAPO, arXiv:2503.14476, section 3.4.
     """
     whole_N = torch.tensor(
-        [sample.finish_reason != "length" for sample in samples if sample.response_len]
+        [sample.finish_reason not in CUT_OFF for sample in samples if sample.response_len]
     )
+    if batch.sample_N is not None:
+        whole_N = whole_N[torch.tensor(batch.sample_N)]
     if isinstance(batch, StoredBatch):
         return replace(batch, is_trained_N=batch.is_trained_N & whole_N.numpy())
     whole_T = whole_N.repeat_interleave(torch.tensor(batch.lens_N))
@@ -111,12 +115,18 @@ def select_each(batch: B, groups: Sequence[Sequence[int]]) -> list[B]:
     if isinstance(batch, StoredBatch):
         return [select_stored(batch, indices) for indices in groups]
     lens = [tuple(batch.lens_N[i] for i in indices) for indices in groups]
+    sample_N = batch.sample_N
     rows_S = tokens_of(batch.lens_N, [i for indices in groups for i in indices])
     rows_by_group = rows_S.split([sum(of_group) for of_group in lens])
     fields = batch.token_fields()
     return [
-        replace(batch, lens_N=of_group, **{name: value[rows] for name, value in fields.items()})
-        for of_group, rows in zip(lens, rows_by_group, strict=True)
+        replace(
+            batch,
+            lens_N=of_group,
+            sample_N=sample_N and tuple(sample_N[i] for i in indices),
+            **{name: value[rows] for name, value in fields.items()},
+        )
+        for of_group, rows, indices in zip(lens, rows_by_group, groups, strict=True)
     ]
 
 
@@ -135,21 +145,31 @@ def split_by_lens(values_T: Tensor, lens_N: Sequence[int]) -> tuple[Tensor, ...]
     return values_T.split(list(lens_N))
 
 
-def plan_mini_batches(
-    num_sequences: int, mini_batches: int, epochs: int, seed: int
-) -> list[list[int]]:
-    """Return the sequence indices of each optimizer step.
+def rows_of_samples(batch: AnyBatch) -> list[list[int]]:
+    """Return the indices of the sequences that belong to each sample."""
+    if batch.sample_N is None:
+        return [[i] for i in range(len(batch.lens_N))]
+    rows: dict[int, list[int]] = {}
+    for i, sample in enumerate(batch.sample_N):
+        rows.setdefault(int(sample), []).append(i)
+    return list(rows.values())
 
-    Every epoch has every sequence once, in a new random assignment to mini-batches whose sizes
+
+def plan_mini_batches(
+    num_samples: int, mini_batches: int, epochs: int, seed: int
+) -> list[list[int]]:
+    """Return the indices of the samples of each optimizer step.
+
+    Every epoch has every sample once, in a new random assignment to mini-batches whose sizes
     differ by at most one. With one mini-batch the order is kept.
     """
     steps = []
     for epoch in range(epochs):
         if mini_batches == 1:
-            order = list(range(num_sequences))
+            order = list(range(num_samples))
         else:
             generator = torch.Generator().manual_seed(seed * 1009 + epoch)
-            order = torch.randperm(num_sequences, generator=generator).tolist()
+            order = torch.randperm(num_samples, generator=generator).tolist()
         steps += [sorted(order[i::mini_batches]) for i in range(mini_batches)]
     return [step for step in steps if step]
 
@@ -158,7 +178,9 @@ def with_loss_weights(batch: B, aggregation: str, max_response_len: int) -> B:
     """Set the batch's loss weights as one optimizer step; max_response_len in tokens."""
     if isinstance(batch, StoredBatch):
         return with_stored_weights(batch, aggregation, max_response_len)
-    weights_T = loss_weights(aggregation, batch.loss_mask_T, batch.lens_N, max_response_len)
+    weights_T = loss_weights(
+        aggregation, batch.loss_mask_T, batch.lens_N, max_response_len, batch.sample_N
+    )
     return replace(batch, loss_weights_T=weights_T)
 
 
@@ -171,7 +193,8 @@ def make_filler(batch: TrainBatch) -> TrainBatch:
     values["loss_mask_T"] = torch.zeros(2, dtype=torch.bool)
     if batch.loss_weights_T is not None:
         values["loss_weights_T"] = torch.zeros(2)
-    return replace(batch, lens_N=(2,), is_filler=True, **values)
+    sample_N = None if batch.sample_N is None else (0,)
+    return replace(batch, lens_N=(2,), sample_N=sample_N, is_filler=True, **values)
 
 
 def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:

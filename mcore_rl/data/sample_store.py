@@ -4,7 +4,10 @@ A group is the samples of one prompt. A column has a value for each token of a s
 response, and is None where it was never written:
 
     token_ids  rollout_logprobs  routed_experts      written when a group is sampled
+    loss_mask  turn_rewards  turn                    of rows of episodes, written with them
     teacher_logprobs  old_logprobs  values  ...      written by those who compute them
+
+A sample of one turn is one row of these columns; an episode has as many as it takes.
 
 Where memory is bounded, what is sampled beyond the bound goes to files, and is read from there.
 """
@@ -12,17 +15,24 @@ Where memory is bounded, what is sampled beyond the bound goes to files, and is 
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from mcore_rl.data.episodes import (
+    ROLLOUT_LOGPROBS,
+    TOKEN_IDS,
+    columns_of_row,
+    flat_response,
+)
 from mcore_rl.data.spill import SpillFiles
-from mcore_rl.types import Array, Prompt, Sample, VersionSpan
+from mcore_rl.types import Array, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)
-TOKEN_IDS = "token_ids"
-ROLLOUT_LOGPROBS = "rollout_logprobs"
 ROUTED_EXPERTS = "routed_experts"
 TEACHER_LOGPROBS = "teacher_logprobs"
 STALE = "stale"
@@ -30,14 +40,26 @@ STALE = "stale"
 
 
 @dataclass
-class KeptSample:
-    """A sample as arrays; `columns` are token-aligned, routed experts lack the last token."""
+class KeptRow:
+    """A sequence as arrays, token-aligned; routed experts lack the last token.
 
-    response_len: int
-    finish_reason: str
+    versions   the weights that sampled its tokens, in positions of the sequence
+    """
+
     versions: tuple[VersionSpan, ...]
-    text: str
     columns: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KeptGroup:
+    """The samples of a prompt, without what their rows keep of them, and the rows of each."""
+
+    samples: Sequence[Sample]
+    rows_of: Sequence[Sequence[KeptRow]]
+
+    @cached_property
+    def rows(self) -> list[KeptRow]:
+        return list(chain.from_iterable(self.rows_of))
 
 
 @dataclass(frozen=True)
@@ -86,25 +108,26 @@ class SampleStore:
         self._spill = spill or SpillFiles("")
         self._first_group = first_group
         self._expert_dtype = np.uint8 if 0 < num_experts <= 256 else np.int16
-        self._groups: dict[int, tuple[Prompt, list[KeptSample]]] = {}
+        self._groups: dict[int, KeptGroup] = {}
         self._lock = threading.Lock()
 
     def put(self, group: int, samples: Sequence[Sample]) -> None:
         """Keep the samples of one prompt."""
-        kept = [self._kept(sample) for sample in samples]
-        if 0 < self._limit_bytes < self._num_bytes + _bytes_in_memory(kept):
-            self._move_out(kept)
+        kept = KeptGroup(list(map(_emptied, samples)), list(map(self._rows, samples)))
+        rows = kept.rows
+        if 0 < self._limit_bytes < self._num_bytes + _bytes_in_memory(rows):
+            self._move_out(rows)
         with self._lock:
             assert group not in self._groups, f"group {group} is kept already"
-            self._groups[group] = (samples[0].prompt, kept)
-            self._num_bytes += _bytes_in_memory(kept)
+            self._groups[group] = kept
+            self._num_bytes += _bytes_in_memory(rows)
 
     def drop(self, groups: Sequence[int]) -> None:
         """Forget groups; those that are not there are ignored."""
         with self._lock:
             for group in groups:
-                _, kept = self._groups.pop(group, (None, []))
-                self._num_bytes -= _bytes_in_memory(kept)
+                kept = self._groups.pop(group, None)
+                self._num_bytes -= _bytes_in_memory(kept.rows) if kept else 0
 
     @property
     def num_groups(self) -> int:
@@ -117,20 +140,20 @@ class SampleStore:
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         """Return whole samples, for rewards and logs."""
         return [
-            _sample(*self._find(group, index), index)
+            _filled(self._find(group, index), index)
             for group, index in zip(group_N, index_N, strict=True)
         ]
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
         """Return the columns by name. Raises KeyError for an unknown column or sample."""
         pairs = zip(request.group_N.tolist(), request.index_N.tolist(), strict=True)
-        found = [self._find(group, index)[1] for group, index in pairs]
+        found = [self._find(group, index).rows[index] for group, index in pairs]
         return {name: _laid_out(name, found, request) for name in request.names}
 
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
         """Set columns of samples, each laid end to end in the order of group_N and index_N."""
         found = [
-            self._find(group, index)[1]
+            self._find(group, index).rows[index]
             for group, index in zip(group_N.tolist(), index_N.tolist(), strict=True)
         ]
         ends = np.cumsum([len(sample.columns[TOKEN_IDS]) for sample in found])
@@ -145,7 +168,7 @@ class SampleStore:
                     # A copy: a view would keep the values of all samples alive.
                     sample.columns[name] = own.copy()
 
-    def _move_out(self, group: Sequence[KeptSample]) -> None:
+    def _move_out(self, group: Sequence[KeptRow]) -> None:
         """Move the columns of a new group to a file."""
         if not self._spill.num_bytes:
             _log.warning(
@@ -158,32 +181,44 @@ class SampleStore:
         for sample in group:
             sample.columns = {name: next(moved) for name in names}
 
-    def _kept(self, sample: Sample) -> KeptSample:
-        prompt_ids = sample.prompt.token_ids
-        num_tokens = len(prompt_ids) + sample.response_len
+    def _rows(self, sample: Sample) -> list[KeptRow]:
+        if sample.episode is not None:
+            rows = [(row, columns_of_row(sample.episode, row)) for row in sample.episode.rows]
+            return [self._compact(row.versions, own, row.routed_experts) for row, own in rows]
+        prompt_len = len(sample.prompt.token_ids)
+        num_tokens = prompt_len + sample.response_len
         token_ids = np.empty(num_tokens, np.int32)
-        token_ids[: len(prompt_ids)] = prompt_ids
-        token_ids[len(prompt_ids) :] = sample.response_ids
+        token_ids[:prompt_len] = sample.prompt.token_ids
+        token_ids[prompt_len:] = sample.response_ids
         logprobs = np.zeros(num_tokens, np.float32)
-        logprobs[len(prompt_ids) :] = sample.logprobs
-        columns = {TOKEN_IDS: token_ids, ROLLOUT_LOGPROBS: logprobs}
-        if sample.routed_experts is not None:
-            columns[ROUTED_EXPERTS] = sample.routed_experts.numpy().astype(self._expert_dtype)
-        return KeptSample(
-            sample.response_len, sample.finish_reason, sample.versions, sample.text, columns
+        logprobs[prompt_len:] = sample.logprobs
+        versions = tuple(
+            VersionSpan(prompt_len + span.start, prompt_len + span.stop, span.version)
+            for span in sample.versions
         )
+        columns = {TOKEN_IDS: token_ids, ROLLOUT_LOGPROBS: logprobs}
+        return [self._compact(versions, columns, sample.routed_experts)]
 
-    def _find(self, group: int, index: int) -> tuple[Prompt, KeptSample]:
+    def _compact(
+        self,
+        versions: tuple[VersionSpan, ...],
+        columns: dict[str, Array],
+        routed_experts: Tensor | None,
+    ) -> KeptRow:
+        if routed_experts is not None:
+            columns[ROUTED_EXPERTS] = routed_experts.numpy().astype(self._expert_dtype)
+        return KeptRow(versions, columns)
+
+    def _find(self, group: int, index: int) -> KeptGroup:
         with self._lock:
             entry = self._groups.get(group)
         if entry is None:
             kind = LostSampleError if group < self._first_group else UnknownSampleError
             raise kind(f"sample {index} of group {group} is not in the store")
-        prompt, kept = entry
-        return prompt, kept[index]
+        return entry
 
 
-def _bytes_in_memory(group: Sequence[KeptSample]) -> int:
+def _bytes_in_memory(group: Sequence[KeptRow]) -> int:
     return sum(_in_memory(array) for sample in group for array in sample.columns.values())
 
 
@@ -191,7 +226,7 @@ def _in_memory(array: Array | None) -> int:
     return 0 if array is None or isinstance(array, np.memmap) else array.nbytes
 
 
-def _laid_out(name: str, samples: Sequence[KeptSample], request: ReadRequest) -> Array:
+def _laid_out(name: str, samples: Sequence[KeptRow], request: ReadRequest) -> Array:
     if name == STALE:
         return np.concatenate([_stale(sample, request.version) for sample in samples])
     if name == ROUTED_EXPERTS:
@@ -199,7 +234,7 @@ def _laid_out(name: str, samples: Sequence[KeptSample], request: ReadRequest) ->
     return np.concatenate([sample.columns[name] for sample in samples])
 
 
-def _experts_laid_out(samples: Sequence[KeptSample], request: ReadRequest) -> Array:
+def _experts_laid_out(samples: Sequence[KeptRow], request: ReadRequest) -> Array:
     """Return the experts of the request's tokens and layers.
 
     No engine has run a sample's last token: its experts are zeros, which readers mark as unknown.
@@ -225,24 +260,37 @@ def _experts_laid_out(samples: Sequence[KeptSample], request: ReadRequest) -> Ar
     return laid_out
 
 
-def _stale(sample: KeptSample, version: int) -> Array:
-    stale = np.zeros(len(sample.columns[TOKEN_IDS]), np.bool_)
-    prompt_len = len(stale) - sample.response_len
-    for span in sample.versions:
-        stale[prompt_len + span.start : prompt_len + span.stop] = span.version != version
+def _stale(row: KeptRow, version: int) -> Array:
+    stale = np.zeros(len(row.columns[TOKEN_IDS]), np.bool_)
+    for span in row.versions:
+        stale[span.start : span.stop] = span.version != version
     return stale
 
 
-def _sample(prompt: Prompt, kept: KeptSample, index: int) -> Sample:
-    prompt_len = len(prompt.token_ids)
-    experts = kept.columns.get(ROUTED_EXPERTS)
-    return Sample(
-        prompt=prompt,
-        sample_index=index,
-        response_ids=tuple(kept.columns[TOKEN_IDS][prompt_len:].tolist()),
-        logprobs=tuple(kept.columns[ROLLOUT_LOGPROBS][prompt_len:].tolist()),
-        finish_reason=kept.finish_reason,
-        versions=kept.versions,
-        text=kept.text,
+def _emptied(sample: Sample) -> Sample:
+    """Return a sample without what its rows keep."""
+    episode = sample.episode and replace(sample.episode, rows=())
+    return replace(
+        sample, response_ids=(), logprobs=(), versions=(), routed_experts=None, episode=episode
+    )
+
+
+def _filled(group: KeptGroup, index: int) -> Sample:
+    """Return a whole sample; of an episode, all but its record's rows."""
+    sample, rows = group.samples[index], group.rows_of[index]
+    if sample.episode is not None:
+        parts = [(row.versions, row.columns) for row in rows]
+        return replace(sample, **flat_response(parts))
+    [row] = rows
+    prompt_len = len(sample.prompt.token_ids)
+    experts = row.columns.get(ROUTED_EXPERTS)
+    return replace(
+        sample,
+        response_ids=tuple(row.columns[TOKEN_IDS][prompt_len:].tolist()),
+        logprobs=tuple(row.columns[ROLLOUT_LOGPROBS][prompt_len:].tolist()),
+        versions=tuple(
+            VersionSpan(span.start - prompt_len, span.stop - prompt_len, span.version)
+            for span in row.versions
+        ),
         routed_experts=None if experts is None else torch.from_numpy(experts.astype(np.int16)),
     )

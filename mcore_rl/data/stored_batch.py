@@ -15,11 +15,16 @@ from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.types import Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
+OF_EPISODES = {
+    name: StoredColumn(name[:-2]) for name in ("loss_mask_T", "turn_rewards_T", "turn_T")
+}
+"""Fields that only rows of episodes have."""
 _BY_SEQUENCE = (
     "store_N",
     "group_N",
     "index_N",
-    "prompt_lens_N",
+    "sampled_lens_N",
+    "sample_N",
     "is_trained_N",
     "loss_weights_N",
     "advantages_N",
@@ -30,22 +35,24 @@ def make_stored_batch(
     samples: Sequence[StoredSample], version: WeightVersion | None = None
 ) -> StoredBatch:
     """Return the batch of the samples that have a response; see data.batch.make_train_batch."""
-    sequences = [sample for sample in samples if sample.response_len]
-    if not sequences:
+    present = [sample for sample in samples if sample.response_len]
+    if not present:
         raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
-    prompt_lens = [len(sample.prompt.token_ids) for sample in sequences]
-    response_lens = [sample.response_len for sample in sequences]
-    has_experts = all(sample.has_experts for sample in sequences)
-    return StoredBatch(
-        store_N=np.array([sample.lease.store for sample in sequences]),
-        group_N=np.array([sample.lease.group for sample in sequences]),
-        index_N=np.array([sample.sample_index for sample in sequences]),
-        prompt_lens_N=np.array(prompt_lens),
-        lens_N=tuple(map(sum, zip(prompt_lens, response_lens, strict=True))),
+    sequences = [(n, sample.lease, row) for n, sample in enumerate(present) for row in sample.rows]
+    has_experts = all(sample.has_experts for sample in present)
+    are_episodes = any(sample.episode_rows for sample in present)
+    batch = StoredBatch(
+        store_N=np.array([lease.store for _, lease, _ in sequences]),
+        group_N=np.array([lease.group for _, lease, _ in sequences]),
+        index_N=np.array([row.index for _, _, row in sequences]),
+        sampled_lens_N=np.array([row.num_trained for _, _, row in sequences]),
+        lens_N=tuple(row.num_tokens for _, _, row in sequences),
         is_trained_N=np.ones(len(sequences), np.bool_),
+        sample_N=np.array([n for n, _, _ in sequences]) if are_episodes else None,
         version=version,
         routed_experts_TLK=ROUTED_EXPERTS if has_experts else None,
     )
+    return replace(batch, **OF_EPISODES) if are_episodes else batch
 
 
 def select_stored(batch: StoredBatch, indices: Sequence[int]) -> StoredBatch:
@@ -77,10 +84,16 @@ def in_parts(batch: StoredBatch, parts: Sequence[Sequence[int]]) -> StoredBatch:
 def with_stored_weights(batch: StoredBatch, aggregation: str, max_response_len: int) -> StoredBatch:
     """Set the batch's loss weights as one optimizer step; see data.batch.with_loss_weights."""
     trained_N = torch.from_numpy(trained_lens(batch))
-    weights_N = sequence_weights(aggregation, trained_N, max_response_len)
+    sample_N = None if batch.sample_N is None else torch.from_numpy(batch.sample_N)
+    weights_N = sequence_weights(aggregation, trained_N, max_response_len, sample_N)
     return replace(batch, loss_weights_N=weights_N.numpy())
 
 
 def trained_lens(batch: StoredBatch) -> Array:
     """Return int64 [N], the trained tokens of each sequence."""
-    return (np.array(batch.lens_N) - batch.prompt_lens_N) * batch.is_trained_N
+    return batch.sampled_lens_N * batch.is_trained_N
+
+
+def by_sequence(batch: StoredBatch, values_N: Array) -> Array:
+    """Return the value of each sequence's sample; `values_N` has one per sample, in order."""
+    return values_N if batch.sample_N is None else values_N[batch.sample_N]

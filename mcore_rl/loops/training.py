@@ -11,6 +11,7 @@ from mcore_rl.config import AlgorithmConfig, Config, CriticConfig, TrainConfig
 from mcore_rl.data.batch import (
     make_batch,
     plan_mini_batches,
+    rows_of_samples,
     select,
     with_loss_weights,
     without_truncated,
@@ -126,8 +127,9 @@ def train_critic(options: StepOptions, critic: Critic, batch: Batch, seed: int) 
 
 def mini_batches(batch: Batch, number: int, epochs: int, seed: int) -> Iterator[Batch]:
     """Yield the batch of each optimizer step."""
-    for indices in plan_mini_batches(len(batch.lens_N), number, epochs, seed):
-        yield select(batch, indices)
+    rows = rows_of_samples(batch)
+    for samples in plan_mini_batches(len(rows), number, epochs, seed):
+        yield select(batch, [row for sample in samples for row in rows[sample]])
 
 
 def add_logprobs(options: StepOptions, trainer: Trainer, batch: Batch) -> Batch:

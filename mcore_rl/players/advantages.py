@@ -8,6 +8,7 @@ import numpy as np
 
 from mcore_rl.algo.estimator import Advantages, SampleShapes
 from mcore_rl.data.sample_store import TEACHER_LOGPROBS
+from mcore_rl.data.stored_batch import by_sequence
 from mcore_rl.roles import OnTokens
 from mcore_rl.scores import Scores
 from mcore_rl.types import StoredBatch, StoredColumn, StoredSample
@@ -28,7 +29,8 @@ class StoredAdvantages:
         if self._advantages.are_by_sample:
             has_tokens_N = np.array([sample.response_len > 0 for sample in samples])
             advantages_N = self._advantages.of_samples(scores, samples).numpy()
-            return replace(batch, advantages_N=advantages_N[has_tokens_N]), {}
+            own_N = by_sequence(batch, advantages_N[has_tokens_N])
+            return replace(batch, advantages_N=own_N), {}
         if self._has_teacher:
             batch = replace(batch, teacher_logprobs_T=StoredColumn(TEACHER_LOGPROBS))
         shapes = SampleShapes.of(samples)

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 from mcore_rl.data.sample_store import SampleStore
@@ -21,7 +22,7 @@ from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
-from mcore_rl.types import Prompt, Sample, VersionSpan
+from mcore_rl.types import Prompt, RowFacts, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)
 
@@ -58,13 +59,17 @@ class Orders:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """A group that was sampled: an entry per sample, without its tokens."""
+    """A group that was sampled: an entry per sample, without its tokens.
+
+    episode_rows   empty, unless the samples are episodes
+    """
 
     group: int
     response_lens: tuple[int, ...]
     finish_reasons: tuple[str, ...]
     versions: tuple[tuple[VersionSpan, ...], ...]
     has_experts: bool
+    episode_rows: tuple[tuple[RowFacts, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,5 +230,22 @@ def facts_of(group: int, samples: Sequence[Sample]) -> GroupFacts:
         response_lens=tuple(sample.response_len for sample in samples),
         finish_reasons=tuple(sample.finish_reason for sample in samples),
         versions=tuple(sample.versions for sample in samples),
-        has_experts=all(sample.routed_experts is not None for sample in samples),
+        has_experts=all(map(_has_experts, samples)),
+        episode_rows=_episode_rows(samples),
+    )
+
+
+def _has_experts(sample: Sample) -> bool:
+    if sample.episode is None:
+        return sample.routed_experts is not None
+    return all(row.routed_experts is not None for row in sample.episode.rows)
+
+
+def _episode_rows(samples: Sequence[Sample]) -> tuple[tuple[RowFacts, ...], ...]:
+    """Return the facts of each episode's rows, numbered through the group; () of other samples."""
+    numbers = count()
+    return tuple(
+        tuple(RowFacts(next(numbers), len(row.token_ids), row.num_trained) for row in episode.rows)
+        for episode in (sample.episode for sample in samples)
+        if episode is not None
     )

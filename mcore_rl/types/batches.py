@@ -1,110 +1,10 @@
-"""The values that flow through the loop: prompts become samples, samples become train batches.
+"""Batches: sequences of samples laid end to end, as tensors or by reference to their stores."""
 
-Axis legend for tensor names, here and everywhere: N sequences, T tokens of all sequences
-concatenated, P prompts, G samples of one prompt (its group), V vocabulary, L layers, K experts of a
-token in a layer.
-"""
+from dataclasses import dataclass
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NewType
-
-import numpy as np
 from torch import Tensor
 
-Array = np.ndarray[Any, Any]
-WeightVersion = NewType("WeightVersion", int)
-"""Number of loop steps that made a set of weights; 0 is the initial weights."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One tokenized problem; `index` is its row in the source, the same in every epoch and run."""
-
-    index: int
-    token_ids: tuple[int, ...]
-    messages: tuple[Mapping[str, str], ...]
-    data_source: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.token_ids:
-            raise ValueError(f"prompt {self.index} of {self.data_source!r} has no tokens")
-
-
-@dataclass(frozen=True)
-class VersionSpan:
-    """Tokens [start, stop) of a response were sampled from weights `version`."""
-
-    start: int
-    stop: int
-    version: WeightVersion
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response to one prompt.
-
-    logprobs         the engine's own, one per response token
-    versions         the weights that sampled each token; the spans cover the response once
-    routed_experts   int16 [prompt and response tokens except the last, L, K], the experts that the
-                     engine's routers chose; None if they were not requested
-    """
-
-    prompt: Prompt
-    sample_index: int
-    response_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-    versions: tuple[VersionSpan, ...]
-    text: str
-    routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        where = f"prompt {self.prompt.index} sample {self.sample_index}"
-        num_tokens = len(self.response_ids)
-        if len(self.logprobs) != num_tokens:
-            raise ValueError(
-                f"{where}: {num_tokens} response tokens but {len(self.logprobs)} log-probs"
-            )
-        edges = [0, *(edge for s in self.versions for edge in (s.start, s.stop)), num_tokens]
-        if edges != sorted(edges) or edges[::2] != edges[1::2]:
-            raise ValueError(
-                f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
-            )
-        rows = self.routed_experts
-        expected = len(self.prompt.token_ids) + num_tokens - 1
-        if rows is not None and len(rows) != expected:
-            raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
-
-    @property
-    def response_len(self) -> int:
-        return len(self.response_ids)
-
-
-@dataclass(frozen=True, eq=False)
-class GroupLease:
-    """Place of a prompt's samples; the store keeps them while something refers to the lease."""
-
-    store: int
-    group: int
-
-
-@dataclass(frozen=True)
-class StoredSample:
-    """A sample whose tokens lie in a store, as the controller knows it; fields as in Sample."""
-
-    prompt: Prompt
-    sample_index: int
-    response_len: int
-    finish_reason: str
-    versions: tuple[VersionSpan, ...]
-    has_experts: bool
-    lease: GroupLease = field(repr=False)
-
-
-AnySample = Sample | StoredSample
+from mcore_rl.types.arrays import Array, WeightVersion
 
 
 @dataclass(frozen=True)
@@ -127,7 +27,10 @@ class TrainBatch:
     own_experts          those of some tokens and layers, instead of routed_experts_TLK
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
     sum_squares_T        float32, sum of the old policy's squared probabilities; as log-probs
+    turn_rewards_T       float32, an environment's reward for a turn, at the turn's last token
+    turn_T               int16, the turn of an episode that sampled a token; -1 elsewhere
     router_flips_T       int32, layers in which trainer and engine chose other experts; as log-probs
+    sample_N             which sequences are of the same sample, by equal numbers; None: each is one
     is_filler            True for a batch that only keeps a rank busy; it counts nowhere
     """
 
@@ -148,6 +51,9 @@ class TrainBatch:
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
+    turn_rewards_T: Tensor | None = None
+    turn_T: Tensor | None = None
+    sample_N: tuple[int, ...] | None = None
     is_filler: bool = False
 
     def __post_init__(self) -> None:
@@ -192,8 +98,10 @@ class StoredColumn:
 class StoredBatch:
     """A TrainBatch whose tokens lie in stores; data/assembly.py makes it of what they hold.
 
-    store_N, group_N, index_N   int64, the samples: store, group in that store, place in the group
-    prompt_lens_N               int64, tokens
+    store_N, group_N, index_N   int64, the samples: store, group in that store, row in the group
+    sampled_lens_N              int64, tokens that may be trained: the last ones of each sequence,
+                                or those that loss_mask_T names
+    sample_N                    int64, as in TrainBatch
     is_trained_N                bool, False for sequences that are left out of the loss
     version                     tokens sampled from other weights are stale; None: no marks
     parts                       sequences of each micro-batch, in their order; 0 stands for a filler
@@ -203,9 +111,10 @@ class StoredBatch:
     store_N: Array
     group_N: Array
     index_N: Array
-    prompt_lens_N: Array
+    sampled_lens_N: Array
     lens_N: tuple[int, ...]
     is_trained_N: Array
+    sample_N: Array | None = None
     version: WeightVersion | None = None
     parts: tuple[int, ...] = ()
     loss_weights_N: Array | None = None
@@ -220,41 +129,9 @@ class StoredBatch:
     router_flips_T: StoredColumn | None = None
     held_back_T: StoredColumn | None = None
     sum_squares_T: StoredColumn | None = None
+    loss_mask_T: StoredColumn | None = None
+    turn_rewards_T: StoredColumn | None = None
+    turn_T: StoredColumn | None = None
 
 
 AnyBatch = TrainBatch | StoredBatch
-
-
-@dataclass(frozen=True)
-class LogprobOptions:
-    """How a forward pass scores the tokens of a batch.
-
-    reference     score with the reference policy's weights instead of the trained ones
-    temperature   divides the logits; None means the rollout's, which the trainer's player fills in
-    sum_squares   also return TokenScores.sum_squares_T
-    """
-
-    reference: bool = False
-    temperature: float | None = None
-    sum_squares: bool = False
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """Results of a forward pass, as fields of a batch: tensors, or columns of a StoredBatch."""
-
-    logprobs_T: Any
-    router_flips_T: Any = None
-    sum_squares_T: Any = None
-    routed_experts_TLK: Any = None
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """The report of one optimizer step, equal on every rank that has one."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_tokens: int
-    metrics: Mapping[str, float] = field(default_factory=dict)

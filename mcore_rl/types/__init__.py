@@ -1,0 +1,35 @@
+"""The values that flow through the loop: prompts become samples, samples become train batches.
+
+Axis legend for tensor names, here and everywhere: N sequences, T tokens of all sequences
+concatenated, P prompts, G samples of one prompt (its group), V vocabulary, L layers, K experts of a
+token in a layer.
+"""
+
+from mcore_rl.types.arrays import Array, WeightVersion
+from mcore_rl.types.batches import AnyBatch, OwnExperts, StoredBatch, StoredColumn, TrainBatch
+from mcore_rl.types.episodes import EpisodeRecord, Row, RowFacts, TurnRecord, VersionSpan
+from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, StoredSample
+from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
+
+__all__ = [
+    "AnyBatch",
+    "AnySample",
+    "Array",
+    "EpisodeRecord",
+    "GroupLease",
+    "LogprobOptions",
+    "OwnExperts",
+    "Prompt",
+    "Row",
+    "RowFacts",
+    "Sample",
+    "StepStats",
+    "StoredBatch",
+    "StoredColumn",
+    "StoredSample",
+    "TokenScores",
+    "TrainBatch",
+    "TurnRecord",
+    "VersionSpan",
+    "WeightVersion",
+]

@@ -1,0 +1,40 @@
+"""What is asked of training ranks, and what they report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class LogprobOptions:
+    """How a forward pass scores the tokens of a batch.
+
+    reference     score with the reference policy's weights instead of the trained ones
+    temperature   divides the logits; None means the rollout's, which the trainer's player fills in
+    sum_squares   also return TokenScores.sum_squares_T
+    """
+
+    reference: bool = False
+    temperature: float | None = None
+    sum_squares: bool = False
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Results of a forward pass, as fields of a batch: tensors, or columns of a StoredBatch."""
+
+    logprobs_T: Any
+    router_flips_T: Any = None
+    sum_squares_T: Any = None
+    routed_experts_TLK: Any = None
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """The report of one optimizer step, equal on every rank that has one."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
