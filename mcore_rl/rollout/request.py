@@ -40,11 +40,19 @@ class EngineAffinity:
 
 @dataclass(frozen=True)
 class Request:
-    """Sample number `sample_index` of a prompt; the prompt's requests share one `affinity`."""
+    """Sample number `sample_index` of a prompt; the prompt's requests share one `affinity`.
+
+    turn            number of an answer in an episode; the prompt's tokens are then its context
+    stop            texts that end the response, besides the recipe's tokens
+    experts_start   the first token whose experts are asked for
+    """
 
     prompt: Prompt
     sample_index: int
     affinity: EngineAffinity
+    turn: int = 0
+    stop: tuple[str, ...] = ()
+    experts_start: int = 0
 
     def __str__(self) -> str:
         source = self.prompt.data_source
@@ -64,20 +72,25 @@ def make_body(
     }
     if sampling.seed is not None:
         parameters["sampling_seed"] = sample_seed(
-            sampling.seed, request.prompt.index, request.sample_index
+            sampling.seed, request.prompt.index, request.sample_index, request.turn
         )
-    return {
+    if request.stop:
+        parameters["stop"] = list(request.stop)
+    body: dict[str, Any] = {
         "input_ids": request.prompt.token_ids,
         "sampling_params": parameters,
         "return_logprob": True,
         "return_routed_experts": sampling.routed_experts,
     }
+    if request.experts_start:
+        body["routed_experts_start_len"] = request.experts_start
+    return body
 
 
-def sample_seed(seed: int, prompt_index: int, sample_index: int) -> int:
-    """Return a seed in [0, 2**63) that differs between the samples of a run."""
-    key = f"{seed} {prompt_index} {sample_index}".encode()
-    digest = hashlib.blake2b(key, digest_size=8).digest()
+def sample_seed(seed: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
+    """Return a seed in [0, 2**63) that differs between the samples of a run, and their turns."""
+    key = f"{seed} {prompt_index} {sample_index}" + (f" {turn}" if turn else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -101,7 +114,7 @@ def make_sample(
     routed_experts = None
     if experts_shape is not None:
         # The engine never runs the last response token, so that one went to no expert.
-        num_run = len(request.prompt.token_ids) + len(response_ids) - 1
+        num_run = len(request.prompt.token_ids) + len(response_ids) - 1 - request.experts_start
         where = str(request).rstrip(",")
         routed_experts = experts_shape.decode(meta.get("routed_experts"), num_run, where)
     return Sample(
@@ -116,4 +129,5 @@ def make_sample(
         ),
         text=decode(response_ids),
         routed_experts=routed_experts,
+        experts_start=request.experts_start,
     )

@@ -33,6 +33,7 @@ class Sample:
     versions         the weights that sampled each token; the spans cover the response once
     routed_experts   int16 [prompt and response tokens except the last, L, K], the experts that the
                      engine's routers chose; None if they were not requested
+    experts_start    the first token that has some; 0 but in later turns of an episode
     episode          its turns, and the rows that train them. The response is then what the rows
                      train, row after row, and the text is the conversation after the prompt
     """
@@ -45,6 +46,7 @@ class Sample:
     versions: tuple[VersionSpan, ...]
     text: str
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    experts_start: int = 0
     episode: EpisodeRecord | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +62,7 @@ class Sample:
                 f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
             )
         rows = self.routed_experts
-        expected = len(self.prompt.token_ids) + num_tokens - 1
+        expected = len(self.prompt.token_ids) + num_tokens - 1 - self.experts_start
         if rows is not None and len(rows) != expected:
             raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
 

@@ -1,0 +1,251 @@
+"""Records one episode: answers requests of messages with sampled tokens, and keeps these exactly.
+
+request: messages --find the turn that they continue--> context ids --engine--> ids --> answer
+                      |                                                          |
+                      +------------------ turn tree <----------------------------+
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mcore_rl.agents.messages import (
+    Answer,
+    ChatRequest,
+    Completion,
+    EndReason,
+    EpisodeEnded,
+    Message,
+    Tool,
+)
+from mcore_rl.agents.normal import fingerprints
+from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
+from mcore_rl.types import EpisodeRecord, Sample
+
+
+class Format(Protocol):
+    """See chat.ChatFormat."""
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]: ...
+
+    def appended(
+        self,
+        history: Sequence[Message],
+        answer_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> tuple[int, ...] | None: ...
+
+
+class Parser(Protocol):
+    """See chat.AnswerParser."""
+
+    async def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        finish_reason: str,
+        taken: Sequence[str] = (),
+    ) -> Answer: ...
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """Asks an engine for an answer.
+
+    turn            number of the turn in its episode
+    experts_start   the first token whose experts are not known yet
+    """
+
+    turn: int
+    context_ids: tuple[int, ...]
+    max_tokens: int
+    stop: tuple[str, ...]
+    experts_start: int
+
+
+SampleTurn = Callable[[TurnRequest], Awaitable[Sample]]
+"""Returns a sample whose prompt is the context; its experts begin at experts_start."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Bounds of an episode.
+
+    max_turns        answers of the policy
+    max_turn_len     tokens of one answer
+    max_tokens       tokens of a row, context and answers together
+    """
+
+    max_turns: int
+    max_turn_len: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a request continues an episode. history: messages up to the parent's answer."""
+
+    parent: int | None
+    fork: Fork
+    history: tuple[Message, ...]
+    new: tuple[Message, ...]
+
+
+@dataclass
+class EpisodeRecorder:
+    """The policy in one episode. Requests may overlap; all calls come on one event loop."""
+
+    format: Format
+    parser: Parser
+    sample: SampleTurn
+    limits: EpisodeLimits
+    tree: TurnTree = field(default_factory=TurnTree)
+    num_requests: int = 0
+    reward: float = 0.0
+    end: EndReason | None = None
+
+    def __post_init__(self) -> None:
+        self._ends: dict[bytes, int] = {}
+        """The last turn that ended with this conversation, by fingerprint."""
+        self._asked: set[bytes] = set()
+        """Conversations that were answered, by fingerprint."""
+        self._begun: set[bytes] = set()
+        """First messages of conversations, by fingerprint."""
+        self._continued: set[int] = set()
+        self._call_ids: list[str] = []
+
+    async def complete(self, request: ChatRequest) -> Completion:
+        """Sample the next answer. Raises EpisodeEnded if the episode is over or has no room."""
+        if self.end is not None:
+            raise EpisodeEnded(self.end)
+        if self.num_requests >= self.limits.max_turns:
+            raise EpisodeEnded(EndReason.MAX_TURNS, f"{self.num_requests} answers")
+        place = self._find(request)
+        place, prefix_ids, context_ids = self._context(place, request)
+        room = self.limits.max_tokens - len(prefix_ids) - len(context_ids)
+        if room < 1:
+            used = len(prefix_ids) + len(context_ids)
+            raise EpisodeEnded(EndReason.MAX_TOKENS, f"{used} of {self.limits.max_tokens} tokens")
+        longest = min(room, self.limits.max_turn_len, request.max_tokens or room)
+        number = self.num_requests
+        self.num_requests += 1
+        experts_start = max(len(prefix_ids) - 1, 0)
+        turn_request = TurnRequest(
+            number, prefix_ids + context_ids, longest, request.stop, experts_start
+        )
+        sample = await self.sample(turn_request)
+        answer = await self.parser.parse(
+            sample.response_ids, request.tools, sample.finish_reason, self._call_ids
+        )
+        if self.end is not None:
+            raise EpisodeEnded(self.end, "it ended while the answer was sampled")
+        turn = self._add(request, place, context_ids, experts_start, sample, answer)
+        return Completion(
+            turn=turn.number,
+            answer=answer,
+            prompt_ids=prefix_ids + context_ids,
+            token_ids=turn.token_ids,
+            logprobs=turn.logprobs,
+            finish_reason=_finish_reason(sample, answer),
+        )
+
+    def add_reward(self, reward: float, turn: int | None = None) -> None:
+        """Add to the reward of a turn, or of the episode.
+
+        Raises ValueError for a turn that is not there.
+        """
+        if self.end is not None:
+            raise EpisodeEnded(self.end, "it takes no more rewards")
+        if turn is None:
+            self.reward += reward
+        elif not 0 <= turn < len(self.tree.turns):
+            raise ValueError(f"turn {turn}: the episode has {len(self.tree.turns)} turns")
+        else:
+            self.tree.add_reward(turn, reward)
+
+    def finish(self, end: EndReason, detail: str = "") -> EpisodeRecord:
+        """End the episode, once; what is still being sampled is not part of it."""
+        assert self.end is None, f"the episode ended with {self.end}, now with {end}"
+        self.end = end
+        return EpisodeRecord(
+            rows=rows_of(self.tree, at_leaves),
+            turns=self.tree.records(),
+            end=str(end),
+            reward=self.reward + sum(turn.reward for turn in self.tree.turns),
+            detail=detail,
+        )
+
+    def _find(self, request: ChatRequest) -> Place:
+        """Return the turn whose conversation is the longest beginning of the request's."""
+        messages = request.messages
+        hashes = fingerprints(messages, request.tools)
+        is_retry = hashes[-1] in self._asked
+        for k in range(len(messages), 0, -1):
+            parent = self._ends.get(hashes[k])
+            if parent is not None:
+                fork = Fork.BRANCH if parent in self._continued else Fork.NONE
+                history = tuple(self.tree.conversation(parent))
+                return Place(parent, Fork.RETRY if is_retry else fork, history, messages[k:])
+        if is_retry:
+            fork = Fork.RETRY
+        elif not self.tree.turns:
+            fork = Fork.NONE
+        else:
+            fork = Fork.HISTORY if hashes[1] in self._begun else Fork.SUB_AGENT
+        return Place(None, fork, (), messages)
+
+    def _context(
+        self, place: Place, request: ChatRequest
+    ) -> tuple[Place, tuple[int, ...], tuple[int, ...]]:
+        """Return the place, the ids of its row so far, and those that come before the answer."""
+        if place.parent is not None:
+            parent = self.tree.turns[place.parent]
+            appended = self.format.appended(
+                place.history, parent.token_ids, place.new, request.tools
+            )
+            if appended is not None:
+                return place, self.tree.path_ids(place.parent), appended
+            messages = (*place.history, *place.new)
+            place = Place(None, place.fork or Fork.TEMPLATE, (), messages)
+        return place, (), self.format.whole(place.new, request.tools)
+
+    def _add(
+        self,
+        request: ChatRequest,
+        place: Place,
+        context_ids: tuple[int, ...],
+        experts_start: int,
+        sample: Sample,
+        answer: Answer,
+    ) -> Turn:
+        turn = Turn(
+            number=len(self.tree.turns),
+            parent=place.parent,
+            fork=place.fork,
+            messages=place.new,
+            tools=request.tools,
+            context_ids=context_ids,
+            token_ids=sample.response_ids,
+            logprobs=sample.logprobs,
+            versions=sample.versions,
+            finish_reason=sample.finish_reason,
+            answer=answer,
+            routed_experts=sample.routed_experts,
+            experts_start=experts_start,
+        )
+        self.tree.add(turn)
+        hashes = fingerprints((*request.messages, answer.message), request.tools)
+        self._ends[hashes[-1]] = turn.number
+        self._asked.add(hashes[-2])
+        self._begun.add(hashes[1])
+        if turn.parent is not None:
+            self._continued.add(turn.parent)
+        self._call_ids += [attempt.call_id for attempt in answer.attempts if attempt.call_id]
+        return turn
+
+
+def _finish_reason(sample: Sample, answer: Answer) -> str:
+    if sample.finish_reason == "stop" and answer.message.get("tool_calls"):
+        return "tool_calls"
+    return sample.finish_reason
