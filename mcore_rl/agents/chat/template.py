@@ -1,0 +1,166 @@
+"""Renders conversations with a tokenizer's chat template, in the form that this template reads.
+
+Templates differ in how they want the arguments of tool calls (object or text), under which key
+they read an answer's reasoning, and in whether a message may hold several calls. A few renderings
+at the start find this out.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.agents.messages import Message, Tool
+
+MARK = "q7Zk3Wv9"
+"""Text of the trial messages that no template contains."""
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What templates raise for conversations that they were not written for."""
+
+
+class RenderError(ValueError):
+    """The chat template refuses a conversation."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer with fixed options."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+        """`options`: variables of the template, such as enable_thinking.
+
+        Raises ValueError if the tokenizer has no chat template.
+        """
+        if not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat"
+                " template; episodes need one: save it as chat_template.jinja beside tokenizer.json"
+            )
+        self._tokenizer = tokenizer
+        self._options = dict(options)
+        self.shows_calls = False
+        """Whether the template shows tool calls."""
+        self._as_text = False
+        self._reasoning_key = REASONING_KEYS[0]
+        self._one_call = False
+        self.text_is_reasoning = False
+        """Whether text beside a call is read as reasoning, as gpt-oss has it."""
+        self._learn()
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], generation_prompt: bool
+    ) -> str:
+        """Return the text of the conversation, special tokens included.
+
+        Raises RenderError, with the template's own words, if the template refuses it.
+        """
+        prepared: list[dict[str, Any]] = []
+        for message in messages:
+            prepared += self._prepare(message)
+        template: Any = self._tokenizer.apply_chat_template
+        try:
+            return template(
+                prepared,
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._options,
+            )
+        except TEMPLATE_ERRORS as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise RenderError(
+                f"the chat template cannot render a conversation of {len(messages)} messages"
+                f" ({roles}): {type(error).__name__}: {error}; change the messages that the"
+                " environment gives, or the tokenizer's chat template"
+            ) from error
+
+    def _prepare(self, message: Message) -> list[dict[str, Any]]:
+        """Return the message as this template reads it: one message, or one for each call."""
+        prepared = dict(message)
+        if prepared.get("role") != "assistant":
+            return [prepared]
+        calls = [self._prepare_call(call) for call in prepared.pop("tool_calls", None) or ()]
+        content = prepared.get("content") or ""
+        prepared["content"] = content
+        reasoning = prepared.pop("reasoning_content", None)
+        if reasoning and not (calls and content and self.text_is_reasoning):
+            prepared[self._reasoning_key] = reasoning
+        if not calls:
+            return [prepared]
+        if not self._one_call:
+            return [{**prepared, "tool_calls": calls}]
+        others = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+        return [{**prepared, "tool_calls": calls[:1]}, *others]
+
+    def _prepare_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        arguments = function.get("arguments", "{}")
+        if self._as_text and not isinstance(arguments, str):
+            function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        elif not self._as_text and isinstance(arguments, str):
+            function["arguments"] = _decoded(arguments)
+        return {**call, "type": call.get("type", "function"), "function": function}
+
+    def _learn(self) -> None:
+        """Find the forms in which the template shows calls and reasoning."""
+        if not self._shows("call", _trial(calls=1)):
+            self._as_text = True
+            self._as_text = self._shows("call", _trial(calls=1))
+        self.shows_calls = self._shows("call", _trial(calls=1))
+        two = self._shows("call", _trial(calls=2)) and self._shows("other", _trial(calls=2))
+        self._one_call = self.shows_calls and not two
+        for key in REASONING_KEYS:
+            self._reasoning_key = key
+            if any(self._shows("why", _trial(calls, reasoning=True)) for calls in (0, 1)):
+                break
+        else:
+            self._reasoning_key = REASONING_KEYS[0]
+        self.text_is_reasoning = self._shows(
+            "why", _trial(calls=1, reasoning=True)
+        ) and not self._shows("call", _trial(calls=1, reasoning=True, content="text"))
+
+    def _shows(self, part: str, messages: Sequence[Message]) -> bool:
+        try:
+            return MARK + part in self.render(messages, [TRIAL_TOOL], generation_prompt=False)
+        except RenderError:
+            return False
+
+
+TRIAL_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks something up.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string"}}},
+    },
+}
+
+
+def trial_call(call_id: str, value: str) -> dict[str, Any]:
+    """Return a call of TRIAL_TOOL whose argument is `value`."""
+    function = {"name": "look", "arguments": json.dumps({"x": value})}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def _trial(calls: int, reasoning: bool = False, content: str = "") -> list[Message]:
+    """Return a conversation that ends with an answer of the assistant."""
+    answer: dict[str, Any] = {"role": "assistant", "content": content}
+    if not calls:
+        answer["content"] = "text"
+    else:
+        values = [MARK + "call", MARK + "other"][:calls]
+        answer["tool_calls"] = [trial_call(f"call0000{i}", value) for i, value in enumerate(values)]
+    if reasoning:
+        answer["reasoning_content"] = MARK + "why"
+    return [{"role": "user", "content": "text"}, answer]
+
+
+def _decoded(arguments: str) -> Any:
+    """Return the JSON object of a call's arguments; other text is returned as it is."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:  # from a program that keeps its own history
+        return arguments
+    return value if isinstance(value, dict) else arguments
