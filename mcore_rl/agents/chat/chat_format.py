@@ -1,0 +1,156 @@
+"""From messages to token ids: of a whole conversation, and of what is appended to a sampled answer.
+
+row:  | whole(messages) | sampled answer | appended(...) | sampled answer | appended(...) | ...
+                                           end of the answer's turn, new messages, prompt
+
+Sampled ids are never decoded and encoded again: only the text after them is tokenized.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.agents.chat.marks import (
+    mark_answer,
+    mark_content,
+    unused_mark,
+    without_reasoning,
+)
+from mcore_rl.agents.chat.probe import TemplateBehavior, probe_format
+from mcore_rl.agents.chat.template import ChatTemplate, RenderError
+from mcore_rl.agents.chat.turn_end import TurnEnd
+from mcore_rl.agents.messages import Message, Tool
+
+Reasoning = Literal["template", "keep"]
+
+
+class ChatFormat:
+    """Token ids of conversations by a tokenizer's chat template."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        *,
+        reasoning: Reasoning,
+        template_options: Mapping[str, Any],
+    ) -> None:
+        """`stop_token_ids`: the tokens with which the engine ends a response.
+
+        reasoning          template: an answer's reasoning stays in the context as long as the
+                           template shows it; keep: it stays
+        template_options   variables of the template, such as enable_thinking
+
+        Raises ValueError if there is no template, or if it cannot render one user message.
+        """
+        if reasoning not in ("template", "keep"):
+            raise ValueError(f"agents.reasoning={reasoning}: must be template or keep")
+        self.reasoning: Reasoning = reasoning
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(tokenizer, template_options)
+        self._turn_end = TurnEnd(tokenizer, stop_token_ids)
+        hello = [{"role": "user", "content": "hello"}]
+        without = self._template.render(hello, (), generation_prompt=False)
+        text = self._template.render(hello, (), generation_prompt=True)
+        self.generation_prompt = text.removeprefix(without) if text.startswith(without) else ""
+        """Text after the last message, with which the assistant's turn begins."""
+
+    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+        """Return the ids of the conversation and the generation prompt.
+
+        Raises ValueError if the template refuses the conversation.
+        """
+        text = self._template.render(messages, tools, generation_prompt=True)
+        return tuple(self._encode(text))
+
+    def appended(
+        self,
+        history: Sequence[Message],
+        answer_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> tuple[int, ...] | None:
+        """Return the ids that follow `answer_ids`, the answer that the last message tells.
+
+        They are the rest of the end of the answer's turn, the messages `new` and the generation
+        prompt. The row up to `answer_ids` must have been made from history[:-1] by `whole` and
+        `appended`, with the same tools. How an answer was written (white space in JSON, say) does
+        not matter: its text is never compared with the template's.
+
+        None: the template changes what the row shows, or refuses one of the conversations, or
+        it isn't known where the answer's turn ends. `whole` then begins another row. With
+        reasoning=keep, dropped reasoning is no such change.
+        Raises ValueError if the last message of `history` is not the assistant's.
+        """
+        if not history or history[-1].get("role") != "assistant":
+            roles = [message.get("role") for message in history]
+            raise ValueError(f"no answer of the assistant ends the history; its roles are {roles}")
+        keep = self.reasoning == "keep"
+        if keep:
+            text_too = self._template.text_is_reasoning
+            history = [without_reasoning(message, text_too) for message in history]
+            new = [without_reasoning(message, text_too) for message in new]
+        answer, marks = mark_answer(history[-1], unused_mark([*history, *new]))
+        tail = self._tail([*history[:-1], answer], answer_ids, new, tools, marks, any_mark=keep)
+        if tail is None and keep and answer.get("tool_calls"):
+            # The template may leave calls out. The row still shows them.
+            answer, marks = mark_content(history[-1], marks[0])
+            tail = self._tail([*history[:-1], answer], answer_ids, new, tools, marks, any_mark=True)
+        return None if tail is None else self._encode_after(answer_ids, tail)
+
+    def probe(self) -> TemplateBehavior:
+        """Return what happens to a row in the situations that episodes meet."""
+        kept = copy.copy(self)
+        kept.reasoning = "keep"
+        return probe_format(self, kept, self._template.shows_calls)
+
+    def _tail(
+        self,
+        history: Sequence[Message],
+        answer_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        marks: Sequence[str],
+        any_mark: bool,
+    ) -> str | None:
+        """Return the text after the answer; None if there is no such text that only appends.
+
+        The last message of `history` is the answer with its `marks`. `any_mark`: the template may
+        leave out parts of the answer.
+        """
+        earlier = history[:-1]
+        try:
+            before = self._template.render(earlier, tools, True) if earlier else ""
+            alone = self._template.render(history, tools, False)
+            now = self._template.render([*history, *new], tools, True)
+        except RenderError:
+            return None
+        # The generation prompt opened the answer's turn; what it says beyond that stays in the row.
+        if not now.startswith(before.removesuffix(self.generation_prompt)):
+            return None
+        shown = [mark for mark in marks if mark in now]
+        if not shown or (len(shown) < len(marks) and not any_mark):
+            return None
+        return self._turn_end.tail(_after(alone, shown), _after(now, shown), answer_ids)
+
+    def _encode_after(self, answer_ids: Sequence[int], tail: str) -> tuple[int, ...]:
+        """Tokenize `tail` as it would be after the answer's stop token, if that is what precedes.
+
+        Some tokenizers treat the beginning of a text differently: SentencePiece puts a space there.
+        """
+        ending = self._turn_end.sampled_stop(answer_ids)
+        if ending is not None:
+            ids = self._encode(ending + tail)
+            if ids[:1] == [answer_ids[-1]]:
+                return tuple(ids[1:])
+        return tuple(self._encode(tail))
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _after(text: str, marks: Sequence[str]) -> str:
+    """Return what follows the last of the marks in `text`; all of `text` if it has none."""
+    return text[max(text.find(mark) + len(mark) if mark in text else 0 for mark in marks) :]

@@ -1,0 +1,162 @@
+"""Token ids of conversations over the chat templates of model families."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.agents.chat.chat_format import ChatFormat
+from mcore_rl.agents.messages import Message
+from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
+from tests.support.conversations import TOOLS, Conversation, Turn, conversations
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "mixtral": {"calls": False, "system": False},
+    # The templates end tool results with a token, which they take back before further calls.
+    "deepseekv3": {"call_rounds": 1},
+    "deepseek_r1_distill": {"call_rounds": 1},
+}
+OPENING = ("glm4moe",)
+"""Families whose answers end with the token that opens the next message."""
+few = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make_format(family: str, reasoning: Literal["template", "keep"], **options: Any) -> ChatFormat:
+    tokenizer = make_tokenizer(family)
+    return ChatFormat(tokenizer, stop_ids(family), reasoning=reasoning, template_options=options)
+
+
+def draw_conversation(data: st.DataObject, family: str, **changes: Any) -> Conversation:
+    return data.draw(conversations(**{**LIMITS.get(family, {}), **changes}))
+
+
+def sampled(family: str, turn: Turn) -> tuple[int, ...]:
+    """Any ids as the answer of a turn, ended by a stop token or cut off."""
+    stops = stop_ids(family)
+    return (70, 71) if turn.ending is None else (70, 71, stops[turn.ending % len(stops)])
+
+
+def text_of(family: str, ids: Sequence[int]) -> str:
+    return make_tokenizer(family).decode(list(ids), skip_special_tokens=False)
+
+
+def words_of(messages: Sequence[Message]) -> list[str]:
+    return [str(m["content"]).partition("]")[0] + "]" for m in messages if m["content"]]
+
+
+@few
+@given(data=st.data())
+def test_a_row_forks_exactly_if_the_template_drops_what_it_shows(
+    family: str, data: st.DataObject
+) -> None:
+    chat = make_format(family, "template")
+    conversation = draw_conversation(data, family)
+    history = list(conversation.start)
+    shown: set[str] = set()
+    for turn in conversation.turns:
+        history.append(turn.answer)
+        shown |= set(turn.words)
+        ids = chat.appended(history, sampled(family, turn), turn.new, TOOLS)
+        history += turn.new
+        text = text_of(family, chat.whole(history, TOOLS))
+        stays = {word for word in shown if word in text}
+        assert (ids is None) == (stays != shown), (history, shown - stays)
+        shown = stays
+
+
+@few
+@given(data=st.data())
+def test_with_reasoning_kept_every_row_goes_on(family: str, data: st.DataObject) -> None:
+    chat = make_format(family, "keep")
+    conversation = draw_conversation(data, family)
+    history = list(conversation.start)
+    for turn in conversation.turns:
+        history.append(turn.answer)
+        ids = chat.appended(history, sampled(family, turn), turn.new, TOOLS)
+        assert ids is not None
+        text = text_of(family, ids)
+        assert all(word in text for word in words_of(turn.new))
+        assert not any(word in text for word in [*turn.words, *words_of(history)])
+        history += turn.new
+
+
+@few
+@given(data=st.data())
+def test_appended_ids_end_the_tokens_of_the_whole_conversation(
+    family: str, data: st.DataObject
+) -> None:
+    chat = make_format(family, "template")
+    conversation = draw_conversation(data, family, reasoning=False, max_turns=2)
+    history = list(conversation.start)
+    for turn in conversation.turns:
+        history.append(turn.answer)
+        cut_off = chat.appended(history, (70,), turn.new, TOOLS)
+        history += turn.new
+        if cut_off is None:
+            continue
+        whole = chat.whole(history, TOOLS)
+        assert whole[-len(cut_off) :] == cut_off
+        head = text_of(family, whole[: -len(cut_off)])
+        assert all(word in head for word in turn.words)
+        assert not any(word in head for word in words_of(turn.new))
+        assert turn.words[-1] in head
+        rest = head.rpartition(turn.words[-1])[2]
+        turn_tokens = (*FAMILIES[family].stops, *FAMILIES[family].special)
+        assert not any(token in rest for token in turn_tokens), rest
+
+
+@few
+@given(data=st.data())
+def test_an_answer_as_the_template_writes_it_gives_the_whole_conversation(
+    family: str, data: st.DataObject
+) -> None:
+    chat = make_format(family, "template")
+    conversation = draw_conversation(data, family, max_turns=2)
+    history = list(conversation.start)
+    for turn in conversation.turns:
+        prompt = chat.whole(history, TOOLS)
+        history.append(turn.answer)
+        cut_off = chat.appended(history, (70,), turn.new, TOOLS)
+        whole = chat.whole([*history, *turn.new], TOOLS)
+        if cut_off is not None and whole[: len(prompt)] == prompt:
+            answer = whole[len(prompt) : len(whole) - len(cut_off)]
+            assert prompt + answer + cut_off == whole
+            if cut_off[0] in stop_ids(family):
+                answer = (*answer, cut_off[0])
+                ended = chat.appended(history, answer, turn.new, TOOLS)
+                assert ended is not None
+                assert prompt + answer + ended == whole
+        history += turn.new
+
+
+@few
+@given(data=st.data())
+def test_any_stop_token_ends_the_turn(family: str, data: st.DataObject) -> None:
+    chat = make_format(family, "keep")
+    turn = draw_conversation(data, family, max_turns=1).turns[0]
+    history = [{"role": "user", "content": "hi"}, turn.answer]
+    cut_off = chat.appended(history, (70,), turn.new, TOOLS)
+    assert cut_off is not None
+    for stop in stop_ids(family):
+        ended = chat.appended(history, (70, stop), turn.new, TOOLS)
+        opens = family in OPENING and stop != cut_off[0]
+        assert ended == (cut_off if opens else cut_off[1:])
+
+
+def test_appended_ids_begin_at_a_token_of_their_own(family: str) -> None:
+    """Text before and after such a token is tokenized apart, so the boundary is clean."""
+    chat = make_format(family, "keep")
+    tokenizer = make_tokenizer(family)
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    cut_off = chat.appended(history, (70,), history[:1], TOOLS)
+    assert cut_off is not None
+    assert cut_off[0] in tokenizer.added_tokens_decoder
