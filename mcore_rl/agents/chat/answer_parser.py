@@ -1,0 +1,255 @@
+"""From the token ids of a response to a message of the assistant and its tool calls.
+
+token ids -> text -> reasoning | rest -> texts of calls -> SGLang's parser -> calls or errors
+"""
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.agents.chat.call_ids import CallIds
+from mcore_rl.agents.chat.decoding import decode, token_span, token_starts
+from mcore_rl.agents.chat.tool_syntax import (
+    SYNTAXES,
+    Written,
+    arguments_error,
+    explain,
+    find_written,
+    is_malformed,
+    unknown_tool,
+)
+from mcore_rl.agents.messages import Answer, CallAttempt, CallStatus, Tool
+
+Ask = Callable[[str, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+"""Posts a body to a path of an engine and returns what it answers.
+
+It raises ValueError if the engine answers with an error: SGLang's parsers fail on some texts.
+"""
+THINK = "<think>"
+HARMONY = "gpt-oss"
+"""Parser of responses that are sequences of messages in channels."""
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What became of one text: its attempts, and the calls of the message."""
+
+    written: Written
+    attempts: tuple[CallAttempt, ...] = ()
+    calls: tuple[Mapping[str, Any], ...] = ()
+
+
+class AnswerParser:
+    """Parses responses with the parsers of SGLang's engines, over their HTTP endpoints."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Collection[int],
+        ask: Ask,
+        *,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}",
+    ) -> None:
+        """`tool_parser`, `reasoning_parser`: SGLang's names; None: responses have no such part.
+
+        new_id   makes the id of a call, unique in an episode
+        """
+        self._tokenizer = tokenizer
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._ask = ask
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+        self._syntax = SYNTAXES.get(tool_parser or "")
+        self._new_id = new_id
+
+    async def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        finish_reason: str,
+        taken: Collection[str] = (),
+    ) -> Answer:
+        """Return the response as a message, and each call that it wrote or tried to write.
+
+        The content is the text outside of reasoning and calls; calls that failed stay in it, so
+        that the policy sees them if the conversation is rendered again. (gpt-oss's content has
+        none: its template refuses their tokens.)
+
+        finish_reason   why sampling ended: a call that "length" cut off is never executed
+        taken           ids of earlier calls in the episode, for Kimi, whose responses name ids
+        """
+        text = self._text(token_ids)
+        reasoning, rest = await self._separate(text)
+        begin = 0 if rest == text or self._tool_parser == HARMONY else _begin_of_rest(text, rest)
+        content = rest.lstrip("\n") if begin else rest
+        parsed: list[Parsed] = []
+        if tools and self._tool_parser:
+            parsed, content = await self._calls(text, rest, begin, tools, finish_reason, taken)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if reasoning.strip():
+            message["reasoning_content"] = reasoning
+        calls = [call for one in parsed for call in one.calls]
+        if calls:
+            message["tool_calls"] = calls
+        return Answer(message, self._attempts(token_ids, text, parsed))
+
+    async def _separate(self, text: str) -> tuple[str, str]:
+        """Return the reasoning and the text after it."""
+        if not self._reasoning_parser:
+            return "", text
+        body = {"text": text, "reasoning_parser": self._reasoning_parser}
+        answer = await self._ask("/separate_reasoning", body)
+        reasoning = str(answer.get("reasoning_text") or "")
+        if reasoning.lstrip().startswith(THINK):  # SGLang leaves it after blanks, as GLM writes it
+            reasoning = reasoning.lstrip().removeprefix(THINK)
+        return reasoning, str(answer.get("text") or "")
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Return the text without the stop token, unless that token ends a call."""
+        if token_ids and token_ids[-1] in self._stop_token_ids:
+            last = decode(self._tokenizer, token_ids[-1:])
+            if self._syntax is None or last != self._syntax.end:
+                token_ids = token_ids[:-1]
+        return decode(self._tokenizer, token_ids)
+
+    async def _calls(
+        self,
+        text: str,
+        rest: str,
+        begin: int,
+        tools: Sequence[Tool],
+        finish_reason: str,
+        taken: Collection[str],
+    ) -> tuple[list[Parsed], str]:
+        """Return what became of each call in `text`, and the content of the message.
+
+        `rest` is the text after the reasoning, which ends at `begin`.
+        """
+        ids = CallIds(self._tool_parser or "", self._new_id, taken)
+        if self._syntax is None:
+            return await self._calls_at_once(rest, begin, len(text), tools, ids)
+        inside = [
+            self._in_reasoning(written) for written in find_written(self._syntax, text[:begin])
+        ]
+        found = find_written(self._syntax, text, begin)
+        cut_off = finish_reason == "length"
+        if cut_off and not self._syntax.end:
+            found = [replace(one, closed=False) for one in found]
+        answers = await asyncio.gather(*(self._ask_about(one, tools, cut_off) for one in found))
+        names = [tool["function"]["name"] for tool in tools]
+        outside = [
+            self._judge(one, calls, names, ids) for one, calls in zip(found, answers, strict=True)
+        ]
+        if self._tool_parser == HARMONY:
+            content = await self._harmony_content(rest, tools)
+        else:
+            content = self._content(text, begin, outside)
+        return [*inside, *outside], content
+
+    async def _calls_at_once(
+        self, rest: str, begin: int, stop: int, tools: Sequence[Tool], ids: CallIds
+    ) -> tuple[list[Parsed], str]:
+        """Ask about the whole text, in a format whose calls this code cannot find."""
+        answer = await self._ask("/parse_function_call", self._body(rest, tools))
+        written = Written(begin, stop, rest, closed=True)
+        names = [tool["function"]["name"] for tool in tools]
+        calls = answer.get("calls") or []
+        parsed = [self._judge(written, calls, names, ids)] if calls else []
+        return parsed, str(answer.get("normal_text") or "")
+
+    async def _ask_about(
+        self, written: Written, tools: Sequence[Tool], cut_off: bool
+    ) -> Sequence[Mapping[str, Any]]:
+        """Return the calls that SGLang's parser sees in the text of one call."""
+        assert self._syntax is not None
+        unfinished = cut_off and self._syntax.end and not written.closed
+        if unfinished or is_malformed(self._syntax, written):
+            return ()
+        text = self._syntax.before + written.text + self._syntax.after
+        try:
+            answer = await self._ask("/parse_function_call", self._body(text, tools))
+        except ValueError:  # SGLang's parsers fail on some texts
+            return ()
+        return answer.get("calls") or ()
+
+    def _body(self, text: str, tools: Sequence[Tool]) -> dict[str, Any]:
+        return {"text": text, "tools": list(tools), "tool_call_parser": self._tool_parser}
+
+    def _judge(
+        self,
+        written: Written,
+        calls: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        ids: CallIds,
+    ) -> Parsed:
+        """Return the attempts and calls of one text, given what SGLang's parser saw in it."""
+        if not calls:
+            assert self._syntax is not None
+            status, name, error = explain(self._syntax, written, names)
+            return Parsed(written, (CallAttempt(status, 0, 0, name, error=error),))
+        attempts = []
+        good = []
+        for call in calls:
+            name = call.get("name") or ""
+            arguments = call.get("parameters") or "{}"
+            if name not in names:
+                error = unknown_tool(name, names)
+                attempts.append(CallAttempt(CallStatus.UNKNOWN_TOOL, 0, 0, name, error=error))
+            elif error := arguments_error(arguments):
+                attempts.append(CallAttempt(CallStatus.BAD_JSON, 0, 0, name, error=error))
+            else:
+                call_id = ids.make(name, written.text)
+                attempts.append(CallAttempt(CallStatus.OK, 0, 0, name, call_id))
+                function = {"name": name, "arguments": arguments}
+                good.append({"id": call_id, "type": "function", "function": function})
+        return Parsed(written, tuple(attempts), tuple(good))
+
+    def _in_reasoning(self, written: Written) -> Parsed:
+        error = "The tool call is part of the reasoning; calls follow after it."
+        return Parsed(written, (CallAttempt(CallStatus.IN_REASONING, 0, 0, error=error),))
+
+    def _content(self, text: str, begin: int, outside: Sequence[Parsed]) -> str:
+        """Return the text after `begin` without the calls that are executed."""
+        assert self._syntax is not None
+        kept = []
+        position = begin
+        executed = [one.written for one in outside if one.calls]
+        for written in executed:
+            kept.append(text[position : written.start])
+            position = written.stop
+        content = "".join([*kept, text[position:]])
+        if not executed:
+            return content.lstrip("\n") if begin else content
+        for marker in (self._syntax.before, self._syntax.after):
+            content = content.replace(marker, "") if marker else content
+        return content.strip()
+
+    async def _harmony_content(self, rest: str, tools: Sequence[Tool]) -> str:
+        answer = await self._ask("/parse_function_call", self._body(rest, tools))
+        return str(answer.get("normal_text") or "")
+
+    def _attempts(
+        self, token_ids: Sequence[int], text: str, parsed: Sequence[Parsed]
+    ) -> tuple[CallAttempt, ...]:
+        """Return all attempts with their tokens."""
+        if not any(one.attempts for one in parsed):
+            return ()
+        starts = token_starts(self._tokenizer, token_ids, decode(self._tokenizer, token_ids))
+        placed = []
+        for one in parsed:
+            start, stop = token_span(starts, one.written.start, one.written.stop)
+            placed += [replace(attempt, start=start, stop=stop) for attempt in one.attempts]
+        return tuple(placed)
+
+
+def _begin_of_rest(text: str, rest: str) -> int:
+    """Return where the text after the reasoning begins."""
+    if text.endswith(rest):
+        return len(text) - len(rest)
+    return max(text.rfind(rest.strip()), 0)
