@@ -22,14 +22,16 @@ class Start:
 class Step:
     """What follows an answer of the policy.
 
-    reward    for that answer; the episode's reward is the sum over its steps
-    metrics   numbers that are averaged over episodes, by name
+    reward      for that answer; the episode's reward is the sum over its steps
+    metrics     numbers that are averaged over episodes, by name
+    end_reason  why the episode is over, a value of agents.messages.EndReason; empty: it is done
     """
 
     messages: list[Message] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    end_reason: str = ""
 
 
 class Environment(Protocol):
@@ -44,3 +46,26 @@ class Environment(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ProgramResult:
+    """How a program that played a whole episode by itself ended.
+
+    reward      None: the program gave none, and no command scored it
+    end_reason  a value of agents.messages.EndReason
+    detail      why it did not end as it should, with the end of its output; empty if it did
+    """
+
+    reward: float | None
+    end_reason: str
+    detail: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class ProgramEpisode(Protocol):
+    """An episode that a program plays by itself, against a base URL instead of messages."""
+
+    async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
+        """Play the episode in at most `deadline_s` seconds; leave no process if canceled."""
+        ...
