@@ -1,0 +1,65 @@
+"""A keeper ends everything below it: when its pool is gone, when its worker ends, on a signal."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mcore_rl.agents.environments import keeper
+from mcore_rl.agents.environments.keeper import descendants, resident_bytes
+from tests.agents.environments.episodes import all_gone
+
+WORKER = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "300"], start_new_session=True)
+if os.fork() == 0:  # an orphan, as a daemon makes itself
+    os.setsid()
+    subprocess.Popen(["sleep", "301"])
+    os._exit(0)
+os.write(int(sys.argv[1]), b"up")
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def start(worker_s: float):
+    """Return (the keeper, the end of its pipe that keeps it alive, a file with its output)."""
+    alive_fd, held_fd = os.pipe()
+    up_fd, socket_fd = os.pipe()
+    command = [sys.executable, "-m", keeper.__name__, "--pool-pid", str(os.getpid())]
+    command += ["--alive-fd", str(alive_fd), "--socket-fd", str(socket_fd)]
+    command += [sys.executable, "-c", WORKER, str(socket_fd), str(worker_s)]
+    process = subprocess.Popen(command, pass_fds=(alive_fd, socket_fd))
+    os.close(alive_fd)
+    os.close(socket_fd)
+    assert os.read(up_fd, 2) == b"up"
+    os.close(up_fd)
+    return process, held_fd
+
+
+@pytest.mark.parametrize("cause", ["pool", "worker", "signal", "worker killed"])
+def test_nothing_is_left(cause):
+    process, held_fd = start(worker_s=0.5 if cause == "worker" else 300)
+    pids = descendants(process.pid)
+    assert len(pids) >= 3
+    if cause == "pool":
+        os.close(held_fd)
+    elif cause == "signal":
+        process.terminate()
+    elif cause == "worker killed":
+        os.kill(pids[0], signal.SIGKILL)
+    status = {"pool": 0, "worker": 0, "signal": 143, "worker killed": 137}[cause]
+    assert process.wait(timeout=20) == status
+    assert not all_gone(pids, within_s=1.0)
+    if cause != "pool":
+        os.close(held_fd)
+
+
+def test_the_memory_of_a_process_is_about_what_it_holds():
+    before = resident_bytes([os.getpid()])
+    ballast = bytearray(64 * 2**20)
+    ballast[::4096] = b"x" * len(ballast[::4096])
+    grown = resident_bytes([os.getpid()]) - before
+    assert 60 * 2**20 < grown < 80 * 2**20
+    assert resident_bytes([2**22 + 1]) == 0
