@@ -1,0 +1,93 @@
+"""Knows the kinds of environments, and makes an environment from its kind and options.
+
+Nothing here imports a package that an adapter adapts: check.py asks the worker's interpreter.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.agents.environments.loading import load_named
+
+_HERE = "mcore_rl.agents.environments"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Where the class of a kind lies.
+
+    module, name  the class; it is called with an object of its options
+    options       dataclass of its options, in the same module
+    modules       what the worker's interpreter must be able to import
+    packages      how pip calls them
+    """
+
+    module: str
+    name: str
+    options: str
+    modules: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    is_program: bool = False
+
+
+ADAPTERS: Mapping[str, Adapter] = {}
+
+
+def is_program(kind: str) -> bool:
+    """Return whether programs play the episodes of a kind: EnvironmentPool.run, not open."""
+    return kind in ADAPTERS and ADAPTERS[kind].is_program
+
+
+def load(kind: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
+    """Return (what makes an environment of its options, what makes the options of keywords).
+
+    A user's own class, named as `module:Class` or `folder/file.py:Class`, takes its options as
+    keyword arguments. Raises ValueError if the kind is unknown.
+    """
+    if adapter := ADAPTERS.get(kind):
+        return (
+            load_named(f"{adapter.module}:{adapter.name}"),
+            load_named(f"{adapter.module}:{adapter.options}"),
+        )
+    if ":" not in kind:
+        raise ValueError(
+            f"there is no environment of kind {kind!r}: it is one of {', '.join(ADAPTERS)}, or a "
+            "class as module:Class or folder/file.py:Class"
+        )
+    cls = load_named(kind)
+    _refuse_other_than_environments(kind, cls)
+    return lambda keywords: cls(**keywords), dict
+
+
+def check_options(kind: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if the kind is unknown, or does not read one of the options, or lacks one.
+
+    Values are checked as far as the adapter can without its package.
+    """
+    _, make_options = load(kind)
+    reader = make_options if kind in ADAPTERS else load_named(kind)
+    parameters = inspect.signature(reader).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = [parameter.name for parameter in parameters]
+        if unread := sorted(set(options) - set(names)):
+            raise ValueError(
+                f"environment {kind!r} does not read the options {', '.join(unread)}: "
+                f"it reads {', '.join(names) or 'none'}"
+            )
+    missing = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in options
+    ]
+    if missing:
+        raise ValueError(f"environment {kind!r} needs the options {', '.join(missing)}")
+    make_options(**options)
+
+
+def _refuse_other_than_environments(kind: str, cls: Any) -> None:
+    lacking = [name for name in ("reset", "step", "close") if not hasattr(cls, name)]
+    if lacking:
+        raise ValueError(f"{kind} is no environment: it has no {', '.join(lacking)}")

@@ -1,0 +1,43 @@
+"""Decides how many episodes a worker takes at once, from how long its answers take."""
+
+import statistics
+
+WINDOW_LEN = 16
+SLOW_RATIO = 2.0
+SLOW_MARGIN_S = 0.02
+DECREASE = 0.7
+
+
+class Concurrency:
+    """Additive increase, multiplicative decrease between 1 and `most` episodes.
+
+    The median of WINDOW_LEN answers is compared with the best median that this worker has had. A
+    window more than SLOW_RATIO times as slow lowers `limit`; any other raises it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.limit = max(1, most // 2)
+        self._best_s: float | None = None
+        self._window: list[float] = []
+
+    def observe(self, seconds: float) -> str:
+        """Take the seconds of one answer; return why `limit` fell, or an empty text."""
+        self._window.append(seconds)
+        if len(self._window) < WINDOW_LEN:
+            return ""
+        median_s = statistics.median(self._window)
+        self._window.clear()
+        if self._best_s is None or median_s < self._best_s:
+            self._best_s = median_s
+        before = self.limit
+        if median_s > SLOW_RATIO * self._best_s + SLOW_MARGIN_S:
+            self.limit = max(1, int(self.limit * DECREASE))
+        else:
+            self.limit = min(self.most, self.limit + max(1, self.most // 8))
+        if self.limit >= before:
+            return ""
+        return (
+            f"its answers take {median_s:.3f} s, {self._best_s:.3f} s at best: "
+            f"it takes {self.limit} episodes at once instead of {before}"
+        )

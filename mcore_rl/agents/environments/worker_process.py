@@ -1,0 +1,244 @@
+"""One worker as its pool sees it: starts it, calls it, and ends it with all its processes."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mcore_rl
+from mcore_rl.agents.environments.concurrency import Concurrency
+from mcore_rl.agents.environments.errors import (
+    EnvironmentFailed,
+    EnvironmentLost,
+    EnvironmentTimeout,
+)
+from mcore_rl.agents.environments.keeper import OVER_MEMORY_STATUS
+from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.wire import encode, read_frame
+
+_ABANDON_S = 5.0
+"""A worker that has not answered after it, to a request that needs no environment, hangs."""
+_EXIT_S = 15.0
+_STOP_S = 3.0
+"""A worker asked to stop closes its episodes within 2 s."""
+_LOG_TAIL_BYTES = 1500
+_PACKAGE = "mcore_rl.agents.environments"
+
+
+def make_import_folder(folder: Path) -> None:
+    """Link this package into `folder`: the only thing that a foreign interpreter gets of it."""
+    (folder / "mcore_rl").symlink_to(Path(mcore_rl.__file__).parent, target_is_directory=True)
+
+
+def worker_environment(options: EnvironmentOptions, folder: Path) -> dict[str, str]:
+    """Return the environment variables of a worker that imports this package from `folder`.
+
+    A foreign interpreter does not inherit PYTHONPATH and PYTHONHOME, which name packages of this
+    one.
+    """
+    variables = dict(os.environ)
+    if options.python:
+        for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+            variables.pop(name, None)
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    variables["PYTHONUNBUFFERED"] = "1"
+    variables |= options.variables
+    paths = [str(folder), variables.get("PYTHONPATH", "")]
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return variables
+
+
+class WorkerProcess:
+    """A running worker. `lost` says why it is gone; empty: it answers."""
+
+    def __init__(self, number: int, options: EnvironmentOptions, log_path: Path) -> None:
+        self.name = f"worker {number}"
+        self.concurrency = Concurrency(options.episodes_per_worker)
+        self.episodes: set[int] = set()
+        self.retires = False
+        self.lost = ""
+        self.log_path = log_path
+        self._kind = options.kind
+        self._options = options
+        self._calls = itertools.count()
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._alive_fd = -1
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self, folder: Path, on_lost: Callable[[], None]) -> None:
+        """Start the process and have it load the environment's class.
+
+        Raises EnvironmentFailed if it cannot, EnvironmentLost if it dies or takes too long.
+        `on_lost` is called when the worker is gone.
+        """
+        ours, theirs = socket.socketpair()
+        alive_fd, self._alive_fd = os.pipe()
+        try:
+            self._process = await self._spawn(folder, theirs.fileno(), alive_fd)
+        except OSError as error:
+            ours.close()
+            self._let_go()
+            raise EnvironmentFailed(
+                f"{self._options.python or sys.executable} cannot be started as {self.name} of "
+                f"environment {self._kind}: {error}"
+            ) from error
+        finally:
+            theirs.close()
+            os.close(alive_fd)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        self._reading = asyncio.ensure_future(self._read(on_lost))
+        try:
+            await self.call(
+                "start", "loading its class", self._options.start_timeout_s, self._load()
+            )
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def call(
+        self, verb: str, what: str, timeout_s: float, fields: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Have the worker carry out `verb` and return the value of its reply.
+
+        `what` says what for, such as "step of task 3". Raises EnvironmentFailed with the error of
+        the environment, EnvironmentTimeout if the worker goes on without it, EnvironmentLost if the
+        worker died or hangs, ValueError if a field is not JSON.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._exchange(verb, what, fields or {})
+        except TimeoutError as error:
+            late = f"{self._who(what)} took more than {timeout_s:g} s ({verb}_timeout_s)"
+            await self._give_up((fields or {}).get("episode"), late)
+            raise EnvironmentTimeout(f"{late}; its log is {self.log_path}") from error
+        if problem := reply.get("error"):
+            raise EnvironmentFailed(
+                f"{self._who(what)} failed: {problem['kind']}: {problem['text']}\n"
+                f"{problem.get('traceback', '')}"
+            )
+        return reply["value"]
+
+    async def abandon(self, episode: int) -> None:
+        """Give up an episode whose caller does not wait for its call any more."""
+        with contextlib.suppress(EnvironmentLost):
+            await self._give_up(episode, f"{self.name} of environment {self._kind}, abandoning")
+
+    async def stop(self) -> None:
+        """End the worker and every process below it; its open episodes are closed first."""
+        if not self.lost:
+            self.lost = f"{self.name} of environment {self._kind} was stopped"
+            with contextlib.suppress(ConnectionError):
+                self._writer.write(encode({"do": "stop"}))
+            await asyncio.wait([self._reading], timeout=_STOP_S) if self._reading else None
+        await self._end()
+
+    def _load(self) -> dict[str, Any]:
+        return {"kind": self._kind, "options": dict(self._options.options)}
+
+    def _who(self, what: str) -> str:
+        return f"environment {self._kind}, {self.name} (pid {self._process.pid}): {what}"
+
+    async def _exchange(self, verb: str, what: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        if self.lost:
+            raise EnvironmentLost(f"{self._who(what)}: {self.lost}")
+        number = next(self._calls)
+        frame = encode({"call": number, "do": verb, **fields})
+        self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(frame)
+            await self._writer.drain()
+            reply = await self._replies[number]
+        except ConnectionError:
+            reply = await self._replies[number]  # the reader is about to notice, too
+        finally:
+            del self._replies[number]
+        if lost := reply.get("lost"):
+            raise EnvironmentLost(f"{self._who(what)}: {lost}")
+        return reply
+
+    async def _give_up(self, episode: int | None, late: str) -> None:
+        """Find out whether the worker hangs or one episode does; kill the worker if it hangs."""
+        try:
+            async with asyncio.timeout(_ABANDON_S):
+                reply = await self._exchange("abandon", late, {"episode": episode})
+        except TimeoutError as error:
+            self.lost = f"{late}, and the worker does not answer any more: it was killed"
+            await self._end()
+            raise EnvironmentLost(f"{self.lost}{self._log_tail()}") from error
+        self.retires = self.retires or bool(reply["value"])
+
+    async def _read(self, on_lost: Callable[[], None]) -> None:
+        try:
+            while (reply := await read_frame(self._reader)) is not None:
+                waiting = self._replies.get(reply["call"])
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        finally:
+            if not self.lost:
+                self.lost = await self._cause_of_death()
+            for waiting in self._replies.values():
+                if not waiting.done():
+                    waiting.set_result({"lost": self.lost})
+            self._let_go()
+            on_lost()
+
+    async def _cause_of_death(self) -> str:
+        try:
+            async with asyncio.timeout(_EXIT_S):
+                status = await self._process.wait()
+        except TimeoutError:
+            return f"the worker closed its socket and has not ended {_EXIT_S:g} s later"
+        if status == OVER_MEMORY_STATUS:
+            return (
+                f"the worker took more than {self._options.memory_gib:g} GiB and was killed: "
+                "raise memory_gib, or lower episodes_per_worker"
+            )
+        return f"the worker died with status {status}{self._log_tail()}"
+
+    async def _end(self) -> None:
+        """Have the keeper kill everything; it does so when the pipe to it is closed."""
+        self._let_go()
+        try:
+            async with asyncio.timeout(_EXIT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        self._writer.close()
+        if self._reading:
+            await asyncio.wait([self._reading])
+
+    def _let_go(self) -> None:
+        if self._alive_fd >= 0:
+            os.close(self._alive_fd)
+            self._alive_fd = -1
+
+    def _log_tail(self) -> str:
+        try:
+            tail = self.log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+        return f"; the end of its log {self.log_path}:\n{tail}" if tail else ""
+
+    async def _spawn(self, folder: Path, socket_fd: int, alive_fd: int) -> Any:
+        python = self._options.python or sys.executable
+        memory_bytes = int(self._options.memory_gib * 1024**3)
+        command = [python, "-m", f"{_PACKAGE}.keeper", "--pool-pid", str(os.getpid())]
+        command += ["--alive-fd", str(alive_fd), "--socket-fd", str(socket_fd)]
+        command += ["--memory-bytes", str(memory_bytes)]
+        command += [python, "-m", f"{_PACKAGE}.worker", "--socket-fd", str(socket_fd)]
+        with open(self.log_path, "ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(socket_fd, alive_fd),
+                env=worker_environment(self._options, folder),
+                start_new_session=True,  # Ctrl-C is for the pool, which ends its workers in order
+            )
