@@ -3,7 +3,6 @@
 import asyncio
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -94,5 +93,3 @@ def all_gone(pids: list[int], within_s: float = 15.0) -> list[int]:
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     return left
-
-

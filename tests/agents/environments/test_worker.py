@@ -59,7 +59,9 @@ def test_an_episode_runs_under_a_foreign_interpreter(bare_python, monkeypatch, t
         async with EnvironmentPool(options) as pool:
             episode = await pool.open({"index": 1})
             pid = int((await episode.step({"content": "go"})).metrics["pid"])
-            return Path(f"/proc/{pid}/environ").read_bytes(), Path(f"/proc/{pid}/cmdline").read_text()
+            return Path(f"/proc/{pid}/environ").read_bytes(), Path(
+                f"/proc/{pid}/cmdline"
+            ).read_text()
 
     environment, command = asyncio.run(run())
     assert b"LEVEL=9" in environment.split(b"\0")

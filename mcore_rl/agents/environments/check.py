@@ -1,0 +1,56 @@
+"""Refuses an environment that cannot work, before a run starts anything."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from mcore_rl.agents.environments import probe
+from mcore_rl.agents.environments.adapters import ADAPTERS, check_options
+from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
+
+_PROBE_S = 30.0
+
+
+def check(options: EnvironmentOptions) -> None:
+    """Raise ValueError, with a remedy, if workers could not make the environment.
+
+    Asks the workers' interpreter, which takes about as long as it takes to start. Packages are
+    looked for, not imported; files of the user are imported.
+    """
+    adapter = ADAPTERS.get(options.kind)
+    if adapter is not None or ":" not in options.kind:
+        check_options(options.kind, options.options)
+    modules = adapter.modules if adapter else ()
+    python = options.python or sys.executable
+    for problem in _ask(python, options, modules):
+        packages = " ".join(adapter.packages) if adapter else ""
+        remedy = ""
+        if packages and problem.startswith("it has no"):
+            remedy = f": {python} -m pip install {packages}, or name another interpreter as python"
+        raise ValueError(f"environment {options.kind!r} under {python}: {problem}{remedy}")
+
+
+def _ask(python: str, options: EnvironmentOptions, modules: tuple[str, ...]) -> list[str]:
+    question = {"kind": options.kind, "options": dict(options.options), "modules": modules}
+    with tempfile.TemporaryDirectory(prefix="mcore_rl_probe_") as folder:
+        make_import_folder(Path(folder))
+        try:
+            done = subprocess.run(
+                [python, "-m", probe.__name__],
+                input=json.dumps(question),
+                env=worker_environment(options, Path(folder)),
+                capture_output=True,
+                text=True,
+                timeout=_PROBE_S,
+            )
+        except OSError as error:
+            return [f"it cannot be started: {error}; name an interpreter as python"]
+        except subprocess.TimeoutExpired:
+            return [f"it did not say within {_PROBE_S:g} s whether it can make the environment"]
+    answers = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
+    if not answers:
+        return [f"the check ended with status {done.returncode}: {done.stderr[-1000:].strip()}"]
+    return json.loads(answers[-1].removeprefix(probe.MARK))

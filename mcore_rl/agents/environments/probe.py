@@ -1,0 +1,50 @@
+"""Says what is wrong with an environment's options, under the interpreter of its workers.
+
+Reads JSON from stdin: kind, options, modules that must be there. Prints a list of problems as JSON
+behind a mark, as imports may print, too.
+"""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_rl.agents.environments.adapters import check_options
+
+MARK = "problems of the environment: "
+OLDEST_PYTHON = (3, 11)
+
+
+def problems(kind: str, options: Mapping[str, Any], modules: Sequence[str]) -> list[str]:
+    """Return what keeps environments of this kind from being made here, in words for the user."""
+    if sys.version_info < OLDEST_PYTHON:
+        version = ".".join(map(str, sys.version_info[:3]))
+        return [f"it is Python {version}: workers need 3.11 or newer"]
+    missing = [name for name in modules if not is_there(name)]
+    if missing:
+        return [f"it has no {', '.join(missing)}"]
+    try:
+        check_options(kind, options)
+    except Exception as error:  # a user's own file may raise anything; the caller reports it
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return [text]
+    return []
+
+
+def is_there(module: str) -> bool:
+    """Return whether a module can be found; its packages are imported, it is not."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    found = problems(given["kind"], given["options"], given["modules"])
+    print(MARK + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
