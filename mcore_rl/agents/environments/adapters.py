@@ -31,7 +31,15 @@ class Adapter:
     is_program: bool = False
 
 
-ADAPTERS: Mapping[str, Adapter] = {}
+ADAPTERS: Mapping[str, Adapter] = {
+    "gymnasium": Adapter(
+        f"{_HERE}.gymnasium_env",
+        "GymnasiumEnvironment",
+        "GymnasiumOptions",
+        ("gymnasium",),
+        ("gymnasium",),
+    ),
+}
 
 
 def is_program(kind: str) -> bool:

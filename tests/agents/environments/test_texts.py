@@ -1,0 +1,35 @@
+"""Text of messages, added and cut."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.agents.environments.texts import cut, text_of, with_text
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+def test_content_is_a_string_parts_or_nothing():
+    assert text_of({"content": "a"}) == "a"
+    assert text_of({"content": [{"type": "text", "text": "a"}, IMAGE]}) == "a"
+    assert text_of({"content": None}) == text_of({}) == ""
+
+
+def test_text_joins_the_users_last_message():
+    system = {"role": "system", "content": "s"}
+    user = {"role": "user", "content": "u"}
+    added = {"role": "user", "content": "x"}
+    assert with_text([system], "x") == [system, added]
+    assert with_text([system, user], "x") == [system, {"role": "user", "content": "u\n\nx"}]
+    assert with_text([user], "") == [user]
+    parts = with_text([{"role": "user", "content": [IMAGE]}], "x")
+    assert parts == [{"role": "user", "content": [IMAGE, {"type": "text", "text": "x"}]}]
+
+
+@given(st.text(), st.integers(0, 50))
+def test_a_cut_text_keeps_both_ends(text, most):
+    short = cut(text, most)
+    if most == 0 or len(text) <= most:
+        assert short == text
+    else:
+        head, tail = text[: most - most // 2], text[len(text) - most // 2 :]
+        assert short == f"{head}\n[{len(text) - most} characters left out]\n{tail}"
