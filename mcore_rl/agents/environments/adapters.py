@@ -39,6 +39,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         ("gymnasium",),
         ("gymnasium",),
     ),
+    "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
 }
 
 
@@ -69,10 +70,18 @@ def load(kind: str) -> tuple[Callable[[Any], Any], Callable[..., Any]]:
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the kind is unknown, or does not read one of the options, or lacks one.
+    """Raise ValueError if an environment of this kind cannot have these options.
 
-    Values are checked as far as the adapter can without its package.
+    Values are checked as far as the adapter can without its package. Files that they name are
+    imported: call it under the workers' interpreter.
     """
+    check_names(kind, options)
+    _, make_options = load(kind)
+    make_options(**options)
+
+
+def check_names(kind: str, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if the kind is unknown, or does not read one of the options, or lacks one."""
     _, make_options = load(kind)
     reader = make_options if kind in ADAPTERS else load_named(kind)
     parameters = inspect.signature(reader).parameters.values()
@@ -92,7 +101,6 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
     ]
     if missing:
         raise ValueError(f"environment {kind!r} needs the options {', '.join(missing)}")
-    make_options(**options)
 
 
 def _refuse_other_than_environments(kind: str, cls: Any) -> None:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from mcore_rl.agents.environments import probe
-from mcore_rl.agents.environments.adapters import ADAPTERS, check_options
+from mcore_rl.agents.environments.adapters import ADAPTERS, check_names
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.worker_process import make_import_folder, worker_environment
 
@@ -22,7 +22,7 @@ def check(options: EnvironmentOptions) -> None:
     """
     adapter = ADAPTERS.get(options.kind)
     if adapter is not None or ":" not in options.kind:
-        check_options(options.kind, options.options)
+        check_names(options.kind, options.options)
     modules = adapter.modules if adapter else ()
     python = options.python or sys.executable
     for problem in _ask(python, options, modules):

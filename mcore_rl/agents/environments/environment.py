@@ -23,7 +23,8 @@ class Step:
     """What follows an answer of the policy.
 
     reward      for that answer; the episode's reward is the sum over its steps
-    metrics     numbers that are averaged over episodes, by name
+    metrics     numbers of the episode so far, averaged over episodes, by name; that of a later step
+                replaces that of an earlier one
     end_reason  why the episode is over, a value of agents.messages.EndReason; empty: it is done
     """
 

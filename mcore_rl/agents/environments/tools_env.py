@@ -1,0 +1,168 @@
+"""Lets a policy call Python functions; its answer without a call ends the episode."""
+
+import asyncio
+import inspect
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_rl.agents.environments.environment import Message, Start, Step, Tool
+from mcore_rl.agents.environments.loading import load_named
+from mcore_rl.agents.environments.schemas import tool_of
+from mcore_rl.agents.environments.texts import with_text
+from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
+
+
+@dataclass(frozen=True)
+class ToolsOptions:
+    """Which functions are tools, and how they are called.
+
+    functions       each as folder/file.py:function or module:function; a parameter `_task` gets the
+                    task, `_state` a dict of the episode's own
+    reward          function of (conversation, task) that returns the reward, named alike; it may be
+                    a coroutine; empty: the reward is 0
+    instructions    said after the task's messages
+    tool_timeout_s  for one call
+    result_len      characters of a result, at most; 0: any number
+    max_turns       answers at most; 0: any number
+    """
+
+    functions: Sequence[str]
+    reward: str = ""
+    instructions: str = ""
+    tool_timeout_s: float = 30.0
+    result_len: int = 8000
+    max_turns: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.functions, str) or not self.functions:
+            raise ValueError(f"functions is {self.functions!r}: a list of folder/file.py:function")
+        check_bounds(self.tool_timeout_s, self.result_len, self.max_turns)
+        names = [tool_of(load_named(name))["function"]["name"] for name in self.functions]
+        if len(set(names)) != len(names):
+            raise ValueError(f"functions: two tools share a name among {', '.join(names)}")
+        if self.reward:
+            load_named(self.reward)
+
+
+def check_bounds(tool_timeout_s: float, result_len: int, max_turns: int) -> None:
+    """Raise ValueError if a bound has no sense."""
+    if not tool_timeout_s > 0 or result_len < 0 or max_turns < 0:
+        raise ValueError(
+            f"tool_timeout_s is {tool_timeout_s}, result_len {result_len}, max_turns {max_turns}: "
+            "more than 0, at least 0 and at least 0"
+        )
+
+
+class ToolEpisode:
+    """The conversation of an episode with tools: what all adapters of tools share."""
+
+    def __init__(self, calls: ToolCalls, tools: list[Tool], max_turns: int, reward: str) -> None:
+        self._calls = calls
+        self._tools = tools
+        self._max_turns = max_turns
+        self._reward = load_named(reward) if reward else None
+        self._conversation: list[Message] = []
+        self._task: Mapping[str, Any] = {}
+        self._num_turns = 0
+
+    def start(self, task: Mapping[str, Any], instructions: str) -> Start:
+        self._task = task
+        self._conversation = with_text(task.get("messages") or (), instructions)
+        return Start(list(self._conversation), self._tools)
+
+    async def step(self, message: Message) -> Step:
+        """Carry out the calls of an answer; the episode ends with an answer that has none."""
+        self._num_turns += 1
+        self._conversation.append(message)
+        is_last = not message.get("tool_calls")
+        messages, reward = await self._calls.run(message)
+        self._conversation.extend(messages)
+        ends = is_last or self._num_turns == self._max_turns
+        if ends:
+            reward += await self._final_reward()
+        return Step(
+            messages=messages,
+            reward=reward,
+            done=ends,
+            metrics={**self._calls.metrics, "turns": float(self._num_turns)},
+            end_reason="" if is_last or not ends else "max_turns",
+        )
+
+    async def _final_reward(self) -> float:
+        if self._reward is None:
+            return 0.0
+        return float(await call_either(self._reward, self._conversation, self._task))
+
+
+class ToolsEnvironment:
+    """One episode with Python functions as tools."""
+
+    def __init__(self, options: ToolsOptions) -> None:
+        self._options = options
+        self._functions: dict[str, Callable[..., Any]] = {}
+        tools = []
+        for name in options.functions:
+            function = load_named(name)
+            tools.append(tool_of(function))
+            self._functions[tools[-1]["function"]["name"]] = function
+        calls = ToolCalls(
+            self._call, list(self._functions), options.tool_timeout_s, options.result_len
+        )
+        self._episode = ToolEpisode(calls, tools, options.max_turns, options.reward)
+        self._hidden: dict[str, Any] = {}
+
+    async def reset(self, task: Mapping[str, Any]) -> Start:
+        self._hidden = {"_task": task, "_state": {}}
+        return self._episode.start(task, self._options.instructions)
+
+    async def step(self, message: Message) -> Step:
+        return await self._episode.step(message)
+
+    async def close(self) -> None:
+        self._hidden.clear()
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        function = self._functions[name]
+        parameters = inspect.signature(function).parameters
+        if unknown := sorted(set(arguments) & {"_task", "_state"}):
+            raise TypeError(f"{name} takes no {', '.join(unknown)}")
+        hidden = {key: value for key, value in self._hidden.items() if key in parameters}
+        result = await call_either(function, **arguments, **hidden)
+        return ToolOutcome(result if isinstance(result, str) else as_text(result))
+
+
+def as_text(value: Any) -> str:
+    """Return a tool's result as text: JSON if it has that form."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+async def call_either(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a coroutine function here, any other in a thread of its own.
+
+    If nobody waits any more, the thread goes on and its result is dropped.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **keywords)
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if outcome.done():
+            return
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    def run() -> None:
+        try:
+            result, error = function(*arguments, **keywords), None
+        except Exception as raised:  # whoever awaits the outcome gets it
+            result, error = None, raised
+        loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="tool", daemon=True).start()
+    return await outcome
