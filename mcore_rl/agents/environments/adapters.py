@@ -40,6 +40,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         ("gymnasium",),
     ),
     "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
+    "command": Adapter(f"{_HERE}.command", "CommandEpisode", "CommandOptions", is_program=True),
 }
 
 
@@ -81,7 +82,7 @@ def check_options(kind: str, options: Mapping[str, Any]) -> None:
 
 
 def check_names(kind: str, options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the kind is unknown, or does not read one of the options, or lacks one."""
+    """Raise ValueError if the kind is unknown, does not read one of the options, or lacks one."""
     _, make_options = load(kind)
     reader = make_options if kind in ADAPTERS else load_named(kind)
     parameters = inspect.signature(reader).parameters.values()

@@ -31,7 +31,11 @@ _PACKAGE = "mcore_rl.agents.environments"
 
 
 def make_import_folder(folder: Path) -> None:
-    """Link this package into `folder`: the only thing that a foreign interpreter gets of it."""
+    """Link this package into `folder`, and make a folder for a worker's temporary files there.
+
+    The link is all that a foreign interpreter gets of this one's packages.
+    """
+    (folder / "tmp").mkdir()
     (folder / "mcore_rl").symlink_to(Path(mcore_rl.__file__).parent, target_is_directory=True)
 
 
@@ -47,6 +51,7 @@ def worker_environment(options: EnvironmentOptions, folder: Path) -> dict[str, s
             variables.pop(name, None)
     variables.setdefault("OMP_NUM_THREADS", "1")
     variables["PYTHONUNBUFFERED"] = "1"
+    variables["TMPDIR"] = str(folder / "tmp")  # a worker that is killed removes nothing itself
     variables |= options.variables
     paths = [str(folder), variables.get("PYTHONPATH", "")]
     variables["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
