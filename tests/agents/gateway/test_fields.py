@@ -1,0 +1,51 @@
+import pytest
+
+from mcore_rl.agents.gateway.errors import BadRequest
+from mcore_rl.agents.gateway.fields import (
+    ignored_names,
+    joined_text,
+    max_tokens,
+    optional,
+    refuse,
+    required,
+    stop_texts,
+)
+
+
+def test_a_field_of_another_type_is_named_with_its_place():
+    with pytest.raises(BadRequest, match=r"tools\[0\]\.name: must be a string, not 3"):
+        optional({"name": 3}, "name", str, "tools[0].")
+    with pytest.raises(BadRequest, match="messages: is missing") as caught:
+        required({"messages": None}, "messages", list)
+    assert caught.value.error.code == "missing_required_parameter"
+
+
+def test_the_first_bound_counts_and_a_boolean_is_none():
+    assert max_tokens({"b": 3, "a": None}, "a", "b") == 3
+    assert max_tokens({}, "a") is None
+    with pytest.raises(BadRequest, match="a: must be an integer"):
+        max_tokens({"a": True}, "a")
+
+
+@pytest.mark.parametrize(("value", "texts"), [(None, ()), ("x", ("x",)), (["x", "y"], ("x", "y"))])
+def test_stop_texts(value, texts):
+    assert stop_texts({"stop": value}, "stop") == texts
+
+
+def test_only_fields_with_a_value_are_refused():
+    refuse({"n": None, "bias": {}, "background": False}, {"n": "", "bias": "", "background": ""})
+    with pytest.raises(BadRequest, match=r"bias: .*; leave it out"):
+        refuse({"bias": {"1": 2}}, {"bias": "leave it out"})
+
+
+def test_names_without_effect_fit_into_a_header():
+    body = {f"p{number:03d}": 1 for number in range(99)} | {"a b": 1, "x" * 65: 1, "known": 1}
+    names = ignored_names(body, frozenset({"known"}))
+    assert names == tuple(f"p{number:03d}" for number in range(32))
+
+
+def test_parts_that_are_no_text_are_named():
+    with pytest.raises(BadRequest, match=r"content\[1\]\.type=image"):
+        joined_text(
+            [{"type": "text", "text": "a"}, {"type": "image"}], "content", frozenset({"text"})
+        )
