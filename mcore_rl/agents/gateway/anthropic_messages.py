@@ -1,0 +1,266 @@
+"""Anthropic's messages <-> the messages of an episode.
+
+A stream carries each content block in one delta after the answer is complete.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from mcore_rl.agents.gateway import sse
+from mcore_rl.agents.gateway.api import Answered, Call, Memory, remember_arguments
+from mcore_rl.agents.gateway.errors import ApiError, BadRequest, anthropic_error, unsupported
+from mcore_rl.agents.gateway.fields import (
+    Body,
+    ignored_names,
+    joined_text,
+    max_tokens,
+    objects,
+    optional,
+    part_text,
+    refuse,
+    required,
+    stop_texts,
+)
+from mcore_rl.agents.gateway.normal import (
+    UNREADABLE,
+    arguments_object,
+    assistant_message,
+    exact_arguments,
+    function_tool,
+    normal_message,
+    tool_call,
+    tool_message,
+)
+from mcore_rl.agents.messages import ChatRequest, Message, Tool
+
+_REFUSED = {
+    "mcp_servers": "run the servers in the agent, and give their tools as function tools",
+    "container": "run code in the agent",
+    "output_format": "ask for the format in the prompt, and check it in the reward",
+}
+_KNOWN = frozenset(
+    {
+        *_REFUSED,
+        "messages",
+        "model",
+        "system",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "stop_sequences",
+        "stream",
+        "metadata",
+        "service_tier",
+        "inference_geo",
+    }
+)
+_TEXT = frozenset({"text"})
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_SIGNATURE = "mcore_rl"
+"""Thinking blocks carry a signature, which clients send back; nobody checks it here."""
+
+
+class AnthropicMessages:
+    """POST /v1/messages."""
+
+    keep_alive = sse.event({"type": "ping"}, "ping")
+
+    def read(self, body: Body, memory: Memory) -> Call:
+        refuse(body, _REFUSED)
+        tools = read_tools(optional(body, "tools", list))
+        request = ChatRequest(
+            messages=read_messages(body, memory),
+            tools=tools if _uses_tools(optional(body, "tool_choice", dict)) else (),
+            max_tokens=max_tokens(body, "max_tokens"),
+            stop=stop_texts(body, "stop_sequences"),
+        )
+        return Call(
+            request=request,
+            model=optional(body, "model", str) or "",
+            is_streamed=bool(optional(body, "stream", bool)),
+            ignored=ignored_names(body, _KNOWN),
+        )
+
+    def answer(self, call: Call, answered: Answered) -> dict[str, Any]:
+        completion = answered.completion
+        return {
+            **_head(call, answered),
+            "content": content_blocks(completion.answer.message),
+            "stop_reason": _STOP_REASONS.get(completion.finish_reason, "end_turn"),
+            "usage": _usage(answered, len(completion.token_ids)),
+        }
+
+    def events(self, call: Call, answered: Answered) -> Iterator[bytes]:
+        message = {**_head(call, answered), "usage": _usage(answered, 0)}
+        yield _event("message_start", message=message)
+        finished = self.answer(call, answered)
+        for index, block in enumerate(finished["content"]):
+            empty, deltas = _deltas(block, answered)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        ending = {"stop_reason": finished["stop_reason"], "stop_sequence": None}
+        yield _event("message_delta", delta=ending, usage=finished["usage"])
+        yield _event("message_stop")
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return anthropic_error(error)
+
+    def error_event(self, error: ApiError) -> bytes:
+        return sse.event(anthropic_error(error), "error")
+
+    def remember(self, call: Call, answered: Answered, memory: Memory) -> None:
+        remember_arguments(answered, memory)
+
+
+def _head(call: Call, answered: Answered) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answered.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": call.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _usage(answered: Answered, num_sampled: int) -> dict[str, int]:
+    return {
+        "input_tokens": len(answered.completion.prompt_ids),
+        "output_tokens": num_sampled,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse.event({"type": kind, **fields}, kind)
+
+
+def content_blocks(message: Message) -> list[dict[str, Any]]:
+    """Return the blocks of an answer: thinking, text, and a tool_use for each call."""
+    message = normal_message(message)
+    blocks: list[dict[str, Any]] = []
+    if "reasoning_content" in message:
+        thinking = message["reasoning_content"]
+        blocks.append({"type": "thinking", "thinking": thinking, "signature": _SIGNATURE})
+    if message["content"]:
+        blocks.append({"type": "text", "text": message["content"], "citations": None})
+    for call in message.get("tool_calls", ()):
+        given = arguments_object(call["function"]["arguments"])
+        name = call["function"]["name"]
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
+    return blocks
+
+
+def _deltas(block: Body, answered: Answered) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return a block without what the deltas fill in, and those deltas."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        return {**block, "thinking": "", "signature": ""}, [
+            {"type": "thinking_delta", "thinking": block["thinking"]},
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
+    partial = _arguments_text(block, answered)
+    return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": partial}]
+
+
+def _arguments_text(block: Body, answered: Answered) -> str:
+    """Return the arguments as the policy wrote them, or as an object if they are none."""
+    calls = answered.completion.answer.message["tool_calls"]
+    known = {call["id"]: call["function"]["arguments"] for call in calls}
+    if UNREADABLE in block["input"] or not block["input"]:
+        known = {}
+    return exact_arguments(block["id"], block["input"], known)
+
+
+def _uses_tools(choice: Body | None) -> bool:
+    kind = "auto" if choice is None else required(choice, "type", str, "tool_choice.")
+    if kind not in ("auto", "none"):
+        raise unsupported(
+            "tool_choice", "use auto or none; the policy itself decides to call a tool"
+        )
+    return kind == "auto"
+
+
+def read_tools(tools: list[Any] | None) -> tuple[Tool, ...]:
+    found = []
+    for place, tool in objects(tools, "tools"):
+        kind = optional(tool, "type", str, f"{place}.")
+        if kind not in (None, "custom"):
+            raise unsupported(f"{place}.type={kind[:64]}", "give it as a tool with input_schema")
+        found.append(
+            function_tool(
+                required(tool, "name", str, f"{place}."),
+                optional(tool, "description", str, f"{place}."),
+                optional(tool, "input_schema", dict, f"{place}."),
+            )
+        )
+    return tuple(found)
+
+
+def read_messages(body: Body, memory: Memory) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    system = joined_text(body.get("system"), "system", _TEXT)
+    if system:
+        messages.append({"role": "system", "content": system})
+    given = required(body, "messages", list)
+    if not given:
+        raise BadRequest("messages", "must not be empty")
+    for place, message in objects(given, "messages"):
+        role = required(message, "role", str, f"{place}.")
+        content = message.get("content")
+        if role == "assistant":
+            messages.append(_read_assistant(content, f"{place}.content", memory))
+        elif role == "user":
+            messages += _read_user(content, f"{place}.content")
+        elif role == "system":
+            text = joined_text(content, f"{place}.content", _TEXT)
+            messages.append({"role": "system", "content": text})
+        else:
+            raise unsupported(f"{place}.role={role[:64]}", "use user or assistant")
+    return tuple(messages)
+
+
+def _read_assistant(content: Any, where: str, memory: Memory) -> Message:
+    if not isinstance(content, list):
+        return assistant_message(joined_text(content, where, _TEXT))
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls = []
+    for place, block in objects(content, where):
+        kind = required(block, "type", str, f"{place}.")
+        if kind == "text":
+            texts.append(required(block, "text", str, f"{place}."))
+        elif kind == "thinking":
+            thoughts.append(required(block, "thinking", str, f"{place}."))
+        elif kind == "tool_use":
+            call_id = required(block, "id", str, f"{place}.")
+            given = optional(block, "input", dict, f"{place}.") or {}
+            arguments = exact_arguments(call_id, given, memory.arguments)
+            calls.append(tool_call(call_id, required(block, "name", str, f"{place}."), arguments))
+        else:
+            raise unsupported(f"{place}.type={kind[:64]}", "send text, thinking and tool_use")
+    return assistant_message("".join(texts), "".join(thoughts), calls)
+
+
+def _read_user(content: Any, where: str) -> Iterator[Message]:
+    """Yield a message of a tool for each result, and one of the user for the texts between."""
+    if not isinstance(content, list):
+        yield {"role": "user", "content": joined_text(content, where, _TEXT)}
+        return
+    texts: list[str] = []
+    for place, block in objects(content, where):
+        if block.get("type") != "tool_result":
+            texts.append(part_text(block, place, _TEXT))
+            continue
+        if texts:
+            yield {"role": "user", "content": "".join(texts)}
+            texts = []
+        call_id = required(block, "tool_use_id", str, f"{place}.")
+        yield tool_message(call_id, joined_text(block.get("content"), f"{place}.content", _TEXT))
+    if texts or not content:
+        yield {"role": "user", "content": "".join(texts)}
