@@ -1,0 +1,205 @@
+"""Takes a client's request to the policy and its answer back; survives clients that go away."""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import orjson
+from aiohttp import web
+
+from mcore_rl.agents.gateway.api import Answered, Api, Call
+from mcore_rl.agents.gateway.attempts import Attempt, Mark, read_mark
+from mcore_rl.agents.gateway.episode_chat import Overloaded
+from mcore_rl.agents.gateway.errors import ApiError, BadRequest, episode_over, overloaded
+from mcore_rl.agents.gateway.fields import Body
+from mcore_rl.agents.gateway.options import GatewayOptions
+from mcore_rl.agents.gateway.sessions import OpenSession
+from mcore_rl.agents.messages import Completion, EndReason, EpisodeEnded
+
+_log = logging.getLogger(__name__)
+
+IGNORED_HEADER = "X-Ignored-Parameters"
+TURN_HEADER = "X-Episode-Turn"
+"""Number of the answer's turn, for a reward of that turn; a stream's headers come too early."""
+
+
+class Exchange:
+    """Answers requests for a message of the policy, by any of the APIs."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._options = options
+
+    async def run(self, request: web.Request, api: Api, opened: OpenSession) -> web.StreamResponse:
+        """Answer a request; ApiError and BadRequest say why there is no answer."""
+        data = await read_bytes(request, self._options.body_s)
+        call = api.read(parse_object(data), opened.memory)
+        _log_ignored(opened, call)
+        kind = request.path.rpartition("/v1/")[2].encode()
+        mark = read_mark(request.headers, hashlib.sha256(kind + b"\n" + data).digest())
+        is_connected = _connection_of(request)
+        attempt = opened.attempts.claim(mark, is_connected)
+        if attempt is None:
+            attempt = _begin(mark, opened, api, call, is_connected)
+        answer = self._stream if call.is_streamed else self._answer
+        return await answer(request, api, call, attempt)
+
+    async def _answer(
+        self, request: web.Request, api: Api, call: Call, attempt: Attempt
+    ) -> web.StreamResponse:
+        await self._wait(attempt, self._options.answer_s)
+        body = orjson.dumps(api.answer(call, _answered(attempt)))
+        headers = {**_headers(call), TURN_HEADER: str(_answered(attempt).completion.turn)}
+        response = web.Response(body=body, content_type="application/json", headers=headers)
+        await _deliver(request, response, (), attempt)
+        return response
+
+    async def _stream(
+        self, request: web.Request, api: Api, call: Call, attempt: Attempt
+    ) -> web.StreamResponse:
+        """Send events. The status is sent with the first sign of life, so that an error which
+        comes before it has a status of its own.
+        """
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers={**headers, **_headers(call)})
+        deadline_s = asyncio.get_running_loop().time() + self._options.answer_s
+        try:
+            while not await self._wait_until(attempt, deadline_s):
+                try:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(api.keep_alive)
+                except ConnectionError:
+                    return response
+            events = [b"".join(api.events(call, _answered(attempt)))]
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await _deliver(request, response, [api.error_event(error)], None)
+            return response
+        await _deliver(request, response, events, attempt)
+        return response
+
+    async def _wait_until(self, attempt: Attempt, deadline_s: float) -> bool:
+        """Return whether the answer is there; if not, it is time for a sign of life."""
+        left_s = deadline_s - asyncio.get_running_loop().time()
+        if left_s <= self._options.keep_alive_s:
+            await self._wait(attempt, max(left_s, 0.0))
+            return True
+        done, _ = await asyncio.wait({attempt.task}, timeout=self._options.keep_alive_s)
+        return bool(done)
+
+    async def _wait(self, attempt: Attempt, timeout_s: float) -> None:
+        done, _ = await asyncio.wait({attempt.task}, timeout=timeout_s)
+        if not done:
+            message = f"a client waited {self._options.answer_s:g} s for an answer of the policy"
+            raise ApiError(504, "timeout", message)
+
+
+def _begin(
+    mark: Mark, opened: OpenSession, api: Api, call: Call, is_connected: Callable[[], bool]
+) -> Attempt:
+    identity = secrets.token_hex(12)
+    created_s = int(time.time())
+
+    async def generate() -> Completion:
+        completion = await _complete(opened, call)
+        opened.num_turns += 1
+        opened.num_prompt_tokens += len(completion.prompt_ids)
+        opened.num_sampled_tokens += len(completion.token_ids)
+        api.remember(call, Answered(identity, created_s, completion), opened.memory)
+        return completion
+
+    task = asyncio.get_running_loop().create_task(generate())
+    attempt = Attempt(mark, identity, created_s, task, is_connected)
+    opened.attempts.add(attempt)
+    return attempt
+
+
+async def _complete(opened: OpenSession, call: Call) -> Completion:
+    try:
+        return await opened.chat.complete(call.request)
+    except EpisodeEnded as ended:
+        raise episode_over(ended) from ended
+    except Overloaded as busy:
+        raise overloaded(busy.retry_after_s) from busy
+    except Exception as error:  # the boundary to the policy: the client is told, the log has it all
+        _log.exception("session %d: the policy gave no answer", opened.number)
+        message = f"the policy gave no answer: {type(error).__name__}; the log says more"
+        raise ApiError(500, "policy_failed", message) from error
+
+
+def _answered(attempt: Attempt) -> Answered:
+    """Return the answer of an attempt that is done, or raise its error."""
+    if attempt.task.cancelled():
+        raise episode_over(EpisodeEnded(EndReason.ABORTED, "the session was closed"))
+    return Answered(attempt.id, attempt.created_s, attempt.task.result())
+
+
+async def _deliver(
+    request: web.Request,
+    response: web.StreamResponse,
+    chunks: "list[bytes] | tuple[()]",
+    attempt: Attempt | None,
+) -> None:
+    """Send a response to its end, and note that its client has it, unless the client is gone."""
+    try:
+        if not response.prepared:
+            await response.prepare(request)
+        for chunk in chunks:
+            await response.write(chunk)
+        await response.write_eof()
+    except ConnectionError:
+        return
+    # A retry may have taken the attempt over, whose connection then says nothing of this client.
+    if attempt is not None and _connection_of(request)():
+        attempt.is_delivered = True
+
+
+def _connection_of(request: web.Request) -> Callable[[], bool]:
+    """Return a function that tells whether the client of a request is still connected."""
+
+    def is_connected() -> bool:
+        transport = request.transport
+        return transport is not None and not transport.is_closing()
+
+    return is_connected
+
+
+def _headers(call: Call) -> dict[str, str]:
+    return {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
+
+
+def _log_ignored(opened: OpenSession, call: Call) -> None:
+    if call.ignored and not opened.has_logged_ignored:
+        opened.has_logged_ignored = True
+        _log.warning(
+            "session %d: the client's %s have no effect: the policy samples as it trains",
+            opened.number,
+            ", ".join(call.ignored),
+        )
+
+
+async def read_bytes(request: web.Request, timeout_s: float) -> bytes:
+    """Return a request's body; ApiError if it does not arrive in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.read()
+    except TimeoutError:
+        message = f"the gateway waited {timeout_s:g} s for the body of the client's request"
+        raise ApiError(408, "timeout", message) from None
+    except web.RequestPayloadError as error:
+        raise BadRequest("body", f"cannot be read: {error}") from error
+
+
+def parse_object(data: bytes) -> Body:
+    """Return a body of JSON, which must be an object; raises BadRequest."""
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest("body", f"is no JSON: {error}", "invalid_json") from None
+    if not isinstance(body, dict):
+        raise BadRequest("body", f"must be an object of JSON, not {type(body).__name__}")
+    return body
