@@ -42,7 +42,7 @@ class Answered:
 
 @dataclass
 class Memory:
-    """What a session keeps because clients do not send it back.
+    """Keeps for a session whatever its clients do not send back.
 
     arguments   by the id of a tool call: the text that the policy wrote
     responses   by the id of a response: the conversation up to it, without instructions

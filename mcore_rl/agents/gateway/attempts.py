@@ -26,7 +26,7 @@ _KEY_LEN = 256
 
 @dataclass(frozen=True)
 class Mark:
-    """What identifies a request.
+    """Identifies a request.
 
     fingerprint       hash of its path and bytes
     idempotency_key   empty if the client gave none

@@ -1,3 +1,5 @@
+"""Translation of Anthropic's messages; an echo equals the answer."""
+
 import json
 
 import pytest

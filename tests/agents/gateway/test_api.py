@@ -1,3 +1,5 @@
+"""Memory of a session."""
+
 from mcore_rl.agents.gateway.api import Memory, remember_arguments
 from tests.support.episode_chats import think_and_call
 from tests.support.gateway_answers import answered

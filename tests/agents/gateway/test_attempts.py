@@ -1,3 +1,5 @@
+"""Which request is a retry of which attempt."""
+
 import asyncio
 
 import pytest

@@ -1,3 +1,5 @@
+"""Translation of chat completions; an echo equals the answer."""
+
 import json
 
 import pytest

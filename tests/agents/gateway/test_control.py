@@ -1,3 +1,5 @@
+"""Rewards, models and progress."""
+
 import pytest
 
 from mcore_rl.agents.gateway.control import add_reward, model_list, read_reward

@@ -1,3 +1,5 @@
+"""Bodies and statuses of errors."""
+
 import pytest
 
 from mcore_rl.agents.gateway.errors import (

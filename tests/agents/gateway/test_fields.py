@@ -1,3 +1,5 @@
+"""Fields of request bodies; wrong ones are named."""
+
 import pytest
 
 from mcore_rl.agents.gateway.errors import BadRequest

@@ -1,3 +1,5 @@
+"""The normal form of messages and arguments."""
+
 import pytest
 from hypothesis import given
 

@@ -1,3 +1,5 @@
+"""Bounds of a gateway."""
+
 import pytest
 
 from mcore_rl.agents.gateway.options import GatewayOptions

@@ -1,3 +1,5 @@
+"""Translation of the Responses API; an echo equals the answer."""
+
 import pytest
 from hypothesis import given
 

@@ -1,3 +1,5 @@
+"""Items of the Responses API become messages."""
+
 import pytest
 from hypothesis import given
 

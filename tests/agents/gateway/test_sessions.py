@@ -1,3 +1,5 @@
+"""Which key finds which session."""
+
 import pytest
 
 from mcore_rl.agents.gateway.errors import ApiError

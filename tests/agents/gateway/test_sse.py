@@ -1,3 +1,5 @@
+"""Framing of server-sent events."""
+
 from mcore_rl.agents.gateway import sse
 
 
