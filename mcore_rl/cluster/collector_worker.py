@@ -4,13 +4,14 @@ It is the worker of a Ray actor that answers many calls at once, in threads.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
@@ -24,6 +25,7 @@ from mcore_rl.data.sample_store import (
 from mcore_rl.data.spill import SpillFiles
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.rollout.collector import CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -31,6 +33,9 @@ from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.scores import Scores
 from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TrainBatch
+
+if TYPE_CHECKING:
+    from mcore_rl.rollout.engine_health import EngineHealth
 
 TokenWork = Callable[[TrainBatch], tuple[TrainBatch, dict[str, float]]]
 
@@ -40,6 +45,7 @@ class CollectorSpec:
     """A collector's part of the recipe.
 
     make_scorer   makes a rewards.scorer.Scorer; None for a command without rewards
+    episodes      how samples of several turns are drawn; None: a sample is one response
     secrets       values that its log must not show
     """
 
@@ -48,6 +54,7 @@ class CollectorSpec:
     decode: Decode
     experts_shape: RoutedExpertsShape | None
     make_scorer: Callable[[], Any] | None
+    episodes: EpisodeSpec | None = None
     secrets: tuple[str, ...] = field(default=(), repr=False)
 
 
@@ -72,6 +79,7 @@ class CollectorWorker:
         self._loop = EventLoop()
         self._teacher: Any = None
         self._collector: Any = None
+        self._close_episodes: Callable[[], Awaitable[None]] | None = None
         self._stores: StoreHandles | None = None
 
     def connect(
@@ -93,7 +101,10 @@ class CollectorWorker:
         health = EngineHealth([engine.url for engine in engines])
         http = HttpOptions.of(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
         client = RolloutClient(engines, spec.rollout, http.open, health, own)
-        self._collector = Collector(client, health, self._store)
+        sample_group = None
+        if spec.episodes is not None:
+            sample_group = self._loop.run(self._start_episodes(spec.episodes, own, engines, health))
+        self._collector = Collector(client, health, self._store, sample_group)
         self._stores = stores
         if self._scorer is not None:
             clients = {role: ServedClient(endpoint) for role, endpoint in served.items()}
@@ -101,6 +112,28 @@ class CollectorWorker:
             self._scorer.connect(posts, asyncio.run)
         if "teacher" in served:
             self._teacher = Teacher(served["teacher"], asyncio.run)
+
+    async def _start_episodes(
+        self,
+        episodes: EpisodeSpec,
+        own: Sequence[str],
+        engines: Sequence[EngineAddress],
+        health: "EngineHealth",
+    ) -> Any:
+        """Return how groups of episodes are drawn; their parts run until `close`."""
+        from mcore_rl.cluster.episode_sampling import EpisodeSampler
+        from mcore_rl.rollout.engine_asker import EngineAsker
+
+        near = [engine for engine in engines if engine.url in own]
+        stack = AsyncExitStack()
+        http = await stack.enter_async_context(open_session(self._spec.rollout.request_timeout_s))
+        ask = EngineAsker(http, near, health)
+        name = f"collector_{self._number}"
+        sampler = EpisodeSampler(episodes, name, self._spec.decode, ask)
+        stack.push_async_callback(sampler.close)
+        await sampler.start()
+        self._close_episodes = stack.aclose
+        return sampler.sample_group
 
     def obey(self, orders: Orders) -> None:
         self._loop.run(self._collector.obey(orders))
@@ -178,6 +211,8 @@ class CollectorWorker:
             raise SamplesLost(f"{name} was started again: {error}", [self._number]) from None
 
     def close(self) -> None:
-        """End the processes of the reward function."""
+        """End the processes of the reward function and of the environments."""
+        if self._close_episodes is not None:
+            self._loop.run(self._close_episodes())
         if self._scorer is not None:
             self._scorer.__exit__(None, None, None)

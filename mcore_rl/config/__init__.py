@@ -6,6 +6,7 @@ Every option has a reader in the package. Units are in the names: _s seconds, _l
 
 from dataclasses import dataclass, field
 
+from mcore_rl.config.agents import AgentsConfig
 from mcore_rl.config.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -15,6 +16,7 @@ from mcore_rl.config.algorithm import (
 )
 from mcore_rl.config.bounds import Options
 from mcore_rl.config.consistency import (
+    check_agents,
     check_colocated,
     check_colocated_models,
     check_overlong,
@@ -55,6 +57,7 @@ from mcore_rl.config.unread import check_unread
 from mcore_rl.config.upstream.groups import check_upstream
 
 __all__ = [
+    "AgentsConfig",
     "AlgorithmConfig",
     "CanaryConfig",
     "CheckpointConfig",
@@ -102,6 +105,7 @@ class Config(Options, group=""):
     critic: CriticConfig = field(default_factory=CriticConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)
@@ -153,6 +157,7 @@ class Config(Options, group=""):
         check_overlong(self.reward, self.rollout)
         check_replay(self.train, self.drift)
         check_colocated_models(self.served_models, self.parallel, self.rollout)
+        check_agents(self.agents, self.rollout, self.teacher)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from mcore_rl.config.agents import AgentsConfig
 from mcore_rl.config.algorithm import AlgorithmConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
 from mcore_rl.config.run import RewardConfig
@@ -13,6 +14,20 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
     if rollout.quantization == "fp8" and model.dtype != "bfloat16":
         raise ValueError(
             f"rollout.quantization=fp8 with model.dtype={model.dtype}: needs model.dtype=bfloat16"
+        )
+
+
+def check_agents(agents: AgentsConfig, rollout: RolloutConfig, teacher: ServedModelConfig) -> None:
+    """Raise ValueError if episodes cannot be played as the recipe says."""
+    if agents.max_turn_len > rollout.max_response_len:
+        raise ValueError(
+            f"agents.max_turn_len={agents.max_turn_len} exceeds rollout.max_response_len="
+            f"{rollout.max_response_len}, which bounds all turns together: raise the latter"
+        )
+    if agents.is_used and teacher.is_used:
+        raise ValueError(
+            f"agents.environment={agents.environment} with a teacher: a teacher scores single"
+            " responses only; leave teacher out"
         )
 
 

@@ -51,6 +51,8 @@ def _unread(config: "Config") -> Iterator[Unread]:
     yield from _of_kl(config.algorithm.kl)
     yield from _of_correction(config.algorithm.correction)
     yield from _of_reward(config.reward)
+    if not config.agents.is_used:
+        yield Unread(("agents",), "agents.environment=''", "set agents.environment")
     for role, model in config.served_groups.items():
         yield from _of_served(role, model)
     if not config.judge.is_used:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
+from mcore_rl.data.episodes import CUT_OFF
 from mcore_rl.data.stored_batch import make_stored_batch, select_stored, with_stored_weights
 from mcore_rl.types import (
     AnyBatch,
@@ -22,8 +23,6 @@ from mcore_rl.types import (
 )
 
 B = TypeVar("B", bound=AnyBatch)
-CUT_OFF = ("length", "max_tokens", "max_turns", "deadline")
-"""Why responses and episodes end before the policy ends them."""
 NUMPY_DTYPES = {torch.int64: np.int64, torch.float32: np.float32}
 
 

@@ -8,6 +8,8 @@ import numpy as np
 
 from mcore_rl.types import Array, EpisodeRecord, Prompt, Row, Sample, VersionSpan, WeightVersion
 
+CUT_OFF = ("length", "max_tokens", "max_turns", "deadline")
+"""Why responses and episodes end before the policy ends them."""
 TOKEN_IDS = "token_ids"
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 LOSS_MASK = "loss_mask"
@@ -80,3 +82,15 @@ def spans_of(versions: list[int]) -> tuple[VersionSpan, ...]:
         VersionSpan(start, stop, WeightVersion(versions[start]))
         for start, stop in pairwise([*starts, len(versions)])
     )
+
+
+def metrics_of(episode: EpisodeRecord) -> dict[str, float]:
+    """Return the numbers of an episode, by name; those of its environment are among them."""
+    forks = [turn for turn in episode.turns if turn.fork]
+    return {
+        "turns": float(len(episode.turns)),
+        "rows": float(len(episode.rows)),
+        "row_tokens": float(sum(len(row.token_ids) for row in episode.rows)),
+        "forks": float(len(forks)),
+        **episode.metrics,
+    }

@@ -1,10 +1,12 @@
 """Computes the metrics of one loop step from its samples and step statistics."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+from mcore_rl.data.episodes import CUT_OFF, metrics_of
 from mcore_rl.scores import Scores
-from mcore_rl.types import AnySample, StepStats
+from mcore_rl.types import AnySample, Sample, StepStats, StoredSample
 
 
 def summarize_samples(
@@ -23,10 +25,27 @@ def summarize_samples(
         "rollout/samples": float(len(samples)),
         "rollout/response_len": fmean(lens_N),
         "rollout/response_len_max": float(max(lens_N)),
-        "rollout/truncated_share": fmean(sample.finish_reason == "length" for sample in samples),
+        "rollout/truncated_share": fmean(sample.finish_reason in CUT_OFF for sample in samples),
         "rollout/tokens_per_second": sum(lens_N) / seconds,
         **scores.metrics(),
+        **summarize_episodes(samples),
     }
+
+
+def summarize_episodes(samples: Sequence[AnySample]) -> dict[str, float]:
+    """Return means of the episodes' numbers, and the share of each reason why they ended."""
+    numbers = [s.metrics if isinstance(s, StoredSample) else _numbers(s) for s in samples]
+    if not any(numbers):
+        return {}
+    names = sorted({name for of_sample in numbers for name in of_sample})
+    means = {f"episodes/{name}": fmean(n.get(name, 0.0) for n in numbers) for name in names}
+    ends = Counter(sample.finish_reason for sample in samples)
+    shares = {f"episodes/end/{end}": count / len(samples) for end, count in ends.items()}
+    return means | shares
+
+
+def _numbers(sample: Sample) -> dict[str, float]:
+    return {} if sample.episode is None else metrics_of(sample.episode)
 
 
 def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.metrics import PhaseTimer
 from mcore_rl.roles import Batch, Critic, OnTokens, Roles, Samples, Trainer
 from mcore_rl.scores import Scores
-from mcore_rl.types import LogprobOptions, StepStats, WeightVersion
+from mcore_rl.types import WITHOUT_OUTCOME, LogprobOptions, StepStats, WeightVersion
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ def prepare_batch(
     Samples that are lost with their collector meanwhile are left out; engines may have given up
     the weights that drew them. Raises SamplesLost if none is left.
     """
+    samples, scores = with_outcome(samples, scores)
     num_samples = len(samples)
     while True:
         try:
@@ -73,6 +74,22 @@ def prepare_batch(
     if options.algorithm.filter_overlong:
         batch = without_truncated(batch, samples)
     return samples, scores, batch, {**metrics, "batch/lost": float(num_samples - len(samples))}
+
+
+def with_outcome(samples: Samples, scores: Scores) -> tuple[Samples, Scores]:
+    """Leave out the episodes that tell nothing of the policy, as their environment failed.
+
+    Their groups are smaller. Raises ValueError if none is left.
+    """
+    kept = [i for i, s in enumerate(samples) if s.finish_reason not in WITHOUT_OUTCOME]
+    if len(kept) == len(samples):
+        return samples, scores
+    if not kept:
+        raise ValueError(
+            f"the environment failed in all {len(samples)} episodes: see logs/environments"
+        )
+    _log.warning("%d of %d episodes have no outcome", len(samples) - len(kept), len(samples))
+    return [samples[i] for i in kept], scores.select(kept)
 
 
 def add_logprobs_and_values(options: StepOptions, roles: Roles, batch: Batch) -> Batch:

@@ -17,4 +17,9 @@ def make_scorer(config: Config) -> Scorer:
         folder = config.reward.model_tokenizer or config.reward_model.path
         trust_remote_code = config.model.trust_remote_code
         model_scorers["reward_model"] = RewardModelScorer(folder, trust_remote_code)
-    return Scorer(config.reward, config.rollout.max_response_len, model_scorers)
+    return Scorer(
+        config.reward,
+        config.rollout.max_response_len,
+        model_scorers,
+        has_environment=config.agents.is_used,
+    )

@@ -18,9 +18,11 @@ from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.noise import noise_of
 from mcore_rl.rewards.user_function import Answer, Fields, describe_error, load_function
 from mcore_rl.scores import Scores
-from mcore_rl.types import Sample
+from mcore_rl.types import Sample, has_outcome
 
 _log = logging.getLogger(__name__)
+ENVIRONMENT = "environment"
+"""The part of a reward that an episode's environment gives."""
 LOGGED_ERRORS = 3
 """Errors logged per call; the others are only counted."""
 
@@ -33,8 +35,11 @@ class Scorer:
         config: RewardConfig,
         max_response_len: int,
         model_scorers: Mapping[str, ModelScorer] | None = None,
+        has_environment: bool = False,
     ) -> None:
         """`model_scorers`: the scorer of each served model, by role; `connect` gives the servers.
+
+        has_environment   samples are episodes, whose environment rewards them
 
         Raises ValueError if there is no such function, if it cannot be called as the recipe wants,
         or if the recipe does not say which number is the reward.
@@ -44,7 +49,9 @@ class Scorer:
         self._model_scorers = dict(model_scorers or {})
         self._posts: Mapping[str, Post] = {}
         self._watched: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run
-        self._weights = config.part_weights or _sole_part(config, list(self._model_scorers))
+        self._has_environment = has_environment
+        roles = [*self._model_scorers, *([ENVIRONMENT] if has_environment else [])]
+        self._weights = config.part_weights or _sole_part(config, roles)
         self._calls: FunctionCalls | None = None
         if config.path:
             self._calls = FunctionCalls(config, load_function(config.path, config.name))
@@ -108,7 +115,7 @@ class Scorer:
             answers = self._calls([_fields(sample) for sample in samples])
         numbers = [{} if isinstance(answer, str) else dict(answer) for answer in answers]
         errors = [answer if isinstance(answer, str) else "" for answer in answers]
-        for role, values in self._ask_models(samples).items():
+        for role, values in (self._ask_models(samples) | self._of_environments(samples)).items():
             for i, value in enumerate(values):
                 if role in numbers[i]:
                     error = f"the function gives a number {role!r}, as the {role} does"
@@ -118,6 +125,11 @@ class Scorer:
                 else:
                     numbers[i][role] = value
         return numbers, errors
+
+    def _of_environments(self, samples: Sequence[Sample]) -> dict[str, list[float | Exception]]:
+        if not self._has_environment:
+            return {}
+        return {ENVIRONMENT: [_reward_of_episode(sample) for sample in samples]}
 
     def _ask_models(self, samples: Sequence[Sample]) -> dict[str, list[float | Exception]]:
         async def ask_all() -> list[list[float | Exception]]:
@@ -198,6 +210,12 @@ def overlong_penalty(response_len: int, max_response_len: int, config: RewardCon
 
 def _only_finite(numbers: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _reward_of_episode(sample: Sample) -> float | Exception:
+    episode = sample.episode
+    assert episode is not None, "an environment rewards episodes"
+    return episode.reward if has_outcome(episode) else RuntimeError(episode.detail or episode.end)
 
 
 def _fields(sample: Sample) -> Fields:

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from statistics import fmean
+from typing import Any
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.engine_health import EngineHealth
@@ -180,29 +181,33 @@ class RolloutSession:
         one. Raises RolloutError for a request that fails config.retries + 1 times, and then cancels
         the others.
         """
+        works = []
+        for prompt in prompts:
+            affinity = EngineAffinity(num_samples)
+            requests = (Request(prompt, index, affinity) for index in range(num_samples))
+            works += [self.sample(request, sampling) for request in requests]
+        return await self.gather(works)
+
+    async def sample(self, request: Request, sampling: Sampling) -> Sample:
+        """Return one sample, or one turn of an episode; see `generate`."""
+        return await self._client.sample_one(self, request, sampling)
+
+    async def gather(self, works: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
+        """Run coroutines that each make a sample; when one fails, cancel the others and raise."""
         tasks: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as task_group:
-                for prompt in prompts:
-                    affinity = EngineAffinity(num_samples)
-                    for index in range(num_samples):
-                        request = Request(prompt, index, affinity)
-                        tasks.append(self._begin(task_group, request, sampling))
+                for work in works:
+                    self.num_open += 1
+                    tasks.append(task_group.create_task(work))
+                    tasks[-1].add_done_callback(self._note_done)
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _begin(
-        self, task_group: asyncio.TaskGroup, request: Request, sampling: Sampling
-    ) -> asyncio.Task[Sample]:
-        def done(task: asyncio.Task[Sample]) -> None:
-            self.num_open -= 1
-            self._on_done()
-
-        self.num_open += 1
-        task = task_group.create_task(self._client.sample_one(self, request, sampling))
-        task.add_done_callback(done)
-        return task
+    def _note_done(self, task: asyncio.Task[Sample]) -> None:
+        self.num_open -= 1
+        self._on_done()
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:

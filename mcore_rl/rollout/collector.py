@@ -10,12 +10,13 @@ Only rows of facts go back to the controller. All methods run on one event loop.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
+from mcore_rl.data.episodes import metrics_of
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
@@ -61,7 +62,7 @@ class Orders:
 class GroupFacts:
     """A group that was sampled: an entry per sample, without its tokens.
 
-    episode_rows   empty, unless the samples are episodes
+    episode_rows, metrics   empty, unless the samples are episodes
     """
 
     group: int
@@ -70,6 +71,7 @@ class GroupFacts:
     versions: tuple[tuple[VersionSpan, ...], ...]
     has_experts: bool
     episode_rows: tuple[tuple[RowFacts, ...], ...] = ()
+    metrics: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,19 @@ class CollectorCalls(Protocol):
 class Collector:
     """Samples groups on the engines of a client, and keeps them in a store."""
 
-    def __init__(self, client: RolloutClient, health: EngineHealth, store: SampleStore) -> None:
-        """`health` is what the client asks before each request; the controller's orders set it."""
+    def __init__(
+        self,
+        client: RolloutClient,
+        health: EngineHealth,
+        store: SampleStore,
+        sample_group: "SampleGroup | None" = None,
+    ) -> None:
+        """`health` is what the client asks before each request; the controller's orders set it.
+
+        sample_group   how the samples of a prompt are drawn; None: each is one response
+        """
         self._client = client
+        self._sample_group = sample_group or _respond
         self._health = health
         self._store = store
         self._sessions: dict[int, tuple[RolloutSession, AsyncExitStack]] = {}
@@ -205,9 +217,7 @@ class Collector:
     async def _collect(self, request: GroupRequest) -> None:
         session, _ = self._sessions[request.session]
         try:
-            samples = await session.generate(
-                [request.prompt], request.num_samples, request.sampling
-            )
+            samples = await self._sample_group(session, request)
         except RolloutError as error:
             self._news.failed.append(GroupFailure(request.group, str(error), may_retry=True))
         except Exception as error:  # handed on: the controller raises it
@@ -223,6 +233,14 @@ class Collector:
             self._has_news.set()
 
 
+SampleGroup = Callable[[RolloutSession, GroupRequest], Awaitable[list[Sample]]]
+
+
+async def _respond(session: RolloutSession, request: GroupRequest) -> list[Sample]:
+    """Return single responses to a prompt."""
+    return await session.generate([request.prompt], request.num_samples, request.sampling)
+
+
 def facts_of(group: int, samples: Sequence[Sample]) -> GroupFacts:
     """Return what the controller needs to know of the samples of one prompt."""
     return GroupFacts(
@@ -232,6 +250,7 @@ def facts_of(group: int, samples: Sequence[Sample]) -> GroupFacts:
         versions=tuple(sample.versions for sample in samples),
         has_experts=all(map(_has_experts, samples)),
         episode_rows=_episode_rows(samples),
+        metrics=tuple(metrics_of(s.episode) for s in samples if s.episode is not None),
     )
 
 

@@ -293,9 +293,10 @@ async def _until_one_fails(*works: Coroutine[None, None, None]) -> None:
 def _samples(group: OrderedGroup, facts: GroupFacts) -> list[StoredSample]:
     rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
     episode_rows = facts.episode_rows or ((),) * len(rows)
+    metrics = facts.metrics or ({},) * len(rows)
     assert group.lease is not None, "a group is finished where it was placed"
     lease = group.lease
     return [
-        StoredSample(group.prompt, i, *row, facts.has_experts, lease, episode_rows[i])
+        StoredSample(group.prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i])
         for i, row in enumerate(rows)
     ]

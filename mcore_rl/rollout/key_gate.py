@@ -24,10 +24,11 @@ USER_PATHS = frozenset(
         *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/responses"),
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/tokenize", "/v1/tokenize"),
         *("/detokenize", "/v1/detokenize", "/model_info", "/get_model_info"),
+        *("/parse_function_call", "/separate_reasoning"),
         *("/health_generate", "/ready", "/ping", "/v1/loads", "/metrics", "/metrics/"),
     }
 )
-"""They sample, score or describe; the user key or the admin key opens them."""
+"""They sample, score, parse or describe; the user key or the admin key opens them."""
 ADMIN_PATHS = frozenset(
     {
         *("/server_info", "/get_server_info", "/abort_request", "/flush_cache"),

@@ -19,6 +19,7 @@ from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.run.episodes import episode_spec
 from mcore_rl.scores import Scores
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TrainBatch
@@ -63,6 +64,7 @@ def collector_spec(
         make_decode(tokenizer),
         experts_shape(config, policy),
         partial(make_scorer, config),
+        episode_spec(config, policy, tokenizer) if config.agents.is_used else None,
         known_secrets(),
     )
 

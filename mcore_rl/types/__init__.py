@@ -7,11 +7,20 @@ token in a layer.
 
 from mcore_rl.types.arrays import Array, WeightVersion
 from mcore_rl.types.batches import AnyBatch, OwnExperts, StoredBatch, StoredColumn, TrainBatch
-from mcore_rl.types.episodes import EpisodeRecord, Row, RowFacts, TurnRecord, VersionSpan
+from mcore_rl.types.episodes import (
+    WITHOUT_OUTCOME,
+    EpisodeRecord,
+    Row,
+    RowFacts,
+    TurnRecord,
+    VersionSpan,
+    has_outcome,
+)
 from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, StoredSample
 from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
 __all__ = [
+    "WITHOUT_OUTCOME",
     "AnyBatch",
     "AnySample",
     "Array",
@@ -32,4 +41,5 @@ __all__ = [
     "TurnRecord",
     "VersionSpan",
     "WeightVersion",
+    "has_outcome",
 ]

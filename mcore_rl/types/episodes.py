@@ -104,3 +104,12 @@ class EpisodeRecord:
     reward: float
     detail: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+WITHOUT_OUTCOME = ("env_error", "aborted")
+"""Ends that tell nothing of the policy: such an episode is left out of its group."""
+
+
+def has_outcome(episode: EpisodeRecord) -> bool:
+    """Return whether an episode tells something of the policy."""
+    return episode.end not in WITHOUT_OUTCOME

@@ -84,6 +84,7 @@ class StoredSample:
     """A sample whose tokens lie in a store, as the controller knows it; fields as in Sample.
 
     episode_rows   the rows of an episode; those of a single response follow from its lengths
+    metrics        numbers of an episode, by name
     """
 
     prompt: Prompt
@@ -94,6 +95,7 @@ class StoredSample:
     has_experts: bool
     lease: GroupLease = field(repr=False)
     episode_rows: tuple[RowFacts, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> tuple[RowFacts, ...]:

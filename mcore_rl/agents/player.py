@@ -1,0 +1,230 @@
+"""Plays episodes: the policy talks with an environment, or a program talks with the policy.
+
+environment kind            how an episode goes
+reset and step              start -> answer -> step -> answer -> ... -> done
+a program                   it is started with a base URL and a key, and asks on its own
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from mcore_rl.agents.environments.adapters import is_program
+from mcore_rl.agents.environments.environment import Step
+from mcore_rl.agents.environments.errors import EnvironmentLost, EpisodeError
+from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, task_fields
+from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.messages import (
+    Answer,
+    CallStatus,
+    ChatRequest,
+    Completion,
+    EndReason,
+    EpisodeEnded,
+    Message,
+    Task,
+)
+from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder, Format, Parser, SampleTurn
+from mcore_rl.data.episodes import sample_of_episode
+from mcore_rl.types import Prompt, Sample
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlayOptions:
+    """How episodes are played.
+
+    deadline_s      for a whole episode, once it has begun
+    max_bad_calls   answers in a row whose tool calls cannot be executed, before the episode ends
+    compaction      shortens the conversation before each answer; None: it stays whole
+    """
+
+    limits: EpisodeLimits
+    deadline_s: float
+    max_bad_calls: int
+    compaction: Callable[[Sequence[Message]], Sequence[Message]] | None = None
+
+
+@dataclass
+class Outcome:
+    """Why an episode is over, and what its environment told."""
+
+    end: EndReason
+    detail: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class EpisodePlayer:
+    """Plays episodes of one environment; many at once, on one event loop."""
+
+    def __init__(
+        self,
+        kind: str,
+        pool: EnvironmentPool,
+        chat_format: Format,
+        parser: Parser,
+        decode: Callable[[Sequence[int]], str],
+        options: PlayOptions,
+        gateway: Gateway | None = None,
+    ) -> None:
+        """`gateway`: where programs reach the policy; only needed if programs play."""
+        self._pool = pool
+        self._format = chat_format
+        self._parser = parser
+        self._decode = decode
+        self._options = options
+        self._gateway = gateway
+        self._is_program = is_program(kind)
+
+    async def play(self, prompt: Prompt, index: int, seed: int, sample_turn: SampleTurn) -> Sample:
+        """Play one episode of a prompt and return it as sample number `index`.
+
+        An environment that is lost is tried once more, from the beginning. Whatever goes wrong in
+        it ends the episode with a reason; errors of the engines are raised.
+        """
+        task = Task(
+            messages=prompt.messages,
+            data_source=prompt.data_source,
+            ground_truth=prompt.ground_truth,
+            extra_info=prompt.extra_info,
+            index=prompt.index,
+            sample_index=index,
+            seed=seed,
+        )
+        try:
+            recorder, outcome = await self._try(task, sample_turn)
+        except EnvironmentLost as lost:
+            _log.warning("%s; the episode begins again", lost)
+            try:
+                recorder, outcome = await self._try(task, sample_turn)
+            except EnvironmentLost as again:
+                recorder = self._recorder(sample_turn)
+                outcome = Outcome(EndReason.ENV_ERROR, str(again))
+        episode = recorder.finish(outcome.end, outcome.detail)
+        episode = replace(episode, metrics=outcome.metrics)
+        return sample_of_episode(prompt, index, episode, self._text(recorder))
+
+    async def _try(self, task: Task, sample_turn: SampleTurn) -> tuple[EpisodeRecorder, Outcome]:
+        recorder = self._recorder(sample_turn)
+        play = self._run_program if self._is_program else self._talk
+        try:
+            async with asyncio.timeout(self._options.deadline_s):
+                outcome = await play(task, recorder)
+        except TimeoutError:
+            outcome = Outcome(EndReason.DEADLINE, f"after {self._options.deadline_s:g} s")
+        except EnvironmentLost:
+            raise
+        except EpisodeError as error:
+            outcome = Outcome(EndReason.ENV_ERROR, str(error))
+            _log.warning("%s", error)
+        return recorder, outcome
+
+    def _recorder(self, sample_turn: SampleTurn) -> EpisodeRecorder:
+        return EpisodeRecorder(self._format, self._parser, sample_turn, self._options.limits)
+
+    async def _talk(self, task: Task, recorder: EpisodeRecorder) -> Outcome:
+        episode = await self._pool.open(task)
+        try:
+            return await Talk(episode, recorder, self._options).go_on()
+        finally:
+            await episode.close()
+
+    async def _run_program(self, task: Task, recorder: EpisodeRecorder) -> Outcome:
+        assert self._gateway is not None, "programs need a gateway"
+        session = self._gateway.open_session(recorder)
+        fields = task_fields(task)
+        fields |= {"gateway_url": session.openai_url, "gateway_key": session.key}
+        try:
+            result = await self._pool.run(fields)
+        finally:
+            await self._gateway.close_session(session.key)
+        if result.reward is not None:
+            recorder.add_reward(result.reward)
+        return Outcome(EndReason(result.end_reason), result.detail, dict(result.metrics))
+
+    def _text(self, recorder: EpisodeRecorder) -> str:
+        """Return the conversation after the first context, as the last row shows it."""
+        tree = recorder.tree
+        if not tree.turns:
+            return ""
+        path = tree.path(len(tree.turns) - 1)
+        ids = tree.path_ids(len(tree.turns) - 1)
+        return self._decode(ids[len(path[0].context_ids) :])
+
+
+class Talk:
+    """One episode of an environment with reset and step."""
+
+    def __init__(
+        self, episode: OpenEpisode, recorder: EpisodeRecorder, options: PlayOptions
+    ) -> None:
+        self._episode = episode
+        self._recorder = recorder
+        self._options = options
+        self._tools = tuple(episode.start.tools)
+        self._names = {tool["function"]["name"] for tool in self._tools}
+        self._metrics: dict[str, float] = {}
+        self._num_bad = 0
+
+    async def go_on(self) -> Outcome:
+        """Let policy and environment talk until the episode is over."""
+        messages = list(self._episode.start.messages)
+        while True:
+            if self._options.compaction is not None:
+                messages = list(self._options.compaction(messages))
+            try:
+                completion = await self._recorder.complete(
+                    ChatRequest(tuple(messages), self._tools)
+                )
+            except EpisodeEnded as ended:
+                return Outcome(ended.reason, str(ended), self._metrics)
+            answer = completion.answer
+            messages.append(answer.message)
+            self._count_calls(answer)
+            if completion.finish_reason == "length" and self._is_full(completion):
+                return Outcome(EndReason.MAX_TOKENS, "", self._metrics)
+            told = complaints(answer)
+            if told and not answer.message.get("tool_calls"):
+                self._num_bad += 1
+                if self._num_bad > self._options.max_bad_calls:
+                    return Outcome(EndReason.PARSE_ERROR, told[0]["content"], self._metrics)
+                messages += told
+                continue
+            self._num_bad = 0
+            step = await self._step(answer.message, completion.turn)
+            if step.done:
+                end = EndReason(step.end_reason) if step.end_reason else EndReason.DONE
+                return Outcome(end, "", self._metrics)
+            messages += [*step.messages, *told]
+
+    async def _step(self, answer: Message, turn: int) -> Step:
+        began_s = time.monotonic()
+        step = await self._episode.step(answer)
+        self._add("environment_s", time.monotonic() - began_s)
+        for name, value in step.metrics.items():
+            self._add(name, value)
+        if step.reward:
+            self._recorder.add_reward(step.reward, turn)
+        return step
+
+    def _is_full(self, completion: Completion) -> bool:
+        num_tokens = len(completion.prompt_ids) + len(completion.token_ids)
+        return num_tokens >= self._options.limits.max_tokens
+
+    def _count_calls(self, answer: Answer) -> None:
+        for attempt in answer.attempts:
+            self._add(f"calls/{attempt.status}", 1.0)
+
+    def _add(self, name: str, value: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + value
+
+
+def complaints(answer: Answer) -> list[Message]:
+    """Return what the policy is told of the calls that it wrote and that were not executed."""
+    errors = [a.error or a.status for a in answer.attempts if a.status is not CallStatus.OK]
+    if not errors:
+        return []
+    return [{"role": "user", "content": "Not executed: " + "; ".join(errors)}]

@@ -1,0 +1,80 @@
+"""Makes the player of a collector's episodes, and draws groups of episodes with it."""
+
+from dataclasses import replace
+from functools import partial
+
+from mcore_rl.agents.chat.answer_parser import Ask
+from mcore_rl.agents.chat.setup import make_format_and_parser
+from mcore_rl.agents.compaction import keep_last_answers
+from mcore_rl.agents.environments.adapters import is_program
+from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.player import EpisodePlayer, PlayOptions
+from mcore_rl.agents.recorder import EpisodeLimits, TurnRequest
+from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
+from mcore_rl.data.decoding import Decode
+from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.rollout.client import RolloutSession
+from mcore_rl.rollout.collector import GroupRequest
+from mcore_rl.rollout.request import EngineAffinity, Request, sample_seed
+from mcore_rl.types import Sample
+
+
+class EpisodeSampler:
+    """Plays the episodes of one collector. Use it on the collector's event loop."""
+
+    def __init__(self, spec: EpisodeSpec, name: str, decode: Decode, ask: Ask) -> None:
+        """`ask` posts to an engine's own parsers. Starts nothing yet."""
+        tokenizer = load_tokenizer(spec.model_path, "model.path", spec.trust_remote_code)
+        chat_format, parser = make_format_and_parser(
+            tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, ask
+        )
+        self._pool = EnvironmentPool(environment_options(spec, name))
+        self._gateway = None
+        if is_program(spec.agents.environment):
+            self._gateway = Gateway(lambda token: decode([token]))
+        limits = EpisodeLimits(spec.agents.max_turns, spec.max_turn_len, spec.max_tokens)
+        history = spec.agents.history
+        options = PlayOptions(
+            limits,
+            spec.agents.deadline_s,
+            spec.agents.max_bad_calls,
+            partial(keep_last_answers, number=history) if history else None,
+        )
+        self._player = EpisodePlayer(
+            spec.agents.environment,
+            self._pool,
+            chat_format,
+            parser,
+            decode,
+            options,
+            self._gateway,
+        )
+
+    async def start(self) -> None:
+        if self._gateway is not None:
+            await self._gateway.start()
+
+    async def close(self) -> None:
+        """End the workers and whatever they started."""
+        if self._gateway is not None:
+            await self._gateway.close()
+        await self._pool.close()
+
+    async def sample_group(self, session: RolloutSession, request: GroupRequest) -> list[Sample]:
+        """Play the episodes of a prompt; plays rollout.collector.SampleGroup."""
+        works = (self._play(session, request, index) for index in range(request.num_samples))
+        return await session.gather(list(works))
+
+    async def _play(self, session: RolloutSession, request: GroupRequest, index: int) -> Sample:
+        seed = sample_seed(request.sampling.seed or 0, request.prompt.index, index)
+        # The first answer goes where it may, later ones to the engine that has the prefix.
+        affinity = EngineAffinity(request.num_samples)
+
+        async def sample_turn(turn: TurnRequest) -> Sample:
+            prompt = replace(request.prompt, token_ids=turn.context_ids)
+            sampling = replace(request.sampling, max_response_len=turn.max_tokens)
+            asked = Request(prompt, index, affinity, turn.turn, turn.stop, turn.experts_start)
+            return await session.sample(asked, sampling)
+
+        return await self._player.play(request.prompt, index, seed, sample_turn)

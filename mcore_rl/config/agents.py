@@ -1,0 +1,54 @@
+"""Options of episodes: the environment, the worker processes it runs in, how long they go on."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.config.bounds import Options, bounded, one_of
+
+
+@dataclass
+class AgentsConfig(Options, group="agents"):
+    environment: str = ""
+    """Kind of the environment that the policy talks with (docs/agents.md), or a class of your own
+    as module:Class or folder/file.py:Class; empty: a sample is one response."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What the environment itself is given."""
+    max_turns: int = bounded(16, least=1)
+    """Answers of the policy in an episode."""
+    max_turn_len: int = bounded(0, least=0)
+    """Tokens of one answer; 0: up to rollout.max_response_len, which bounds what follows the first
+    prompt in all, answers and messages of the environment."""
+    deadline_s: float = bounded(600.0, above=0)
+    """For a whole episode."""
+    max_bad_calls: int = bounded(3, least=0)
+    """Answers in a row whose tool calls cannot be executed, and that the policy is told of; the
+    next one ends the episode."""
+    reasoning: str = one_of("template", ("template", "keep"))
+    """template: earlier reasoning leaves the context where the chat template leaves it out, which
+    begins a new row; keep: it stays."""
+    tool_parser: str = "auto"
+    """SGLang's parser of tool calls; auto: by the model's architecture; none."""
+    reasoning_parser: str = "auto"
+    """SGLang's parser of reasoning; auto: by the model's architecture and template; none."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+    history: int = bounded(0, least=0)
+    """Answers that the policy is shown, with what follows them; earlier ones are left out and the
+    next answer begins a new row. 0: all."""
+    python: str = ""
+    """Interpreter of the workers, for environments with packages of their own; empty: this one."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """Environment variables of the workers."""
+    workers: int = bounded(2, least=1)
+    """Worker processes on each node with engines, at most."""
+    episodes_per_worker: int = bounded(64, least=1)
+    memory_gib: float = bounded(0.0, least=0)
+    """Memory of a worker with its processes; beyond it, it is ended. 0: no bound."""
+    start_timeout_s: float = bounded(60.0, above=0)
+    """For a worker to start and import what it needs."""
+    reset_timeout_s: float = bounded(120.0, above=0)
+    step_timeout_s: float = bounded(120.0, above=0)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.environment)

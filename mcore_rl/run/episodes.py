@@ -1,0 +1,65 @@
+"""Says how a recipe's episodes are played, and refuses those that cannot be, before a run."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.agents.chat.setup import make_format_and_parser
+from mcore_rl.agents.environments.check import check as check_environment
+from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
+from mcore_rl.config import Config
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.slices.hf.facts import ModelFacts
+
+_log = logging.getLogger(__name__)
+
+
+def episode_spec(
+    config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase
+) -> EpisodeSpec:
+    """Return what collectors need to know of episodes."""
+    rollout = config.rollout
+    return EpisodeSpec(
+        agents=config.agents,
+        model_path=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+        architecture=policy.architecture,
+        stop_token_ids=stop_token_ids(tokenizer, Path(config.model.path)),
+        max_tokens=config.data.max_prompt_len + rollout.max_response_len,
+        max_turn_len=config.agents.max_turn_len or rollout.max_response_len,
+        log_dir=RunFolder(config.run.dir).logs / "environments",
+    )
+
+
+def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Log what the chat template does to rows of episodes.
+
+    Raises ValueError if the environment, the template or the parsers cannot be used.
+    """
+    spec = episode_spec(config, policy, tokenizer)
+    check_environment(environment_options(spec, "check"))
+    chat_format, _ = make_format_and_parser(
+        tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, _ask_nobody
+    )
+    for line in chat_format.probe().lines:
+        _log.info("chat template: %s", line)
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:
+    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json,
+    which engines heed.
+    """
+    stops: list[Any] = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        named = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        stops += named if isinstance(named, list) else [named]
+    return tuple(sorted({stop for stop in stops if isinstance(stop, int)}))
+
+
+async def _ask_nobody(path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise AssertionError(f"no engine is there yet to ask {path}")
