@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.algo.aggregation import loss_weights
+from mcore_rl.data.episode_batch import make_episode_batch
 from mcore_rl.data.episodes import CUT_OFF
 from mcore_rl.data.stored_batch import make_stored_batch, select_stored, with_stored_weights
 from mcore_rl.types import (
@@ -44,6 +45,8 @@ def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = 
     version   weights that are trained; tokens sampled from other weights are marked stale. None: no
               marks.
     """
+    if any(sample.episode is not None for sample in samples):
+        return make_episode_batch(samples, version)
     sequences = [sample for sample in samples if sample.response_ids]
     if not sequences:
         raise ValueError(f"all {len(samples)} samples are empty: no token to train on")

@@ -1,0 +1,38 @@
+"""Conversations that differ in form alone have the same fingerprint; others do not."""
+
+from mcore_rl.agents.messages import Message
+from mcore_rl.agents.normal import fingerprints
+
+
+def call(arguments: object) -> Message:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+
+
+def test_form_does_not_count() -> None:
+    plain = {"role": "user", "content": "go"}
+    parts = {"role": "user", "content": [{"type": "text", "text": "g"}, {"text": "o"}]}
+    assert fingerprints([plain], ()) == fingerprints([parts], ())
+    without = {"role": "assistant", "content": "x"}
+    assert fingerprints([without], ()) == fingerprints([{**without, "reasoning_content": "r"}], ())
+    empty = {**call("{}"), "content": ""}
+    assert fingerprints([call("{}")], ()) == fingerprints([empty], ())
+
+
+def test_everything_else_counts() -> None:
+    conversations = [
+        [call('{"x": 1}')],
+        [call('{"x":1}')],
+        [call('{"x": 1}'), {"role": "tool", "tool_call_id": "1", "content": ""}],
+        [{"role": "user", "content": ""}],
+        [{"role": "system", "content": ""}],
+    ]
+    hashes = [fingerprints(messages, ())[-1] for messages in conversations]
+    hashes.append(fingerprints(conversations[0], [{"type": "function"}])[-1])
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_there_is_one_for_each_beginning() -> None:
+    messages = [{"role": "user", "content": str(i)} for i in range(4)]
+    hashes = fingerprints(messages, ())
+    assert [fingerprints(messages[:k], ())[-1] for k in range(5)] == hashes

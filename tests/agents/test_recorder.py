@@ -1,0 +1,168 @@
+"""What the engine was given and what it sampled is what trains, whoever drives the episode."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mcore_rl.agents.chat.chat_format import ChatFormat
+from mcore_rl.agents.messages import ChatRequest, Completion, EndReason, EpisodeEnded, Message
+from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
+from mcore_rl.agents.turn_tree import Fork
+from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
+from tests.support.stand_in_policy import PlainParser, StandInPolicy
+
+LIMITS = EpisodeLimits(max_turns=100, max_turn_len=50, max_tokens=100_000)
+few = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+class Scene:
+    """A recorder over a family's real template, and a policy that says what a test wants."""
+
+    def __init__(self, family: str, texts: list[str], limits: EpisodeLimits = LIMITS) -> None:
+        tokenizer: Any = make_tokenizer(family)
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+        def decode(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
+        self.policy = StandInPolicy(texts, encode, stop_ids(family)[0])
+        chat = ChatFormat(tokenizer, stop_ids(family), reasoning="template", template_options={})
+        self.recorder = EpisodeRecorder(chat, PlainParser(decode), self.policy, limits)
+
+    def ask(self, *messages: Message, **options: Any) -> Completion:
+        return asyncio.run(self.recorder.complete(ChatRequest(messages, **options)))
+
+    def check_rows(self) -> None:
+        """Each answer is trained once, behind exactly what the engine was given for it."""
+        episode = self.recorder.finish(EndReason.DONE)
+        seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for row in episode.rows:
+            ids = row.token_ids.tolist()
+            for turn in sorted(set(row.turn_T[row.is_trained].tolist())):
+                places = [t for t, of in enumerate(row.turn_T.tolist()) if of == turn]
+                assert places == list(range(places[0], places[-1] + 1))
+                seen.append((tuple(ids[: places[0]]), tuple(ids[t] for t in places)))
+        asked = [request.context_ids for request in self.policy.asked]
+        assert sorted(seen) == sorted(zip(asked, self.policy.answers, strict=True))
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+@few
+@pytest.mark.parametrize("family", FAMILIES)
+@given(seed=st.integers(0, 10**6))
+def test_any_driver_trains_what_was_sampled(family: str, seed: int) -> None:
+    """It continues, retries, branches, rewrites history and begins other conversations."""
+    generator = random.Random(seed)
+    texts = [f"answer {generator.random()} \n{{'é'" for _ in range(12)]
+    scene = Scene(family, texts, EpisodeLimits(100, generator.choice([4, 50]), 100_000))
+    conversations: list[list[Message]] = []
+    for number in range(generator.randint(1, 12)):
+        kind = generator.random() if conversations else 1.0
+        if kind > 0.85:
+            messages = [user(f"task {number}")]
+        else:
+            messages = list(generator.choice(conversations))
+            if kind < 0.15:
+                messages = [messages[0], *messages[-2:]]
+            if kind < 0.6:
+                messages.append(user(f"more {number}"))
+            elif messages[-1]["role"] == "assistant":
+                messages.pop()
+        if messages[-1]["role"] == "assistant" or not _alternates(messages):
+            messages = [user(f"other {number}")]
+        completion = scene.ask(*messages)
+        conversations.append([*messages, completion.answer.message])
+    scene.check_rows()
+
+
+def _alternates(messages: list[Message]) -> bool:
+    """Some templates take nothing else."""
+    roles = [message["role"] for message in messages]
+    return roles == [("user", "assistant")[i % 2] for i in range(len(roles))]
+
+
+def test_turns_of_one_conversation_are_one_row() -> None:
+    scene = Scene("qwen3", ["one", "two", "three"])
+    messages = [user("go")]
+    for more in ("on", "and on", ""):
+        completion = scene.ask(*messages)
+        messages += [completion.answer.message, user(more)]
+    turns = scene.recorder.tree.turns
+    assert [(turn.parent, turn.fork) for turn in turns] == [(None, ""), (0, ""), (1, "")]
+    assert [request.experts_start for request in scene.policy.asked[:1]] == [0]
+    ends = [len(scene.recorder.tree.path_ids(turn.number)) for turn in turns]
+    assert [request.experts_start for request in scene.policy.asked[1:]] == [
+        end - 1 for end in ends[:-1]
+    ]
+    assert len(scene.recorder.finish(EndReason.DONE).rows) == 1
+
+
+def test_forks_have_reasons() -> None:
+    scene = Scene("qwen3", ["one", "two", "three", "four", "five", "six"])
+    first = scene.ask(user("go")).answer.message
+    scene.ask(user("go"), first, user("on"))
+    scene.ask(user("go"), first, user("on"))
+    scene.ask(user("go"), first, user("elsewhere"))
+    scene.ask(user("go"), {"role": "assistant", "content": "a summary"}, user("on"))
+    scene.ask(user("help me"))
+    scene.ask(user("help me"))
+    forks = [(turn.parent, turn.fork) for turn in scene.recorder.tree.turns]
+    assert forks == [
+        (None, Fork.NONE),
+        (0, Fork.NONE),
+        (0, Fork.RETRY),
+        (0, Fork.BRANCH),
+        (None, Fork.HISTORY),
+        (None, Fork.SUB_AGENT),
+        (None, Fork.RETRY),
+    ]
+
+
+def test_other_tools_are_another_conversation() -> None:
+    scene = Scene("qwen3", ["one", "two"])
+    tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
+    answer = scene.ask(user("go")).answer.message
+    scene.ask(user("go"), answer, user("on"), tools=(tool,))
+    assert scene.recorder.tree.turns[1].parent is None
+
+
+def test_limits_end_the_episode() -> None:
+    scene = Scene("qwen3", ["a long answer of several tokens"], EpisodeLimits(2, 3, 40))
+    first = scene.ask(user("go"))
+    assert len(first.token_ids) == 3 and first.finish_reason == "length"
+    scene.ask(user("go"), first.answer.message, user("on"), max_tokens=1)
+    assert len(scene.policy.answers[1]) == 1
+    with pytest.raises(EpisodeEnded) as ended:
+        scene.ask(user("go"))
+    assert ended.value.reason is EndReason.MAX_TURNS
+    short = Scene("qwen3", ["x"], EpisodeLimits(9, 9, 3))
+    with pytest.raises(EpisodeEnded) as ended:
+        short.ask(user("go"))
+    assert ended.value.reason is EndReason.MAX_TOKENS
+    assert not short.policy.asked
+
+
+def test_rewards_are_of_turns_and_of_the_episode() -> None:
+    scene = Scene("qwen3", ["one"])
+    completion = scene.ask(user("go"))
+    scene.recorder.add_reward(0.5, completion.turn)
+    scene.recorder.add_reward(2.0)
+    with pytest.raises(ValueError, match="turn 1: the episode has 1 turns"):
+        scene.recorder.add_reward(1.0, 1)
+    episode = scene.recorder.finish(EndReason.DONE)
+    assert episode.reward == 2.5 and episode.turns[0].reward == 0.5
+    with pytest.raises(EpisodeEnded):
+        scene.recorder.add_reward(1.0)
+    with pytest.raises(EpisodeEnded):
+        scene.ask(user("go"))
