@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from mcore_rl.rollout.collector import CollectorCalls, CollectorLost, GroupRequest, Orders
+from mcore_rl.rollout.collector import (
+    CollectorCalls,
+    CollectorLost,
+    GroupFacts,
+    GroupRequest,
+    Orders,
+)
 from mcore_rl.rollout.pool_session import PoolSession
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import GroupLease, Prompt, StoredSample
@@ -129,3 +135,16 @@ class CollectorLine:
             with suppress(CollectorLost):
                 return await self.collector.idle_seconds()
         return None
+
+
+def samples_of(group: OrderedGroup, facts: GroupFacts) -> list[StoredSample]:
+    """Return the samples of a group that its collector keeps."""
+    rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
+    episode_rows = facts.episode_rows or ((),) * len(rows)
+    metrics = facts.metrics or ({},) * len(rows)
+    assert group.lease is not None, "a group is finished where it was placed"
+    lease = group.lease
+    return [
+        StoredSample(group.prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i])
+        for i, row in enumerate(rows)
+    ]

@@ -19,7 +19,7 @@ from typing import Any
 from weakref import finalize
 
 from mcore_rl.rollout.collector import CollectorCalls, CollectorLost, GroupFacts, GroupFailure
-from mcore_rl.rollout.collector_line import CollectorLine, OrderedGroup
+from mcore_rl.rollout.collector_line import CollectorLine, OrderedGroup, samples_of
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
@@ -266,7 +266,7 @@ class CollectorPool:
         group = line.groups.pop(facts.group, None)
         if group is not None and not group.future.done():
             self.history.note(group.prompt, facts.response_lens)
-            group.future.set_result(_samples(group, facts))
+            group.future.set_result(samples_of(group, facts))
 
     def _fail(self, line: CollectorLine, failure: GroupFailure) -> None:
         group = line.groups.pop(failure.group, None)
@@ -288,15 +288,3 @@ async def _until_one_fails(*works: Coroutine[None, None, None]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _samples(group: OrderedGroup, facts: GroupFacts) -> list[StoredSample]:
-    rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
-    episode_rows = facts.episode_rows or ((),) * len(rows)
-    metrics = facts.metrics or ({},) * len(rows)
-    assert group.lease is not None, "a group is finished where it was placed"
-    lease = group.lease
-    return [
-        StoredSample(group.prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i])
-        for i, row in enumerate(rows)
-    ]

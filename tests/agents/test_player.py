@@ -1,0 +1,153 @@
+"""Every episode ends with exactly one reason, whatever environment and policy do."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from mcore_rl.agents.chat.chat_format import ChatFormat
+from mcore_rl.agents.compaction import keep_last_answers
+from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.messages import Answer, CallAttempt, CallStatus, EndReason, Tool
+from mcore_rl.agents.player import EpisodePlayer, PlayOptions
+from mcore_rl.agents.recorder import EpisodeLimits, Parser
+from mcore_rl.types import Prompt, Sample
+from tests.agents.environments import episodes
+from tests.support.chat_templates import make_tokenizer, stop_ids
+from tests.support.stand_in_policy import PlainParser, StandInPolicy
+
+COUNTDOWN = f"{episodes.HERE}:Countdown"
+PROMPT = Prompt(7, (1, 2), ({"role": "user", "content": "count"},), "unit", "0")
+ROOMY = EpisodeLimits(max_turns=50, max_turn_len=50, max_tokens=10_000)
+TOKENIZER: Any = make_tokenizer("qwen3")
+
+
+def decode(ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(ids), skip_special_tokens=True)
+
+
+def play(
+    texts: Sequence[str],
+    kind: str = COUNTDOWN,
+    limits: EpisodeLimits = ROOMY,
+    deadline_s: float = 30.0,
+    parser: Parser | None = None,
+    prompt: Prompt = PROMPT,
+    compaction: Callable[..., Any] | None = None,
+    **options: Any,
+) -> tuple[Sample, StandInPolicy]:
+    """Play one episode with a policy that says `texts`, in real worker processes."""
+    encode = partial(TOKENIZER.encode, add_special_tokens=False)
+    policy = StandInPolicy(texts, encode, stop_ids("qwen3")[0])
+    chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
+    play_options = PlayOptions(limits, deadline_s, 2, compaction)
+
+    async def run() -> Sample:
+        pool = EnvironmentPool(EnvironmentOptions(kind=kind, workers=1, **options))
+        async with pool, Gateway(lambda token: decode([token])) as gateway:
+            parsed = parser or PlainParser(decode)
+            player = EpisodePlayer(kind, pool, chat, parsed, decode, play_options, gateway)
+            return await player.play(prompt, 3, 11, policy)
+
+    return asyncio.run(run()), policy
+
+
+def test_an_episode_goes_on_until_its_environment_is_done() -> None:
+    sample, policy = play(["one", "two", "three"])
+    assert sample.finish_reason == "done" and sample.sample_index == 3
+    episode = sample.episode
+    assert episode is not None and len(episode.rows) == 1
+    assert [turn.reward for turn in episode.turns] == [1.0, 1.0, 1.0] and episode.reward == 3.0
+    assert [turn.answer["content"] for turn in episode.turns] == ["one", "two", "three"]
+    assert episode.turns[1].messages == ({"role": "user", "content": "2 left"},)
+    assert sample.response_ids == tuple(token for ids in policy.answers for token in ids)
+    assert sample.response_len == episode.rows[0].num_trained
+    assert sample.text.startswith("one") and "2 left" in sample.text
+    assert episode.metrics["same_thread"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "reason", "num_turns"),
+    [
+        (["RAISE now"], {}, "env_error", 1),
+        (["go", "DIE"], {}, "env_error", 0),
+        (["go"], {"limits": EpisodeLimits(2, 50, 10_000)}, "max_turns", 2),
+        (["go on and on"], {"limits": EpisodeLimits(9, 50, 45)}, "max_tokens", 2),
+        (["SLEEP 20"], {"deadline_s": 1.0}, "deadline", 1),
+        (["SLEEP 20"], {"step_timeout_s": 0.5}, "env_error", 1),
+    ],
+)
+def test_reasons(texts: list[str], options: dict[str, Any], reason: str, num_turns: int) -> None:
+    sample, _ = play(texts, **options)
+    assert sample.finish_reason == reason, sample.episode
+    assert sample.episode is not None and len(sample.episode.turns) == num_turns
+
+
+def test_an_environment_that_is_lost_is_tried_once_more() -> None:
+    sample, policy = play(["go", "DIE", "go", "go", "go"])
+    assert sample.finish_reason == "done" and len(policy.asked) == 5
+    assert sample.episode is not None and len(sample.episode.turns) == 3
+
+
+def test_a_shortened_history_is_a_row_per_answer() -> None:
+    sample, policy = play(["one", "two", "three"], compaction=partial(keep_last_answers, number=1))
+    assert sample.episode is not None
+    assert [turn.fork for turn in sample.episode.turns] == ["", "", "history"]
+    assert len(sample.episode.rows) == 2
+    assert "one" not in decode(policy.asked[2].context_ids)
+
+
+class BadCalls(PlainParser):
+    """Takes each answer that begins with CALL as a call that cannot be read."""
+
+    async def parse(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Tool],
+        finish_reason: str,
+        taken: Sequence[str] = (),
+    ) -> Answer:
+        answer = await super().parse(token_ids, tools, finish_reason, taken)
+        if not answer.message["content"].startswith("CALL"):
+            return answer
+        return Answer(answer.message, (CallAttempt(CallStatus.BAD_JSON, 0, 1, error="a comma"),))
+
+
+def test_calls_that_cannot_be_executed_are_told_and_then_end_the_episode() -> None:
+    bad = BadCalls(decode)
+    sample, policy = play(["CALL", "CALL", "go", "CALL", "go", "go"], parser=bad)
+    assert sample.finish_reason == "done" and sample.episode is not None
+    assert sample.episode.metrics["calls/bad_json"] == 3.0
+    assert "Not executed: a comma" in decode(policy.asked[1].context_ids)
+    sample, _ = play(["CALL"], parser=bad)
+    assert sample.finish_reason == "parse_error" and sample.response_len > 0
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+def ask(messages):
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+               "Content-Type": "application/json"}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+messages = [{"role": "user", "content": "go"}]
+for _ in range(3):
+    messages += [ask(messages), {"role": "user", "content": "on"}]
+print(json.dumps({"reward": 0.25}))
+"""
+
+
+def test_a_program_that_reads_a_base_url_plays_an_episode() -> None:
+    options = {"command": ["python3", "-c", PROGRAM]}
+    sample, _ = play(["one", "two", "three"], kind="command", options=options)
+    assert sample.finish_reason == EndReason.DONE, sample.episode
+    assert sample.episode is not None and sample.episode.reward == 0.25
+    assert len(sample.episode.rows) == 1 and len(sample.episode.turns) == 3
