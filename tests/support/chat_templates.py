@@ -153,7 +153,7 @@ FAMILIES = {
     ),
 }
 TEXT = ["the weather of the city", '{"name": "look", "arguments": {"x": 1}}', "assistant\n\nuser\n"]
-"""What the merges are learned from, so that some tokens are longer than a byte."""
+"""The merges are learned from it, so that some tokens are longer than a byte."""
 
 
 def template_of(family: Family) -> str:

@@ -36,7 +36,7 @@ HARMONY = "gpt-oss"
 
 @dataclass(frozen=True)
 class Parsed:
-    """What became of one text: its attempts, and the calls of the message."""
+    """The attempts that one text is, and the calls that the message gets from it."""
 
     written: Written
     attempts: tuple[CallAttempt, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 BROKEN = "\ufffd"
-"""What decoding makes of bytes that are no whole character."""
+"""Decoding puts it where bytes are no whole character."""
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a chat template does to the row of an episode, tried before the first episode."""
+"""Tries before the first episode when a chat template lets the row of an episode go on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from mcore_rl.agents.chat.template import TRIAL_TOOL, trial_call
 from mcore_rl.agents.messages import Message, Tool
 
 
-class Outcome(StrEnum):
-    """What becomes of a row when messages follow an answer.
+class RowOutcome(StrEnum):
+    """The fate of a row when messages follow an answer.
 
     APPENDS   the row goes on
     FORKS     another row begins, because the template changes what came before
@@ -38,9 +38,9 @@ class Case(StrEnum):
 
 @dataclass(frozen=True)
 class TemplateBehavior:
-    """What happens in each situation, and lines for the log about those that do not append."""
+    """The outcome of each situation, and lines for the log about those that do not append."""
 
-    outcomes: Mapping[Case, Outcome]
+    outcomes: Mapping[Case, RowOutcome]
     lines: tuple[str, ...]
 
 
@@ -71,23 +71,23 @@ def probe_format(chat_format: Format, kept: Format, shows_calls: bool) -> Templa
     return TemplateBehavior(outcomes, tuple(line for line in lines if line))
 
 
-def _outcome(chat_format: Format, case: Case) -> Outcome:
+def _outcome(chat_format: Format, case: Case) -> RowOutcome:
     history, new = _conversation(case)
     try:
         chat_format.whole([*history, *new], [TRIAL_TOOL])
     except ValueError:
-        return Outcome.REFUSED
+        return RowOutcome.REFUSED
     ids = chat_format.appended(history, (), new, [TRIAL_TOOL])
-    return Outcome.FORKS if ids is None else Outcome.APPENDS
+    return RowOutcome.FORKS if ids is None else RowOutcome.APPENDS
 
 
-def _line(case: Case, outcome: Outcome, kept: Format) -> str:
-    if outcome is Outcome.APPENDS:
+def _line(case: Case, outcome: RowOutcome, kept: Format) -> str:
+    if outcome is RowOutcome.APPENDS:
         return ""
-    if outcome is Outcome.REFUSED:
+    if outcome is RowOutcome.REFUSED:
         return f"{case}: the chat template refuses such a conversation"
     line = f"{case} start a new row"
-    if _outcome(kept, case) is Outcome.APPENDS:
+    if _outcome(kept, case) is RowOutcome.APPENDS:
         line += ": agents.reasoning=keep renders one row"
     return line
 

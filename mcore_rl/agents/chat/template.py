@@ -18,7 +18,7 @@ MARK = "q7Zk3Wv9"
 """Text of the trial messages that no template contains."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What templates raise for conversations that they were not written for."""
+"""Templates raise these for conversations that they were not written for."""
 
 
 class RenderError(ValueError):

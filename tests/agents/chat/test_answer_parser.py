@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from mcore_rl.agents.chat.answer_parser import AnswerParser
 from mcore_rl.agents.messages import Answer, CallStatus
-from tests.support.chat_templates import deepseek, make_tokenizer, stop_ids
+from tests.support.chat_templates import make_tokenizer, stop_ids
 from tests.support.conversations import FREE_TEXT, TOOLS
 from tests.support.sglang_parsers import ParserProcess
+from tests.support.tool_calls import GOOD, LLAMA_CALL, harmony_call, qwen_call
 
 OK, BAD, UNCLOSED = CallStatus.OK, CallStatus.BAD_JSON, CallStatus.UNCLOSED
 UNKNOWN, IN_REASONING = CallStatus.UNKNOWN_TOOL, CallStatus.IN_REASONING
@@ -53,67 +54,6 @@ def calls_of(answer: Answer) -> list[tuple[str, Any]]:
     return [(function["name"], json.loads(function["arguments"])) for function in functions]
 
 
-def qwen(name: str, arguments: str) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def deepseek_call(name: str, arguments: str) -> str:
-    kind = f"{deepseek('tool call begin')}function{deepseek('tool sep')}"
-    return f"{kind}{name}\n```json\n{arguments}\n```{deepseek('tool call end')}"
-
-
-def kimi_call(name: str, number: int) -> str:
-    return (
-        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
-        '{"x": "1"}<|tool_call_end|>'
-    )
-
-
-def harmony_call(arguments: str) -> str:
-    head = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
-    return f"{head}{arguments}<|call|>"
-
-
-GLM_CALL = "<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
-CODER_CALL = (
-    "<tool_call>\n<function=look>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
-)
-MINIMAX_CALL = '<invoke name="look">\n<parameter name="x">1</parameter>\n</invoke>'
-LLAMA_CALL = '{"name": "look", "parameters": {"x": "1"}}'
-HERMES_CALL = '<tool_call>{"name": "look", "arguments": {"x": "1"}}</tool_call>'
-MISTRAL_CALL = '[TOOL_CALLS] [{"name": "look", "arguments": {"x": "1"}}]'
-GOOD = {
-    "qwen25": ("qwen3", "Hi\n{}<|im_end|>", qwen("look", '{"x": "1"}')),
-    "hermes": ("qwen3", "Hi\n{}<|im_end|>", HERMES_CALL),
-    "qwen3_coder": ("qwen3", "Hi\n{}<|im_end|>", CODER_CALL),
-    "glm45": ("glm4moe", "Hi\n{}<|observation|>", GLM_CALL),
-    "deepseekv3": (
-        "deepseekv3",
-        f"Hi{deepseek('tool calls begin')}{{}}{deepseek('tool calls end')}"
-        + deepseek("end of sentence"),
-        deepseek_call("look", '{"x": "1"}'),
-    ),
-    "deepseekv31": (
-        "deepseekv3",
-        f"Hi{deepseek('tool calls begin')}{{}}{deepseek('tool calls end')}"
-        + deepseek("end of sentence"),
-        f"{deepseek('tool call begin')}look{deepseek('tool sep')}"
-        f'{{"x": "1"}}{deepseek("tool call end")}',
-    ),
-    "kimi_k2": (
-        "kimi_k2",
-        "Hi<|tool_calls_section_begin|>{}<|tool_calls_section_end|><|im_end|>",
-        kimi_call("look", 0),
-    ),
-    "minimax-m2": (
-        "minimax_m2",
-        "Hi\n<minimax:tool_call>\n{}\n</minimax:tool_call>[e~[",
-        MINIMAX_CALL,
-    ),
-    "mistral": ("mixtral", "Hi {}</s>", MISTRAL_CALL),
-}
-
-
 @pytest.mark.parametrize("parser", GOOD)
 def test_a_call_in_each_format(sglang: ParserProcess, parser: str) -> None:
     family, frame, call = GOOD[parser]
@@ -147,11 +87,11 @@ def test_a_call_of_an_unknown_tool(sglang: ParserProcess, parser: str) -> None:
 
 
 def test_parallel_calls_and_failures_between_them(sglang: ParserProcess) -> None:
-    good = qwen("look", '{ "x":"é🙂" }')
-    bad = qwen("look", '{"x": }')
-    answer, texts = parse(sglang, "qwen3", f"Hi\n{good}\n{bad}\n{qwen('go', '{}')}<|im_end|>")
+    good = qwen_call("look", '{ "x":"é🙂" }')
+    bad = qwen_call("look", '{"x": }')
+    answer, texts = parse(sglang, "qwen3", f"Hi\n{good}\n{bad}\n{qwen_call('go', '{}')}<|im_end|>")
     assert statuses(answer) == [OK, BAD, OK]
-    assert texts == [good, bad, qwen("go", "{}")]
+    assert texts == [good, bad, qwen_call("go", "{}")]
     assert calls_of(answer) == [("look", {"x": "é🙂"}), ("go", {})]
     assert [a.call_id for a in answer.attempts] == ["call_0", "", "call_1"]
     assert answer.attempts[1].error.startswith("The tool call is not valid JSON: ")
@@ -166,13 +106,13 @@ def test_json_that_is_no_call(sglang: ParserProcess, body: str) -> None:
 
 
 def test_arguments_that_are_no_object(sglang: ParserProcess) -> None:
-    answer, _ = parse(sglang, "qwen3", qwen("look", "[1]") + "<|im_end|>")
+    answer, _ = parse(sglang, "qwen3", qwen_call("look", "[1]") + "<|im_end|>")
     assert statuses(answer) == [BAD]
     assert answer.attempts[0].error == "The arguments are not a JSON object."
 
 
 def test_calls_in_the_reasoning_are_not_executed(sglang: ParserProcess) -> None:
-    thought, call = qwen("look", '{"x": "1"}'), qwen("go", '{"x": "2"}')
+    thought, call = qwen_call("look", '{"x": "1"}'), qwen_call("go", '{"x": "2"}')
     text = f"<think>\nfirst {thought}\n</think>\n\nHi\n{call}<|im_end|>"
     answer, texts = parse(sglang, "qwen3", text, reasoning_parser="qwen3")
     assert statuses(answer) == [IN_REASONING, OK]
@@ -261,7 +201,7 @@ def test_a_parser_whose_format_is_not_known_here(sglang: ParserProcess) -> None:
 
 
 def test_nothing_is_asked_without_tools_and_parsers(sglang: ParserProcess) -> None:
-    call = qwen("look", "{}")
+    call = qwen_call("look", "{}")
     answer, _ = parse(sglang, "qwen3", f"{call}<|im_end|>", tools=())
     assert answer == Answer({"role": "assistant", "content": call})
     parse(sglang, "qwen3", "Hi<|im_end|>", tool_parser=None)

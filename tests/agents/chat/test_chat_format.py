@@ -6,6 +6,8 @@ from typing import Any, Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.messages import Message
@@ -160,3 +162,86 @@ def test_appended_ids_begin_at_a_token_of_their_own(family: str) -> None:
     cut_off = chat.appended(history, (70,), history[:1], TOOLS)
     assert cut_off is not None
     assert cut_off[0] in tokenizer.added_tokens_decoder
+
+
+def test_reasoning_that_was_left_in_the_content_is_followed_too() -> None:
+    """Without a reasoning parser, Qwen3's template itself splits the content at </think>."""
+    question = {"role": "user", "content": "hi"}
+    call = conversation_call()
+    thoughtful = {
+        "role": "assistant",
+        "content": "<think>\nwhy\n</think>\n\n",
+        "tool_calls": [call],
+    }
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "there"}
+    chat = make_format("qwen3", "template")
+    assert chat.appended([question, thoughtful], (70,), [result], TOOLS) is not None
+    assert chat.appended([question, thoughtful], (70,), [result, question], TOOLS) is None
+    kept = make_format("qwen3", "keep")
+    assert kept.appended([question, thoughtful], (70,), [result, question], TOOLS) is not None
+
+
+def conversation_call() -> dict[str, Any]:
+    return {"id": "call0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+def test_a_message_that_the_template_moves_to_the_front_starts_a_new_row() -> None:
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    new = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    for reasoning in ("template", "keep"):
+        chat = make_format("deepseekv3", reasoning)
+        assert chat.appended(history, (70,), new, ()) is None
+
+
+def test_an_empty_generation_prompt_of_reasoning_stays_in_the_row() -> None:
+    """Qwen3's template leaves it out of earlier turns; that takes nothing back that was said."""
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    chat = make_format("qwen3", "template", enable_thinking=False)
+    ids = chat.appended(history, (70,), history[:1], ())
+    assert ids is not None
+    assert text_of("qwen3", ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_words_of_the_marks_may_occur_in_messages() -> None:
+    question = {"role": "user", "content": "qX0markcontentz qX1mark"}
+    answer = {"role": "assistant", "content": "qX0mark"}
+    chat = make_format("qwen3", "template")
+    ids = chat.appended([question, answer], (70,), [question], ())
+    assert ids is not None
+    plain = "<|im_end|>\n<|im_start|>user\nqX0markcontentz qX1mark<|im_end|>\n"
+    assert text_of("qwen3", ids) == plain + "<|im_start|>assistant\n"
+
+
+def test_blanks_after_a_stop_token_are_as_in_the_whole_conversation() -> None:
+    """Llama 2's tokenizer begins a text with a blank, but not the text after a special token."""
+    tokenizer = make_blank_tokenizer()
+    chat = ChatFormat(tokenizer, [1], reasoning="template", template_options={})
+    question = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": "a"}
+    whole = chat.whole([question, answer, question], ())
+    ids = chat.appended([question, answer], (3, 1), [question], ())
+    assert ids is not None
+    assert whole[-len(ids) - 1 :] == (1, *ids)
+
+
+def make_blank_tokenizer() -> Any:
+    """A tokenizer whose texts begin with a blank, and a template with turns that end with </s>."""
+    model = models.BPE({"<unk>": 0, "</s>": 1, "\u2581": 2, "a": 3, "U": 4, "A": 5}, [])
+    tokenizer = Tokenizer(model)
+    blank = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first")
+    tokenizer.pre_tokenizer = blank  # pyright: ignore[reportAttributeAccessIssue]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    fast.chat_template = (
+        "{% for m in messages %}{{ 'U' if m.role == 'user' else 'A' }}{{ m.content }}"
+        "{{ '</s>' if m.role != 'user' }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+    )
+    return fast
+
+
+def test_wrong_arguments_are_refused() -> None:
+    tokenizer: Any = make_tokenizer("qwen3")
+    wrong: Any = "drop"
+    with pytest.raises(ValueError, match=r"agents\.reasoning=drop: must be template or keep"):
+        ChatFormat(tokenizer, [1], reasoning=wrong, template_options={})
+    with pytest.raises(ValueError, match=r"no answer .* its roles are \['user'\]"):
+        make_format("qwen3", "keep").appended([{"role": "user", "content": ""}], (), [], ())

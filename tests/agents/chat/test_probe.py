@@ -1,14 +1,14 @@
-"""What the probe says of a template is what happens to rows."""
+"""Rows fare as the probe of a template says."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from mcore_rl.agents.chat.chat_format import ChatFormat, Reasoning
-from mcore_rl.agents.chat.probe import Case, Outcome
+from mcore_rl.agents.chat.probe import Case, RowOutcome
 from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
 from tests.support.conversations import TOOLS, Conversation, Turn, conversations
 
-APPENDS, FORKS, REFUSED = Outcome.APPENDS, Outcome.FORKS, Outcome.REFUSED
+APPENDS, FORKS, REFUSED = RowOutcome.APPENDS, RowOutcome.FORKS, RowOutcome.REFUSED
 FORKING = {
     "qwen3": {Case.USER_AFTER_REASONING, Case.USER_AFTER_CALLS},
     "glm4moe": {Case.USER_AFTER_REASONING, Case.USER_AFTER_CALLS},
