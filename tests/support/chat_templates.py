@@ -6,7 +6,8 @@ models' documentation shows their turns.
 
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -160,7 +161,10 @@ def template_of(family: Family) -> str:
     """Return the text of the family's chat template."""
     if not family.template.endswith(".jinja"):
         return family.template
-    return (files("trl") / "chat_templates" / family.template).read_text()
+    spec = find_spec("trl")  # read as data: its code is not imported
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    return (folder / "chat_templates" / family.template).read_text()
 
 
 @cache

@@ -4,6 +4,7 @@ token ids -> text -> reasoning | rest -> texts of calls -> SGLang's parser -> ca
 """
 
 import asyncio
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ It raises ValueError if the engine answers with an error: SGLang's parsers fail 
 THINK = "<think>"
 HARMONY = "gpt-oss"
 """Parser of responses that are sequences of messages in channels."""
+HARMONY_TOKENS = re.compile(r"<\|(?:start|channel|message|constrain|end|call|return)\|>")
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class AnswerParser:
         """Return the response as a message, and each call that it wrote or tried to write.
 
         The content is the text outside of reasoning and calls; calls that failed stay in it, so
-        that the policy sees them if the conversation is rendered again. (gpt-oss's content has
-        none: its template refuses their tokens.)
+        that the policy sees them if the conversation is rendered again. gpt-oss's content and
+        reasoning lose the tokens of channels, which its template refuses.
 
         finish_reason   why sampling ended: a call that "length" cut off is never executed
         taken           ids of earlier calls in the episode, for Kimi, whose responses name ids
@@ -91,6 +93,9 @@ class AnswerParser:
         parsed: list[Parsed] = []
         if tools and self._tool_parser:
             parsed, content = await self._calls(text, rest, begin, tools, finish_reason, taken)
+        if HARMONY in (self._tool_parser, self._reasoning_parser):
+            content = HARMONY_TOKENS.sub("", content)
+            reasoning = HARMONY_TOKENS.sub("", reasoning)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning.strip():
             message["reasoning_content"] = reasoning

@@ -167,6 +167,17 @@ def test_channels_of_gpt_oss(sglang: ParserProcess) -> None:
     assert statuses(answer) == [BAD]
 
 
+def test_gpt_oss_content_has_no_tokens_of_channels(sglang: ParserProcess) -> None:
+    """SGLang takes no call whose recipient comes before the channel, and leaves it as text."""
+    text = "<|channel|>analysis<|message|>why<|end|><|start|>assistant to=functions.look<|channel|>"
+    text += 'commentary json<|message|>{"x": "1"}<|call|>'
+    answer, _ = parse(sglang, "gptoss", text, "gpt-oss", "gpt-oss")
+    assert statuses(answer) == [BAD]
+    assert answer.attempts[0].name == "look"
+    assert "<|" not in answer.message["content"]
+    assert '{"x": "1"}' in answer.message["content"]
+
+
 @pytest.mark.parametrize(
     ("text", "finish_reason", "status"),
     [
