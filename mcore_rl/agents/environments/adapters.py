@@ -41,6 +41,17 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
     "command": Adapter(f"{_HERE}.command", "CommandEpisode", "CommandOptions", is_program=True),
+    "mcp": Adapter(f"{_HERE}.mcp_tools", "McpEnvironment", "McpOptions", ("mcp",), ("mcp",)),
+    "verl_tools": Adapter(
+        f"{_HERE}.verl_tools", "VerlToolsEnvironment", "VerlToolsOptions", ("verl",), ("verl",)
+    ),
+    "verl_interaction": Adapter(
+        f"{_HERE}.verl_interaction",
+        "VerlInteractionEnvironment",
+        "VerlInteractionOptions",
+        ("verl",),
+        ("'verl<0.8'",),
+    ),
 }
 
 

@@ -41,3 +41,18 @@ def play(
             return episode.start, steps
 
     return asyncio.run(run())
+
+
+VERL = ROOT / ".venv-agents/verl"
+"""verl and the packages that its import needs besides those of .venv, which has torch and ray."""
+
+
+def needs_verl() -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        not VERL.exists(), reason=".venv-agents/verl is missing: make agents-venv"
+    )
+
+
+def verl_variables() -> dict[str, str]:
+    """Return the variables of a worker that runs under .venv and imports verl."""
+    return {"PYTHONPATH": f"{VERL}:{ROOT}/tests/agents/environments"}

@@ -1,0 +1,125 @@
+"""Lets a policy call the tools of verl: subclasses of its BaseTool, named in its YAML.
+
+The task's extra_info has `tools_kwargs`: tool name -> create_kwargs, execute_kwargs,
+calc_reward_kwargs, release_kwargs.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mcore_rl.agents.environments.environment import Message, Start, Step
+from mcore_rl.agents.environments.loading import load_named
+from mcore_rl.agents.environments.tool_calls import ToolCalls, ToolOutcome
+from mcore_rl.agents.environments.tools_env import ToolEpisode, as_text, check_bounds
+from mcore_rl.agents.environments.verl_config import check_file, load_class, read_config
+
+
+@dataclass(frozen=True)
+class VerlToolsOptions:
+    """Which tools, and which of their rewards count.
+
+    config       YAML file with `tools`, as verl's tool_config_path names it
+    step_reward  whether the rewards of calls count
+    calc_reward  whether calc_reward of each tool is added at the end
+    reward, instructions, tool_timeout_s, result_len, max_turns
+                 as in ToolsOptions
+    """
+
+    config: str
+    step_reward: bool = True
+    calc_reward: bool = True
+    reward: str = ""
+    instructions: str = ""
+    tool_timeout_s: float = 30.0
+    result_len: int = 8000
+    max_turns: int = 0
+
+    def __post_init__(self) -> None:
+        check_file(self.config)
+        check_bounds(self.tool_timeout_s, self.result_len, self.max_turns)
+        if self.reward:
+            load_named(self.reward)
+
+
+class VerlToolsEnvironment:
+    """One episode, which has an instance of each tool. The tools are the worker's, as in verl."""
+
+    def __init__(self, options: VerlToolsOptions) -> None:
+        self._options = options
+        self._tools: dict[str, Any] = load_tools(options.config)
+        self._instances: dict[str, str] = {}
+        self._keywords: Mapping[str, Any] = {}
+        calls = ToolCalls(self._call, list(self._tools), options.tool_timeout_s, options.result_len)
+        schemas = [
+            tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+            for tool in self._tools.values()
+        ]
+        self._episode = ToolEpisode(calls, schemas, options.max_turns, options.reward)
+
+    async def reset(self, task: Mapping[str, Any]) -> Start:
+        extra = task.get("extra_info") or {}
+        self._keywords = extra.get("tools_kwargs") or {}
+        if extra.get("need_tools_kwargs") and not self._keywords:
+            raise ValueError("the task's extra_info needs tools_kwargs, and has none")
+        for name, tool in self._tools.items():
+            given = self._given(name, "create_kwargs")
+            # Older tools take the arguments themselves, newer ones a mapping of them.
+            created = await tool.create(**{**given, "create_kwargs": given})
+            self._instances[name] = created[0] if isinstance(created, tuple) else created
+        return self._episode.start(task, self._options.instructions)
+
+    async def step(self, message: Message) -> Step:
+        step = await self._episode.step(message)
+        if not step.done or not self._options.calc_reward:
+            return step
+        reward = step.reward
+        for name, instance in self._instances.items():
+            given = self._given(name, "calc_reward_kwargs")
+            reward += float(await self._tools[name].calc_reward(instance, **given) or 0.0)
+        return Step(step.messages, reward, step.done, step.metrics, step.end_reason)
+
+    async def close(self) -> None:
+        instances = dict(self._instances)
+        self._instances.clear()
+        for name, instance in instances.items():
+            await self._tools[name].release(instance, **self._given(name, "release_kwargs"))
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        response, reward, _ = await self._tools[name].execute(
+            self._instances[name], arguments, **self._given(name, "execute_kwargs")
+        )
+        return ToolOutcome(_text(response), float(reward or 0) * self._options.step_reward)
+
+    def _given(self, name: str, which: str) -> dict[str, Any]:
+        return dict((self._keywords.get(name) or {}).get(which) or {})
+
+
+@cache
+def load_tools(config: str) -> dict[str, Any]:
+    """Return the tools of a YAML file by name, made once in a process."""
+    schema_class = importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema
+    tools: dict[str, Any] = {}
+    for entry in read_config(config, "tools"):
+        given = entry.get("config") or {}
+        if given.get("type", "native") != "native":
+            raise ValueError(
+                f"{config}: {entry['class_name']} is of type {given['type']!r}; only native tools "
+                "are loaded here, MCP servers by the environment of kind mcp"
+            )
+        schema = entry.get("tool_schema")
+        tool = load_class(entry["class_name"])(
+            config=given, tool_schema=schema_class.model_validate(schema) if schema else None
+        )
+        tools[tool.name] = tool
+    return tools
+
+
+def _text(response: Any) -> str:
+    """Return the text of a tool's response, which was text or a mapping in older versions."""
+    if isinstance(response, str):
+        return response
+    text = response.get("text") if isinstance(response, Mapping) else response.text
+    return text if isinstance(text, str) else as_text(text)

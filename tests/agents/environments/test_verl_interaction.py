@@ -1,0 +1,77 @@
+"""Interactions of the unchanged verl, and a user's own on its base class, in a worker."""
+
+import asyncio
+
+import pytest
+
+from mcore_rl.agents.environments.errors import EnvironmentFailed
+from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.verl_interaction import VerlInteractionOptions
+from tests.agents.environments.foreign import needs_verl, verl_variables
+
+CONFIG = """
+interaction:
+- name: gsm8k
+  class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction
+  config: {}
+- name: echo
+  class_name: verl_classes.Echo
+  config: {}
+"""
+
+
+def play(path, keywords, *answers, **options):
+    path.write_text(CONFIG)
+
+    async def run():
+        given = EnvironmentOptions(
+            "verl_interaction",
+            {"config": str(path), **options},
+            workers=1,
+            variables=verl_variables(),
+        )
+        async with EnvironmentPool(given) as pool:
+            prompt = [{"role": "user", "content": "q"}]
+            extra = {"interaction_kwargs": keywords}
+            episode = await pool.open({"messages": prompt, "index": 0, "extra_info": extra})
+            steps = []
+            for answer in answers:
+                steps.append(await episode.step({"role": "assistant", "content": answer}))
+            await episode.close()
+            return steps
+
+    return asyncio.run(run())
+
+
+@needs_verl()
+def test_gsm8k_of_verl_itself_asks_again_until_the_answer_is_right(tmp_path):
+    keywords = {"name": "gsm8k", "ground_truth": "72"}
+    wrong, right = play(tmp_path / "i.yaml", keywords, "#### 71", "#### 72")
+    assert not wrong.done and wrong.reward == 0.0
+    assert wrong.messages[0]["role"] == "user" and "incorrect" in wrong.messages[0]["content"]
+    assert right.done and right.reward == 1.0 and right.end_reason == ""
+
+
+@needs_verl()
+def test_a_users_interaction_sees_the_conversation_and_the_turns_are_bounded(tmp_path):
+    keywords = {"name": "echo", "prefix": "> "}
+    first, second = play(tmp_path / "i.yaml", keywords, "hi", "ho", max_turns=2)
+    assert first.messages == [{"role": "user", "content": "> hi"}]
+    assert first.reward == 0.5 and first.metrics == {"len": 2, "turns": 1}
+    assert second.done and second.end_reason == "max_turns" and second.metrics["len"] == 4
+    (bye,) = play(tmp_path / "i.yaml", keywords, "bye")
+    assert bye.done and bye.messages == []
+
+
+@needs_verl()
+def test_a_task_without_the_name_of_an_interaction_is_named(tmp_path):
+    with pytest.raises(EnvironmentFailed, match=r"name of the task is None: .* has gsm8k, echo"):
+        play(tmp_path / "i.yaml", {}, "hi")
+
+
+def test_senseless_options_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"config is '/no.yaml': there is no such file"):
+        VerlInteractionOptions("/no.yaml")
+    with pytest.raises(ValueError, match="max_turns is -1"):
+        VerlInteractionOptions(__file__, max_turns=-1)
