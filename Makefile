@@ -4,6 +4,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 DOCS_VENV := .venv-docs
+AGENTS_VENV := .venv-agents
 BIN := $(VENV)/bin
 UV ?= $(shell command -v uv 2>/dev/null)
 MAKE_VENV = $(if $(UV),$(UV) venv -q --clear --python $(PYTHON),$(PYTHON) -m venv)
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow quickstart gpu-check gpu-wheels gpu-lock docs bench clean
+.PHONY: help venv lint test test-slow quickstart gpu-check gpu-wheels gpu-lock docs agents-venv bench clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -47,7 +48,7 @@ lint: venv ## ruff, pyright, import-linter
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
-test: lint ## everything CI runs: lint, then all tests but those that need a GPU or hours
+test: lint agents-venv ## everything CI runs: lint, then all tests but those that need a GPU or hours
 	$(BIN)/python -m pytest -m "not gpu and not slow" -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: venv ## what takes longer, up to two hours: every part of a run killed in every phase
@@ -78,9 +79,20 @@ $(DOCS_VENV)/.installed: requirements/docs.txt
 	@$(call install,$(DOCS_VENV)) --no-deps -r requirements/docs.txt
 	@touch $@
 
+agents-venv: $(AGENTS_VENV)/.installed ## .venv-agents with the packages that environments of episodes come from, for the tests of their adapters
+
+# verl lies apart: importing it needs torch and ray, so its tests run under .venv with this folder beside it.
+$(AGENTS_VENV)/.installed: requirements/agents.txt requirements/verl.txt
+	@echo "installing into $(AGENTS_VENV) (about a minute)"
+	@rm -rf $(AGENTS_VENV)
+	@$(MAKE_VENV) $(AGENTS_VENV)
+	@$(call install,$(AGENTS_VENV)) --no-deps -r requirements/agents.txt
+	@$(call install,$(AGENTS_VENV)) --no-deps --target $(AGENTS_VENV)/verl -r requirements/verl.txt
+	@touch $@
+
 bench: venv ## tokens per second of a GRPO step, beside TRL's
 	$(BIN)/python benchmarks/grpo_step.py
 
 clean: ## remove what make and the runs made, .venv included
-	rm -rf $(VENV) $(DOCS_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) $(AGENTS_VENV) site benchmarks/.trl runs data .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
