@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ import orjson
 import psutil
 
 from agents_workload import TURN_LEN
-from mcore_rl.agents.gateway import EpisodeChat, Gateway
+from mcore_rl.agents.gateway import EpisodeChat, Gateway, rare_collections
 from mcore_rl.agents.messages import Answer, ChatRequest, Completion
 
 LAG_STEP_S = 0.01
@@ -33,12 +34,12 @@ class EngineChat:
     def __init__(self, engine_url: str, http: aiohttp.ClientSession) -> None:
         self._url = f"{engine_url}/generate"
         self._http = http
-        self._ids: list[int] = []
+        self._ids = array("i")
         self._turns: list[Completion] = []
         self._rewards: list[tuple[float, int | None]] = []
 
     async def complete(self, request: ChatRequest) -> Completion:
-        self._ids += range(len(self._ids), len(self._ids) + TURN_LEN)
+        self._ids.extend(range(len(self._ids), len(self._ids) + TURN_LEN))
         prompt_ids = tuple(self._ids)
         body = orjson.dumps({"input_ids": prompt_ids, "return_logprob": True})
         async with self._http.post(self._url, data=body) as response:
@@ -54,7 +55,7 @@ class EngineChat:
             logprobs=tuple(pair[0] for pair in pairs),
             finish_reason="stop",
         )
-        self._ids += token_ids
+        self._ids.extend(token_ids)
         self._turns.append(completion)
         return completion
 
@@ -109,4 +110,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with rare_collections():
+        asyncio.run(main())

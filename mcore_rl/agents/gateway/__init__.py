@@ -3,6 +3,7 @@
 from mcore_rl.agents.gateway.episode_chat import EpisodeChat, Overloaded
 from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.gateway.options import GatewayOptions
+from mcore_rl.agents.gateway.pauses import rare_collections
 from mcore_rl.agents.gateway.sessions import Session
 
-__all__ = ["EpisodeChat", "Gateway", "GatewayOptions", "Overloaded", "Session"]
+__all__ = ["EpisodeChat", "Gateway", "GatewayOptions", "Overloaded", "Session", "rare_collections"]

@@ -1,0 +1,28 @@
+"""The garbage collector's settings while a gateway runs."""
+
+import gc
+
+import pytest
+
+from mcore_rl.agents.gateway.pauses import rare_collections
+
+
+def test_the_collector_runs_rarely_inside_and_as_before_afterwards():
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), rare_collections():
+        assert gc.get_threshold()[0] > before[0]
+        assert gc.get_freeze_count() > 0
+        raise KeyError
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+def test_cycles_are_still_found():
+    class Node:
+        pass
+
+    with rare_collections():
+        node = Node()
+        node.__dict__["self"] = node
+        del node
+        assert gc.collect() > 0
