@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.chat.call_ids import CallIds
 from mcore_rl.agents.chat.decoding import decode, token_span, token_starts
+from mcore_rl.agents.chat.template import TRIAL_TOOL
 from mcore_rl.agents.chat.tool_syntax import (
     SYNTAXES,
     Written,
@@ -69,6 +70,27 @@ class AnswerParser:
         self._reasoning_parser = reasoning_parser
         self._syntax = SYNTAXES.get(tool_parser or "")
         self._new_id = new_id
+
+    async def check(self) -> None:
+        """Ask each parser about a word; ValueError if the engine does not know it.
+
+        A run calls it before the first episode: later, a parser that fails on a text means no call.
+        """
+        bodies: list[tuple[str, dict[str, Any]]] = []
+        if self._reasoning_parser:
+            body = {"text": "Hi", "reasoning_parser": self._reasoning_parser}
+            bodies.append(("/separate_reasoning", body))
+        if self._tool_parser:
+            bodies.append(("/parse_function_call", self._body("Hi", [TRIAL_TOOL])))
+        for path, body in bodies:
+            parser = body.get("reasoning_parser") or self._tool_parser
+            try:
+                await self._ask(path, body)
+            except ValueError as error:
+                raise ValueError(
+                    f"the engine's {path} fails with the parser {parser}: {error}; name one that"
+                    " this version of SGLang has"
+                ) from error
 
     async def parse(
         self,

@@ -219,6 +219,28 @@ def test_nothing_is_asked_without_tools_and_parsers(sglang: ParserProcess) -> No
     assert sglang.asked == []
 
 
+@pytest.mark.parametrize(
+    ("tool_parser", "reasoning_parser", "unknown"),
+    [("no", None, "no"), (None, "none", "none"), ("qwen25", "qwen3", None), (None, None, None)],
+)
+def test_parsers_are_checked(
+    sglang: ParserProcess, tool_parser: str | None, reasoning_parser: str | None, unknown: str
+) -> None:
+    parser = AnswerParser(
+        make_tokenizer("qwen3"),
+        stop_ids("qwen3"),
+        sglang.ask,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+    )
+    if unknown:
+        with pytest.raises(ValueError, match=f"fails with the parser {unknown}: .*Unsupported"):
+            asyncio.run(parser.check())
+    else:
+        asyncio.run(parser.check())
+        assert len(sglang.asked) == (2 if tool_parser else 0)
+
+
 def test_an_empty_response(sglang: ParserProcess) -> None:
     for text in ("", "<|im_end|>"):
         answer, _ = parse(sglang, "qwen3", text, reasoning_parser="qwen3")
