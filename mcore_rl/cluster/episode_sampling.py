@@ -26,7 +26,7 @@ class EpisodeSampler:
     def __init__(self, spec: EpisodeSpec, name: str, decode: Decode, ask: Ask) -> None:
         """`ask` posts to an engine's own parsers. Starts nothing yet."""
         tokenizer = load_tokenizer(spec.model_path, "model.path", spec.trust_remote_code)
-        chat_format, parser = make_format_and_parser(
+        chat_format, self._parser = make_format_and_parser(
             tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, ask
         )
         self._pool = EnvironmentPool(environment_options(spec, name))
@@ -45,13 +45,15 @@ class EpisodeSampler:
             spec.agents.environment,
             self._pool,
             chat_format,
-            parser,
+            self._parser,
             decode,
             options,
             self._gateway,
         )
 
     async def start(self) -> None:
+        """Start what episodes need. Raises ValueError if the engines lack a parser."""
+        await self._parser.check()
         if self._gateway is not None:
             await self._gateway.start()
 

@@ -1,10 +1,14 @@
 """What a recipe says of episodes, for collectors and for the checks before a run."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.config import AgentsConfig
+from mcore_rl.config.shipped import shipped_path
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,8 @@ def environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
     """Return the options of the workers of the collector `name`."""
     agents = spec.agents
     return EnvironmentOptions(
-        kind=agents.environment,
-        options=agents.options,
+        kind=absolute(agents.environment),
+        options=absolute(agents.options),
         python=agents.python,
         workers=agents.workers,
         episodes_per_worker=agents.episodes_per_worker,
@@ -44,3 +48,18 @@ def environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
         variables={name: str(value) for name, value in agents.variables.items()},
         log_folder=str(spec.log_dir / name),
     )
+
+
+def absolute(value: Any) -> Any:
+    """Return options with absolute paths of the files named as folder/file.py:name.
+
+    They are looked for from the working directory, then beside the shipped recipes.
+    """
+    if isinstance(value, Mapping):
+        return {key: absolute(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [absolute(item) for item in value]
+    if not isinstance(value, str) or not re.fullmatch(r"[^:\s]+\.py:\w+", value):
+        return value
+    path, _, name = value.rpartition(":")
+    return f"{Path(shipped_path(path)).absolute()}:{name}"

@@ -10,6 +10,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     for name, what, prepare in (
         ("arithmetic", "word problems", _prepare_arithmetic),
         ("countdown", "numbers to reach from given ones", _prepare_countdown),
+        ("calculator", "sums for a policy with a calculator", _prepare_calculator),
     ):
         made = kinds.add_parser(
             name, help=f"{what}, their tokenizer and a tiny model configuration"
@@ -29,6 +30,12 @@ def _prepare_countdown(args: argparse.Namespace) -> None:
     from mcore_rl.data.countdown import prepare_countdown
 
     prepare_countdown(args.out, seed=args.seed)
+
+
+def _prepare_calculator(args: argparse.Namespace) -> None:
+    from mcore_rl.data.calculator import prepare_calculator
+
+    prepare_calculator(args.out, seed=args.seed)
 
 
 def _prepare_arithmetic(args: argparse.Namespace) -> None:

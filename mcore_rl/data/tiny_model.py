@@ -24,8 +24,13 @@ def make_vocabulary(max_number: int, words: set[str]) -> list[str]:
     return [*SPECIAL_TOKENS, *map(str, range(max_number + 1)), *sorted(words)]
 
 
-def make_word_tokenizer(vocabulary: Sequence[str]) -> Any:
-    """Return a tokenizer with one token per word and per number."""
+def make_word_tokenizer(
+    vocabulary: Sequence[str], chat_template: str = CHAT_TEMPLATE, roles: Sequence[str] = ()
+) -> Any:
+    """Return a tokenizer with one token per word and per number.
+
+    `roles`: special tokens that begin messages, besides those of user and assistant.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -36,10 +41,10 @@ def make_word_tokenizer(vocabulary: Sequence[str]) -> Any:
         tokenizer_object=tokenizer,
         pad_token="<|pad|>",
         eos_token="<|end|>",
-        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        additional_special_tokens=["<|user|>", "<|assistant|>", *roles],
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
@@ -81,9 +86,14 @@ def qwen3_moe_config(vocab_size: int, **sizes: Any) -> dict[str, Any]:
     }
 
 
-def write_tiny_model(folder: Path, vocabulary: Sequence[str]) -> None:
+def write_tiny_model(
+    folder: Path,
+    vocabulary: Sequence[str],
+    chat_template: str = CHAT_TEMPLATE,
+    roles: Sequence[str] = (),
+) -> None:
     """Write config.json and the tokenizer; weights are drawn by `model.init=random`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = qwen3_moe_config(len(vocabulary))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    make_word_tokenizer(vocabulary).save_pretrained(folder)
+    make_word_tokenizer(vocabulary, chat_template, roles).save_pretrained(folder)
