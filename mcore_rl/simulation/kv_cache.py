@@ -13,6 +13,9 @@ CLIP_NEW_TOKENS = 4096
 FIRST_RATIO, LEAST_RATIO, DECAY_STEPS = 0.7, 0.7 * 0.14, 600
 """Share of those for which running requests keep room; it falls with every decode step."""
 STEPS_AFTER_RETRACT = 20
+SHORT_PROMPT_LEN = 32
+"""Samples of a longer prompt wait for the first of them, whose keys they share; those of a prompt
+of so many tokens or less, which arrive together, compute them all."""
 CACHED_PROMPTS = 4096
 """Prompts that stay cached after their requests."""
 
@@ -40,7 +43,7 @@ class KvCache:
     def enter(self, request: EngineRequest) -> int:
         """Take in a request that begins to run; return the tokens whose keys are to be computed."""
         computed = request.num_generated
-        if request.prompt not in self._cached:
+        if request.prompt not in self._cached or request.prompt_len <= SHORT_PROMPT_LEN:
             computed += request.prompt_len
         self._cached[request.prompt] = None
         self._cached.move_to_end(request.prompt)

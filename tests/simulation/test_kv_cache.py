@@ -1,16 +1,29 @@
 """Which requests a KV cache has room for."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mcore_rl.simulation.engine_request import EngineRequest
-from mcore_rl.simulation.kv_cache import CLIP_NEW_TOKENS, FIRST_RATIO, LEAST_RATIO, KvCache
+from mcore_rl.simulation.kv_cache import (
+    CLIP_NEW_TOKENS,
+    FIRST_RATIO,
+    LEAST_RATIO,
+    SHORT_PROMPT_LEN,
+    KvCache,
+)
 
 
 def request(prompt: int, max_len: int = 100, num_generated: float = 0.0) -> EngineRequest:
     done: Any = None
     return EngineRequest(prompt, 50, max_len, max_len, done, num_generated=num_generated)
+
+
+def test_samples_of_a_short_prompt_compute_it_each() -> None:
+    cache = KvCache(1000)
+    pair = [EngineRequest(1, SHORT_PROMPT_LEN, 9, 9, cast(Any, None)) for _ in range(2)]
+    assert [cache.enter(request) for request in pair] == [SHORT_PROMPT_LEN] * 2
+    assert cache.free == 1000 - SHORT_PROMPT_LEN, "they keep it once"
 
 
 def test_a_prompt_counts_once_and_its_keys_are_computed_once() -> None:
