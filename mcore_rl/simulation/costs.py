@@ -36,9 +36,10 @@ def engine_speed(
     flops = ModelFlops.of(facts)
     fixed = [_decode_s(config, facts, flops, gpu, shares, weights, num) for num in rows]
     per_second = gpu.flops * shares.prefill * rollout.tp
+    row_s = len(facts.moe_layers) * gpu.row_s
 
     def prefill_s(num_tokens: int) -> float:
-        return flops.forward((num_tokens,)) / per_second
+        return flops.forward((num_tokens,)) / per_second + row_s
 
     # Each attention group has a KV cache of its own for its share of the requests.
     groups = rollout.attention_dp
@@ -74,7 +75,8 @@ def _decode_s(
     is_remote = rollout.tp > config.plan.ranks_per_host
     layer_s = shares.remote_layer_s if is_remote else shares.layer_s
     memory_s = read / (gpu.memory * shares.memory)
-    return max(compute_s, memory_s) + moved_s + layers * layer_s + shares.step_s
+    rows_s = num_running * gpu.row_s
+    return max(compute_s, memory_s) + moved_s + layers * (layer_s + rows_s) + shares.step_s
 
 
 def _expert_bytes(config: Config, facts: ModelFacts) -> float:

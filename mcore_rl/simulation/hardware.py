@@ -1,7 +1,7 @@
 """Peak rates of accelerators, and the shares of them that kernels reach.
 
 Peaks are of the vendors' data sheets, for dense bfloat16. The shares are assumptions; a run on GPUs
-would measure them (docs/simulate.md).
+would measure them (docs/simulate.md). Those of a CPU are of one core, measured on a laptop.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,15 @@ class GpuRates:
     memory     bytes per second of its memory
     link       bytes per second to accelerators of the same host, in each direction
     host_link  bytes per second to host memory
+    row_s      seconds of a request in a layer, apart from its operations, where an engine computes
+               the attention of one request after the other
     """
 
     flops: float
     memory: float
     link: float
     host_link: float
+    row_s: float = 0.0
 
 
 GPUS = {
@@ -30,7 +33,7 @@ GPUS = {
     "h200": GpuRates(989e12, 4.8e12, 450e9, 50e9),
     "b200": GpuRates(2250e12, 8.0e12, 900e9, 50e9),
     "mi300x": GpuRates(1307e12, 5.3e12, 448e9, 50e9),
-    "cpu": GpuRates(5e10, 5e9, 2e9, 5e9),
+    "cpu": GpuRates(2e11, 5e9, 2e9, 5e9, row_s=35e-6),
 }
 
 
