@@ -10,6 +10,9 @@ class SimulateConfig(Options, group="simulate"):
     """Assumptions of `mcore-rl simulate`; it also reads those of plan."""
 
     gpu: str = one_of("h100", ("a100", "h20", "h100", "h200", "b200", "mi300x", "cpu"))
+    cores: int = bounded(0, least=0)
+    """Cores of each machine, which trainer ranks and engines of a run on CPUs share; 0: each rank
+    has a core of its own."""
     steps: int = bounded(4, least=1)
     calibration: str = ""
     """run.dir of a run in rollout.mode=sync of two steps or more, whose times correct the
@@ -36,3 +39,11 @@ class SimulateConfig(Options, group="simulate"):
     """Share of engines that are slow."""
     slowdown: float = bounded(1.5, least=1)
     """How many times longer slow engines take."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cores and self.gpu != "cpu":
+            raise ValueError(
+                f"simulate.cores={self.cores} with simulate.gpu={self.gpu}: ranks on GPUs share no"
+                " cores; set simulate.cores=0, or simulate.gpu=cpu"
+            )

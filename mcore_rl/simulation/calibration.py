@@ -21,13 +21,15 @@ from mcore_rl.simulation.recipe_costs import RecipeCosts
 from mcore_rl.simulation.simulate import simulate
 
 PHASES = ("rollout", "reward", "logprobs", "train", "sync", "step")
+WIDEST = 5.0
+"""Largest spread of lengths that is looked for."""
 LEAST_S = 1e-3
 """Phases that are shorter have nothing that could be corrected by a factor."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured over predicted seconds of each phase, and the lengths of the measured responses.
+    """Measured over predicted seconds of each phase, and the measured lengths in tokens.
 
     other_s   seconds of a step that no phase of the simulation has
     """
@@ -37,6 +39,7 @@ class Calibration:
     sync: float
     reward_s: float
     other_s: float
+    prompt_len: int
     response_len: float
     response_spread: float
 
@@ -49,7 +52,8 @@ class Calibration:
         config = _measured_config(run_dir)
         rows = [row for row in load_metrics(run_dir) if "time/step" in row]
         measured = {name: float(rows[-1].get(f"time/{name}", 0.0)) for name in PHASES}
-        lens = _lens(rows[-1])
+        lens = _lens(rows[-1], config.rollout.max_response_len)
+        prompt_len = _prompt_len(rows[-1], config)
         config = replace(
             config,
             run=replace(config.run, steps=2),
@@ -57,6 +61,7 @@ class Calibration:
             simulate=replace(
                 assumed.simulate,
                 steps=2,
+                prompt_len=prompt_len,
                 response_len=lens[0],
                 response_spread=lens[1],
                 reward_s=0.0,
@@ -75,6 +80,7 @@ class Calibration:
             sync=_factor(measured, predicted, "sync"),
             reward_s=measured["reward"],
             other_s=max(measured["step"] - corrected - _passes_s(predicted), 0.0),
+            prompt_len=prompt_len,
             response_len=lens[0],
             response_spread=lens[1],
         )
@@ -86,7 +92,11 @@ class Calibration:
             simulated = replace(
                 simulated, response_len=self.response_len, response_spread=self.response_spread
             )
-        simulated = replace(simulated, reward_s=simulated.reward_s or self.reward_s)
+        simulated = replace(
+            simulated,
+            prompt_len=simulated.prompt_len or self.prompt_len,
+            reward_s=simulated.reward_s or self.reward_s,
+        )
         costs = replace(
             costs,
             engine=costs.engine.slowed(self.rollout),
@@ -96,6 +106,7 @@ class Calibration:
             swap_s=costs.swap_s * self.sync,
             canary_s=costs.canary_s * self.sync,
             other_s=self.other_s,
+            of_idle=True,
         )
         return replace(config, simulate=simulated), costs
 
@@ -118,15 +129,48 @@ def _measured_config(run_dir: Path) -> Config:
     return config
 
 
-def _lens(row: Mapping[str, float]) -> tuple[float, float]:
-    """Return mean and spread of log-normal lengths with a step's mean and longest response."""
+def _lens(row: Mapping[str, float], longest_allowed: int) -> tuple[float, float]:
+    """Return mean and spread of the log-normal lengths that a step's responses come from.
+
+    Where some were cut at the longest that is allowed, these are of the lengths before the cut.
+    """
     mean, longest = row["rollout/response_len"], row["rollout/response_len_max"]
+    cut = row.get("rollout/truncated_share", 0.0)
+    if 0 < cut < 1 and mean < longest_allowed:
+        return _uncut(mean / longest_allowed, cut, longest_allowed)
     if longest <= mean:
         return mean, 0.0
     # The longest of N: exp(center + spread * z), with center = log(mean) - spread^2 / 2.
     z = NormalDist().inv_cdf(1 - 1 / (row["rollout/samples"] + 1))
     ratio = math.log(longest / mean)
     return mean, z - math.sqrt(max(z * z - 2 * ratio, 0.0))
+
+
+def _uncut(mean: float, cut: float, longest: int) -> tuple[float, float]:
+    """Return mean and spread of lengths of which a share is `cut` at `longest` tokens.
+
+    mean   of the cut lengths, as a share of `longest`
+    """
+    normal = NormalDist()
+    z = normal.inv_cdf(cut)
+    low, high = 0.0, WIDEST
+    # With center = log(longest) + spread * z, a wider spread makes the lengths below the cut, and
+    # so their mean, shorter.
+    for _ in range(50):
+        spread = (low + high) / 2
+        below = math.exp(z * spread + spread**2 / 2) * normal.cdf(-z - spread)
+        if below + cut > mean:
+            low = spread
+        else:
+            high = spread
+    return longest * math.exp(z * low + low**2 / 2), low
+
+
+def _prompt_len(row: Mapping[str, float], config: Config) -> int:
+    """Return the mean tokens of a prompt of a step, from those that the step trained on."""
+    per_sample = row["train/tokens"] / config.train.epochs / row["rollout/samples"]
+    prompt_len = round(per_sample - row["rollout/response_len"])
+    return min(max(prompt_len, 1), config.data.max_prompt_len)
 
 
 def _factor(measured: Mapping[str, float], predicted: Mapping[str, float], phase: str) -> float:

@@ -10,7 +10,6 @@ between two events. Prefill comes before decode and stops it, and requests are l
 by the rules in kv_cache.py.
 """
 
-import asyncio
 import heapq
 import math
 from collections import OrderedDict, deque
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from mcore_rl.rollout.transport import AbortedError, TransientError
 from mcore_rl.simulation.engine_request import EngineRequest, EngineSpeed
 from mcore_rl.simulation.kv_cache import KvCache
+from mcore_rl.simulation.machine import Alarm, WorkClock
 from mcore_rl.simulation.virtual_loop import VirtualLoop, context_of
 from mcore_rl.types import VersionSpan, WeightVersion
 
@@ -29,17 +29,24 @@ class SimulatedEngine:
     """Serves requests in virtual time."""
 
     def __init__(
-        self, loop: VirtualLoop, url: str, speed: EngineSpeed, version: WeightVersion
+        self,
+        loop: VirtualLoop,
+        url: str,
+        speed: EngineSpeed,
+        version: WeightVersion,
+        clock: WorkClock | None = None,
     ) -> None:
+        """`clock` counts the seconds in which it has a core; None: it always has."""
         self.url = url
         self.version = version
         self.busy_s = 0.0
-        """Seconds of decode and prefill."""
+        """Seconds of decode and prefill, as the loop counts them."""
         self.num_tokens = 0.0
         self.num_retracted = 0
         self.running_seconds = 0.0
         """Running requests, integrated over time."""
         self._loop = loop
+        self._clock = clock or WorkClock(loop, {})
         self._speed = speed
         self._context = context_of("engines")
         self._waiting: deque[EngineRequest] = deque()
@@ -48,13 +55,17 @@ class SimulatedEngine:
         self._num_admitted = 0
         self._steps = 0.0
         self._at_s = loop.time()
+        self._worked_s = self._clock.time()
+        """What the loop and the clock showed at the last event."""
+        self._is_working = False
         self._blocked_until_s = 0.0
+        """When its prefill ends, on the clock."""
         self._context_len = 0.0
         """Tokens that the running requests attend to."""
         self._kv = KvCache(speed.kv_capacity)
         self._is_paused = False
         self._is_gone = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Alarm | None = None
         self._is_poked = False
         self.on_change: Callable[[float, int, int], None] = lambda now_s, running, waiting: None
         """Is told the time and the numbers of running and waiting requests."""
@@ -96,6 +107,24 @@ class SimulatedEngine:
         self._is_paused = True
         self._arm()
 
+    async def between_steps(self) -> None:
+        """Return when what the engine computes has ended, as a request to its scheduler does."""
+        if self._can_decode:
+            self._advance()
+            step_end_s = self._clock.time() + self._seconds_of(1.0)
+            await self._clock.until(max(step_end_s, self._blocked_until_s))
+
+    async def score(self, seconds: float) -> None:
+        """Compute other sequences for so many seconds, in which no response goes on."""
+        await self.between_steps()
+        if not self._can_decode:
+            await self._clock.work(seconds)
+            return
+        self._advance()
+        self._block(seconds)
+        self._arm()
+        await self._clock.until(self._blocked_until_s)
+
     def resume(self, version: WeightVersion) -> None:
         """Go on with other weights: nothing stays cached, and running requests are prefilled
         again.
@@ -108,6 +137,10 @@ class SimulatedEngine:
             request.edges.append((self._num_generated(request), version))
             self._prefill(request.prompt_len + self._num_generated(request))
         self._poke()
+
+    @property
+    def _can_decode(self) -> bool:
+        return bool(self._running) and not self._is_paused
 
     def _num_generated(self, request: EngineRequest) -> int:
         return min(round(request.generated_at(self._steps)), request.response_len)
@@ -137,8 +170,9 @@ class SimulatedEngine:
     def _advance(self) -> None:
         """Decode from the last event to now."""
         now_s = self._loop.time()
+        worked_s = self._clock.time()
         num_running = len(self._running)
-        seconds = now_s - max(self._at_s, min(self._blocked_until_s, now_s))
+        seconds = worked_s - max(self._worked_s, min(self._blocked_until_s, worked_s))
         if num_running and not self._is_paused:
             self.busy_s += now_s - self._at_s
             self.running_seconds += num_running * (now_s - self._at_s)
@@ -149,6 +183,7 @@ class SimulatedEngine:
                 self._kv.grow(num_running * steps)
                 self.num_tokens += num_running * steps
         self._at_s = now_s
+        self._worked_s = worked_s
 
     def _steps_in(self, seconds: float) -> float:
         num_running = len(self._running)
@@ -193,8 +228,11 @@ class SimulatedEngine:
         heapq.heappush(self._by_end, (end, self._num_admitted, request))
 
     def _prefill(self, num_tokens: int) -> None:
-        begin_s = max(self._blocked_until_s, self._loop.time())
-        self._blocked_until_s = begin_s + self._speed.prefill_s(num_tokens)
+        self._block(self._speed.prefill_s(num_tokens))
+
+    def _block(self, seconds: float) -> None:
+        """Decode nothing for so many seconds more."""
+        self._blocked_until_s = max(self._blocked_until_s, self._clock.time()) + seconds
 
     def _leave(self, number: int) -> EngineRequest:
         request = self._running.pop(number)
@@ -226,14 +264,18 @@ class SimulatedEngine:
             self._timer = None
         while self._by_end and self._by_end[0][1] not in self._running:
             heapq.heappop(self._by_end)
-        if not self._running or self._is_paused:
+        is_working = self._can_decode
+        if is_working != self._is_working:
+            self._is_working = is_working
+            (self._clock.begin if is_working else self._clock.end)()
+        if not is_working:
             return
         steps = max(self._by_end[0][0] - self._steps, 0.0)
         if len(self._running) > 1:
             steps = min(steps, max(self._kv.free, 0.0) / len(self._running) + _SLACK)
-        begin_s = max(self._loop.time(), self._blocked_until_s)
+        begin_s = max(self._clock.time(), self._blocked_until_s)
         when_s = begin_s + self._seconds_of(steps)
-        self._timer = self._loop.call_at(when_s, self._step, context=self._context)
+        self._timer = self._clock.call_at(when_s, self._step, context=self._context)
 
     def _end_all(self, error: Callable[[], Exception]) -> None:
         self._advance()

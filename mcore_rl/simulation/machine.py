@@ -117,14 +117,20 @@ class WorkClock:
 
     async def work(self, seconds: float) -> None:
         """Return after so many seconds of work."""
-        done: asyncio.Future[None] = self._loop.create_future()
         self.begin()
-        alarm = self.call_at(self.time() + seconds, partial(done.set_result, None))
+        try:
+            await self.until(self.time() + seconds)
+        finally:
+            self.end()
+
+    async def until(self, when_s: float) -> None:
+        """Return once the clock shows `when_s`."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        alarm = self.call_at(when_s, partial(done.set_result, None))
         try:
             await done
         finally:
             alarm.cancel()
-            self.end()
 
     def retime(self) -> None:
         """Follow a change of the machines' speed."""

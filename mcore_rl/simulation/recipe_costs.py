@@ -23,6 +23,8 @@ class RecipeCosts:
 
     canary_s   seconds in which the trainer, and then the engines, score a few sequences
     other_s    seconds of a step for what is not simulated
+    of_idle    whether the seconds of sync and canary are those of idle engines, as a run in
+               rollout.mode=sync has them; engines that sample meanwhile finish a step before
     """
 
     engine: EngineSpeed
@@ -33,6 +35,7 @@ class RecipeCosts:
     sync_bytes: int
     canary_s: float = CANARY_S
     other_s: float = 0.0
+    of_idle: bool = False
 
     @staticmethod
     def of(config: Config, models: RecipeModels, shares: ReachedShares) -> "RecipeCosts":

@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from mcore_rl.algo.choice import needs_of
@@ -40,6 +41,7 @@ from mcore_rl.scores import Scores
 from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.engines import SimulatedCollector, SimulatedTransport
 from mcore_rl.simulation.failures import Failures
+from mcore_rl.simulation.placement import Placement
 from mcore_rl.simulation.ranks import SimulatedRanks
 from mcore_rl.simulation.recipe_costs import RecipeCosts
 from mcore_rl.simulation.step_log import StepLog
@@ -93,6 +95,7 @@ class SimulatedRun:
         self._folder = folder
         self._needs = needs_of(config.algorithm)
         self.workload = Workload(config)
+        self._placement = Placement.of(config, clock.loop)
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()
@@ -103,10 +106,12 @@ class SimulatedRun:
             clock.loop, config, self.engines, self._health, num_trainer_gpus, draw
         )
         clock.lost = self.failures.lost
-        self.trainer = SimulatedRanks("trainer", costs.trainer, clock.spend)
+        self._on_trainer = partial(clock.spend, on=self._placement.trainer)
+        self.trainer = SimulatedRanks("trainer", costs.trainer, self._on_trainer)
         self.critic = None
         if costs.critic is not None:
-            self.critic = SimulatedRanks("critic", costs.critic, clock.spend)
+            on_critic = partial(clock.spend, on=self._placement.critic)
+            self.critic = SimulatedRanks("critic", costs.critic, on_critic)
         self._gpus = self._share_gpus()
 
     def train(self, prompts: ShuffledStream[Prompt], log: StepLog) -> None:
@@ -167,7 +172,9 @@ class SimulatedRun:
             if k < num_slow:
                 speed = speed.slowed(simulate.slowdown)
             url = f"http://engine-{k}"
-            engines[url] = SimulatedEngine(self._clock.loop, url, speed, version)
+            engines[url] = SimulatedEngine(
+                self._clock.loop, url, speed, version, self._placement.engines[k]
+            )
         return engines
 
     def _make_pool(self) -> tuple[list[SimulatedCollector], CollectorPool]:
@@ -217,13 +224,17 @@ class SimulatedRun:
             costs.swap_s,
             costs.sync_bytes,
             staged=self._config.rollout.stage_weights,
+            send=self._placement.trainer.work,
+            waits=costs.of_idle,
         )
 
         async def look() -> None:
             """Do nothing: failures are noted as they happen."""
 
-        canary = cast(Canary, SimulatedCanary(self._clock.spend, costs.canary_s))
-        return EngineSync(links, canary, self._health, look, self._clock.watched, self._gpus)
+        busy = self.engines if costs.of_idle else None
+        canary = SimulatedCanary(self._on_trainer, costs.canary_s, busy)
+        watched = self._clock.watched
+        return EngineSync(links, cast(Canary, canary), self._health, look, watched, self._gpus)
 
     def _sample_in_background(self, prompts: ShuffledStream[Prompt], weights: EngineSync) -> Any:
         config = self._config

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from mcore_rl.simulation.machine import WorkClock
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 
 HAND_OVER_S = 1e-4
@@ -23,7 +24,9 @@ class VirtualTime:
         self.predicting_s = 0.0
         """Real seconds in which costs were predicted, which no controller spends."""
         self.lost: asyncio.Future[None] = loop.create_future()
-        self._tallied: float | None = None
+        self._tallied: list[tuple[WorkClock, float]] | None = None
+        """Seconds of one of two models that work at once."""
+        self._unshared = WorkClock(loop, {})
         self.on_span: Callable[[str, float, float], None] = lambda name, begin_s, end_s: None
 
     def watched(self, work: Awaitable[T]) -> T:
@@ -34,28 +37,34 @@ class VirtualTime:
         finally:
             self.in_loop_s += time.perf_counter() - began
 
-    def spend(self, name: str, predict: Callable[[], float]) -> None:
-        """Let the seconds pass that `predict` returns, while everything else goes on."""
+    def spend(self, name: str, predict: Callable[[], float], on: WorkClock | None = None) -> None:
+        """Let the seconds pass that `predict` returns, while everything else goes on.
+
+        on   counts the seconds, as those in which its processes work; None: nobody slows them
+        """
         began = time.perf_counter()
         seconds = predict()
         self.predicting_s += time.perf_counter() - began
+        clock = on or self._unshared
         if self._tallied is not None:
-            self._tallied += seconds
+            self._tallied.append((clock, seconds))
             return
         begin_s = self.loop.time()
-        self.watched(asyncio.sleep(seconds))
+        self.watched(clock.work(seconds))
         self.on_span(name, begin_s, self.loop.time())
 
     def both(self, first: Callable[[], T], second: Callable[[], S]) -> tuple[T, S]:
         """Return (first(), second()) after the longer of their times; plays roles.BothAtOnce."""
         results: list[Any] = []
-        seconds = []
+        tallies = []
         for work in (first, second):
-            self._tallied = 0.0
+            self._tallied = []
             results.append(work())
-            seconds.append(self._tallied)
+            tallies.append(self._tallied)
         self._tallied = None
-        self.spend("trainer and critic", lambda: max(seconds))
+        begin_s = self.loop.time()
+        self.watched(_all(_work(tally) for tally in tallies))
+        self.on_span("trainer and critic", begin_s, self.loop.time())
         return results[0], results[1]
 
     async def _first(self, work: Awaitable[T]) -> T:
@@ -66,3 +75,12 @@ class VirtualTime:
             task.cancel()
             self.lost.result()
         return await task
+
+
+async def _work(tally: Sequence[tuple[WorkClock, float]]) -> None:
+    for clock, seconds in tally:
+        await clock.work(seconds)
+
+
+async def _all(works: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*works)

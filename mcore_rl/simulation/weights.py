@@ -1,7 +1,7 @@
 """Stands for the links between trainer and engines, the canary, and the engines' GPU memory."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 from mcore_rl.players.canary import CanaryReport
 from mcore_rl.roles import Batch
@@ -27,13 +27,21 @@ class SimulatedLinks:
         num_bytes: int,
         *,
         staged: bool,
+        send: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        waits: bool = False,
     ) -> None:
-        """`num_bytes` reach each engine; `staged` engines go on until they swap for `swap_s`."""
+        """`num_bytes` reach each engine; `staged` engines go on until they swap for `swap_s`.
+
+        send    lets seconds pass in which the trainer sends
+        waits   a sync also waits for the decode steps that are under way
+        """
         self._engines = engines
         self._sync_s = sync_s
         self._swap_s = swap_s
         self._num_bytes = num_bytes
         self._staged = staged
+        self._send = send
+        self._waits = waits
         self._versions: dict[str, int] = {}
 
     @property
@@ -53,7 +61,9 @@ class SimulatedLinks:
         to = list(urls or self._versions)
         if not self._staged:
             self._pause(to)
-        await asyncio.sleep(self._sync_s)
+        await self._send(self._sync_s)
+        if self._waits:
+            await asyncio.gather(*(self._engines[url].between_steps() for url in to))
         self._pause(to)
         await asyncio.sleep(self._swap_s)
         for url in to:
@@ -79,17 +89,28 @@ class SimulatedLinks:
 class SimulatedCanary:
     """Finds that all engines agree, after the time that it takes to ask them."""
 
-    def __init__(self, spend: Spend, seconds: float) -> None:
-        """`seconds` take the trainer, and then the engines."""
+    def __init__(
+        self,
+        spend: Spend,
+        seconds: float,
+        busy: Mapping[str, SimulatedEngine] | None = None,
+    ) -> None:
+        """`seconds` take the trainer, and then the engines: beside their other work, or if they
+        are `busy` with it, between their steps.
+        """
         self._spend = spend
         self._seconds = seconds
+        self._busy = busy
 
     def score_on_trainer(self, version: WeightVersion, batch: Batch) -> None:
         del version, batch
         self._spend("canary", lambda: self._seconds)
 
     async def check(self, urls: Sequence[str]) -> CanaryReport:
-        await asyncio.sleep(self._seconds)
+        if self._busy is None:
+            await asyncio.sleep(self._seconds)
+        else:
+            await asyncio.gather(*(self._busy[url].score(self._seconds) for url in urls))
         return CanaryReport(dict.fromkeys(urls, 0.0))
 
 

@@ -60,6 +60,7 @@ def test_a_calibration_finds_how_much_slower_a_run_was(tmp_path: Path) -> None:
     assert found.sync == pytest.approx(5, rel=0.01)
     assert found.rollout == pytest.approx(2, rel=0.25), "lengths are those of one step's extremes"
     assert found.other_s == pytest.approx(7, abs=0.1)
+    assert found.prompt_len == 256, "what a simulation assumes"
     assert found.response_len == steps[2]["rollout/response_len"]
     assert found.response_spread == pytest.approx(0.4, abs=0.15)
 
@@ -82,6 +83,18 @@ def test_lengths_that_the_user_gives_stay(tmp_path: Path) -> None:
     free = recipe()
     config, _ = Calibration.of(tmp_path, free).applied(free, costs_of(free))
     assert config.simulate.response_len > 2000
+
+
+def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) -> None:
+    cut = ("rollout.max_response_len=500", "simulate.prompt_share=0", "simulate.prompt_len=100")
+    lens = ("simulate.response_len=900", "simulate.response_spread=0.9")
+    config = recipe("rollout.mode=sync", "simulate.steps=2", *cut, *lens)
+    steps = measured_run(tmp_path, config)
+    assert steps[2]["rollout/truncated_share"] > 0.4
+    found = Calibration.of(tmp_path, config)
+    assert found.prompt_len == 100
+    assert found.response_len == pytest.approx(900, rel=0.4)
+    assert found.response_spread == pytest.approx(0.9, rel=0.3)
 
 
 def test_runs_that_tell_nothing_are_refused(tmp_path: Path) -> None:

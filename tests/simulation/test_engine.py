@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.rollout.transport import AbortedError, TransientError
 from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.engine_request import EngineSpeed
+from mcore_rl.simulation.machine import Machine, WorkClock
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 from mcore_rl.types import VersionSpan, WeightVersion
 
@@ -83,6 +84,46 @@ def token_by_token(requests: list[tuple[float, int]]) -> list[float]:
                 ends[i] = now_s
                 del running[i]
     return ends
+
+
+def test_prefill_and_decode_slow_down_while_a_rank_works_on_the_same_core(
+    loop: VirtualLoop,
+) -> None:
+    machine = Machine(1)
+    ranks = WorkClock(loop, {machine: 1})
+    clock = WorkClock(loop, {machine: 1})
+    even = replace(SPEED, fixed_s=[0.0, 0.01], per_context_s=0.0)
+    alone = SimulatedEngine(loop, "http://f", even, WeightVersion(0))
+    shared = SimulatedEngine(loop, "http://g", even, WeightVersion(0), clock)
+
+    async def run() -> list[float]:
+        began_s = loop.time()
+        await alone.sample(1, 1000, 90, 90)
+        seconds = [loop.time() - began_s]
+        # Of a second of work, the first half has the core to itself.
+        loop.call_later(0.5, lambda: loop.create_task(ranks.work(100)))
+        began_s = loop.time()
+        await shared.sample(1, 1000, 90, 90)
+        return [*seconds, loop.time() - began_s, shared.busy_s]
+
+    assert loop.run_until_complete(run()) == pytest.approx([1.0, 1.5, 1.5])
+
+
+def test_a_score_waits_for_a_step_and_stops_all_responses(loop: VirtualLoop) -> None:
+    speed = replace(SPEED, fixed_s=[0.0, 0.01], per_context_s=0.0)
+    engine = engine_of(loop, speed)
+
+    async def run() -> list[float]:
+        await engine.score(2.0)
+        ends = [loop.time()]
+        asking = asyncio.create_task(engine.sample(1, 0, 100, 100))
+        await asyncio.sleep(0.505)
+        await engine.score(3.0)
+        ends.append(loop.time())
+        await asking
+        return [*ends, loop.time()]
+
+    assert loop.run_until_complete(run()) == pytest.approx([2.0, 2.505 + 0.01 + 3, 2 + 1 + 3])
 
 
 def test_samples_of_a_prompt_share_its_prefill(loop: VirtualLoop) -> None:

@@ -43,6 +43,26 @@ def test_staged_engines_decode_until_they_swap(
     assert links.linked == links.in_rotation == ("http://e",)
 
 
+def test_a_sync_waits_for_the_step_of_an_engine_that_decodes(loop: VirtualLoop) -> None:
+    engine = SimulatedEngine(loop, "http://e", SPEED, WeightVersion(0))
+    engines = {"http://e": engine}
+    links = SimulatedLinks(engines, 2.0, 0.5, 8, staged=True, waits=True)
+    canary = SimulatedCanary(lambda name, predict: None, 0.3, engines)
+
+    async def run(busy: bool) -> float:
+        began_s = loop.time()
+        asking = asyncio.create_task(engine.sample(0, 1, 400 if busy else 1, 400))
+        await asyncio.sleep(1.0)
+        await links.sync(1, ["http://e"])
+        await canary.check(["http://e"])
+        seconds = loop.time() - began_s - 1.0
+        await asking
+        return seconds
+
+    assert loop.run_until_complete(run(busy=False)) == pytest.approx(2.8)
+    assert loop.run_until_complete(run(busy=True)) == pytest.approx(2.8 + 2 * SPEED.fixed_s[1])
+
+
 def test_an_engine_that_missed_a_sync_is_out_of_rotation(loop: VirtualLoop) -> None:
     engines = {
         url: SimulatedEngine(loop, url, SPEED, WeightVersion(0)) for url in ("http://a", "http://b")
