@@ -2,20 +2,23 @@
 
     mcore-rl data arithmetic
     python benchmarks/simulate_laptop.py
+    python benchmarks/simulate_laptop.py --keep    # predicts again what was measured before
 
 Of each layout a run in rollout.mode=sync is measured. Its second step calibrates the simulation,
 which then predicts the later steps of that run, and those of a run that samples beside training.
+The machine has to be quiet: other work takes cores that the prediction gives to the run.
 """
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from mcore_rl.config import Config
@@ -44,6 +47,7 @@ COMMON = (
     "checkpoint.every_steps=0",
     "checkpoint.export_hf=false",
     "simulate.gpu=cpu",
+    f"simulate.cores={os.cpu_count()}",
 )
 CALIBRATED = 2
 """The step that calibrates; the first one compiles and warms up."""
@@ -58,12 +62,17 @@ def measure(settings: Sequence[str], folder: Path, steps: int) -> None:
 
 
 def later_steps(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the median seconds of a step, its share of rollout, and the seconds of a sync."""
+    """Return the mean seconds of a step, its share of rollout, and the seconds of a sync.
+
+    Short and long steps take turns where sampling goes on beside training: a median would be of
+    either kind.
+    """
     later = [row for row in rows if "time/step" in row and row["step"] > CALIBRATED]
+    step_s = fmean(row["time/step"] for row in later)
     return {
-        "step_s": median(row["time/step"] for row in later),
-        "rollout_share": median(row["time/rollout"] / row["time/step"] for row in later),
-        "sync_s": median(row["time/sync"] for row in later),
+        "step_s": step_s,
+        "rollout_share": fmean(row["time/rollout"] for row in later) / step_s,
+        "sync_s": fmean(row["time/sync"] for row in later),
     }
 
 
@@ -92,11 +101,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("runs/simulate_laptop"))
+    parser.add_argument("--keep", action="store_true", help="measure nothing, take runs of --out")
     args = parser.parse_args()
     ratios: dict[str, dict[str, float]] = {}
     for name, layout in LAYOUTS.items():
         folders = {mode: args.out / f"{name.replace(' ', '_')}_{mode}" for mode in MODES}
-        for mode, settings in MODES.items():
+        for mode, settings in MODES.items() if not args.keep else ():
             measure((*COMMON, *layout, *settings), folders[mode], args.steps)
         first = keep_first_steps(folders["sync"], args.out / "calibration")
         for mode, settings in MODES.items():
