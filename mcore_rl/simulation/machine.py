@@ -1,16 +1,16 @@
-"""Machines whose processes share cores, as a fluid: the more of them work, the slower each is.
+"""Machines whose processes share cores, as a fluid: the more of them work, the slower they are.
 
     processes that work     2 on 2 cores    3 on 2 cores    2 on 2 cores
     speed of each                1               2/3             1
     seconds on a WorkClock  ------------|-- -- -- -- -- -- |-----------
 
 A WorkClock counts the seconds of work of processes that go on together, and its alarms ring at such
-times. It runs as fast as the slowest of their machines, and its speed changes when anybody begins
-or ends to work there.
+times. It runs as fast as the slowest of them, and its speed changes when anybody begins or ends to
+work on their machines.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from functools import partial
 
@@ -18,25 +18,29 @@ from mcore_rl.simulation.virtual_loop import VirtualLoop
 
 
 class Machine:
-    """Cores that processes share evenly; each takes one core at most."""
+    """Cores that processes share as an operating system divides them.
+
+    A process that wants no more than an even share gets all it wants; the others share the rest
+    evenly.
+    """
 
     def __init__(self, num_cores: int) -> None:
-        self.speed = 1.0
-        """Seconds of its work that each process gets done in a second."""
+        self.level = 1.0
+        """Most of a core that a process gets."""
         self._num_cores = num_cores
-        self._working: dict[WorkClock, float] = {}
+        self._working: dict[WorkClock, Sequence[float]] = {}
         self._clocks: list[WorkClock] = []
 
     def add(self, clock: "WorkClock") -> None:
-        """Have a clock follow the speed from now on."""
+        """Have a clock follow the level from now on."""
         self._clocks.append(clock)
 
-    def change(self, clock: "WorkClock", num_processes: float) -> None:
-        """Note how many processes of a clock work here now."""
-        self._working[clock] = num_processes
-        speed = min(1.0, self._num_cores / max(sum(self._working.values()), 1.0))
-        if speed != self.speed:
-            self.speed = speed
+    def change(self, clock: "WorkClock", wanted: Sequence[float]) -> None:
+        """Note what share of a core each process of a clock wants now, if it works."""
+        self._working[clock] = wanted
+        level = _level([w for shares in self._working.values() for w in shares], self._num_cores)
+        if level != self.level:
+            self.level = level
             for follower in self._clocks:
                 follower.retime()
 
@@ -75,18 +79,19 @@ class WorkClock:
     It runs also while they have nothing to do; then they slow nobody.
     """
 
-    def __init__(self, loop: VirtualLoop, processes: Mapping[Machine, float]) -> None:
-        """`processes`: how many work at once on each machine, on average; on GPUs there is none to
-        wait for, and the clock shows the time of the loop.
+    def __init__(self, loop: VirtualLoop, wanted: Mapping[Machine, Sequence[float]]) -> None:
+        """`wanted`: the share of a core that each process on a machine needs to keep up.
+
+        It is empty on GPUs, where nobody waits for a core: the clock shows the time of the loop.
         """
         self.alarms: dict[Alarm, None] = {}
         self._loop = loop
-        self._processes = processes
+        self._wanted = wanted
         self._speed = 1.0
         self._since_s = 0.0
         self._worked_s = 0.0
         self._num_jobs = 0
-        for machine in processes:
+        for machine in wanted:
             machine.add(self)
         self.retime()
 
@@ -107,13 +112,13 @@ class WorkClock:
         """Begin to work: others on the same machines may be slower from now on."""
         self._num_jobs += 1
         if self._num_jobs == 1:
-            self._change(self._processes)
+            self._change(self._wanted)
 
     def end(self) -> None:
         self._num_jobs -= 1
         assert self._num_jobs >= 0, "work ends that did not begin"
         if not self._num_jobs:
-            self._change(dict.fromkeys(self._processes, 0.0))
+            self._change(dict.fromkeys(self._wanted, ()))
 
     async def work(self, seconds: float) -> None:
         """Return after so many seconds of work."""
@@ -134,7 +139,8 @@ class WorkClock:
 
     def retime(self) -> None:
         """Follow a change of the machines' speed."""
-        speed = min((machine.speed for machine in self._processes), default=1.0)
+        speeds = (min(1.0, m.level / max(wanted)) for m, wanted in self._wanted.items())
+        speed = min(speeds, default=1.0)
         if speed == self._speed:
             return
         self._worked_s = self.time()
@@ -146,6 +152,17 @@ class WorkClock:
     def _loop_time(self, when_s: float) -> float:
         return self._since_s + (when_s - self._worked_s) / self._speed
 
-    def _change(self, processes: Mapping[Machine, float]) -> None:
-        for machine, num in processes.items():
-            machine.change(self, num)
+    def _change(self, wanted: Mapping[Machine, Sequence[float]]) -> None:
+        for machine, shares in wanted.items():
+            machine.change(self, shares)
+
+
+def _level(wanted: Sequence[float], num_cores: float) -> float:
+    """Return the most that a process gets of a core, at most 1."""
+    left = num_cores
+    for k, share in enumerate(sorted(wanted)):
+        even = left / (len(wanted) - k)
+        if share > even:
+            return even
+        left -= share
+    return 1.0

@@ -3,18 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config import Config
+from mcore_rl.config import Config, ParallelConfig
 from mcore_rl.planning.bundles import Bundle, plan_run
 from mcore_rl.planning.run_size import RunSize
 from mcore_rl.simulation.machine import Machine, WorkClock
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 
 RANK_CORES = 0.7
-"""Cores that a trainer rank keeps busy beside others, for which it waits; one alone needs 1."""
-ENGINE_RANK_CORES = 0.8
-BESIDE_ENGINE_CORES = 0.5
-"""Cores of the processes beside an engine's ranks: its HTTP server, detokenizer and collector.
-All are measured, on a laptop."""
+PIPELINE_RANK_CORES = 0.6
+"""Share of a core that a trainer rank needs that waits for others, or for other stages; one alone needs a whole core, and so does an engine's rank."""
+BESIDE_ENGINE_CORES = (0.35, 0.17)
+"""The same of an engine's server and detokenizer together, and of its collector. All are measured,
+on a laptop."""
 _SLACK = 1e-9
 """Sums of reserved CPUs may be off by so much."""
 
@@ -54,12 +54,9 @@ class Placement:
                 [node for node in engine for _ in range(ranks // len(engine))] for engine in nodes
             ]
         return Placement(
-            WorkClock(loop, _cores(trainer, 1.0 if len(trainer) == 1 else RANK_CORES)),
-            WorkClock(loop, _cores(critic, 1.0 if len(critic) == 1 else RANK_CORES)),
-            [
-                WorkClock(loop, _cores(place, ENGINE_RANK_CORES, BESIDE_ENGINE_CORES))
-                for place in places
-            ],
+            WorkClock(loop, _cores(trainer, _of_rank(config.parallel))),
+            WorkClock(loop, _cores(critic, _of_rank(config.critic.parallel))),
+            [WorkClock(loop, _cores(place, 1.0, BESIDE_ENGINE_CORES)) for place in places],
         )
 
 
@@ -94,13 +91,20 @@ class _Machines:
 
 
 def _cores(
-    places: Sequence[Machine], cores_of_rank: float, beside: float = 0.0
-) -> dict[Machine, float]:
-    """Return the cores that ranks at `places` keep busy on each machine.
+    places: Sequence[Machine], of_rank: float, beside: Sequence[float] = ()
+) -> dict[Machine, list[float]]:
+    """Return the share of a core that each rank at `places` needs, by machine.
 
-    beside   what the first rank's machine has to do besides
+    beside   the same of processes on the first rank's machine
     """
-    cores = {machine: cores_of_rank * places.count(machine) for machine in dict.fromkeys(places)}
+    cores = {machine: [of_rank] * places.count(machine) for machine in dict.fromkeys(places)}
     if places:
         cores[places[0]] += beside
     return cores
+
+
+def _of_rank(parallel: ParallelConfig) -> float:
+    """Return the share of a core that a trainer rank needs."""
+    if parallel.world_size == 1:
+        return 1.0
+    return PIPELINE_RANK_CORES if parallel.pp > 1 else RANK_CORES

@@ -90,8 +90,8 @@ def test_prefill_and_decode_slow_down_while_a_rank_works_on_the_same_core(
     loop: VirtualLoop,
 ) -> None:
     machine = Machine(1)
-    ranks = WorkClock(loop, {machine: 1})
-    clock = WorkClock(loop, {machine: 1})
+    ranks = WorkClock(loop, {machine: [1.0]})
+    clock = WorkClock(loop, {machine: [1.0]})
     even = replace(SPEED, fixed_s=[0.0, 0.01], per_context_s=0.0)
     alone = SimulatedEngine(loop, "http://f", even, WeightVersion(0))
     shared = SimulatedEngine(loop, "http://g", even, WeightVersion(0), clock)

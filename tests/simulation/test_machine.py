@@ -41,33 +41,45 @@ def test_two_jobs_take_twice_as_long_on_one_core_only(
     loop: VirtualLoop, num_cores: int, end_s: float
 ) -> None:
     machine = Machine(num_cores)
-    jobs = [(WorkClock(loop, {machine: 1}), 0.0, 10.0) for _ in range(2)]
+    jobs = [(WorkClock(loop, {machine: [1.0]}), 0.0, 10.0) for _ in range(2)]
     assert ends(loop, *jobs) == [pytest.approx(end_s)] * 2
 
 
 def test_a_job_that_begins_half_way_slows_the_rest_of_the_other(loop: VirtualLoop) -> None:
     machine = Machine(1)
-    first, second = (WorkClock(loop, {machine: 1}) for _ in range(2))
+    first, second = (WorkClock(loop, {machine: [1.0]}) for _ in range(2))
     # 5 seconds alone, 10 together for 5 of each, then the second has 5 left for itself.
     assert ends(loop, (first, 0, 10), (second, 5, 10)) == pytest.approx([15, 20])
 
 
 def test_more_processes_take_more_of_the_cores(loop: VirtualLoop) -> None:
     machine = Machine(2)
-    ranks, engine = WorkClock(loop, {machine: 2}), WorkClock(loop, {machine: 1})
+    ranks, engine = WorkClock(loop, {machine: [1.0, 1.0]}), WorkClock(loop, {machine: [1.0]})
     assert ends(loop, (ranks, 0, 6), (engine, 0, 4)) == pytest.approx([8, 6])
+
+
+def test_who_wants_less_than_an_even_share_gets_it_and_the_others_share_the_rest(
+    loop: VirtualLoop,
+) -> None:
+    machine = Machine(2)
+    small, rank = WorkClock(loop, {machine: [0.2]}), WorkClock(loop, {machine: [0.8, 0.4]})
+    engine = WorkClock(loop, {machine: [1.0, 0.4]})
+    # Of two cores, 0.2 + 0.4 + 0.4 are taken; the other two processes get half a core each.
+    assert ends(loop, (small, 0, 1), (rank, 0, 0.5), (engine, 0, 0.4)) == pytest.approx(
+        [1, 0.8, 0.8]
+    )
 
 
 def test_ranks_on_several_machines_wait_for_the_most_crowded(loop: VirtualLoop) -> None:
     crowded, free = Machine(1), Machine(1)
-    ranks = WorkClock(loop, {crowded: 1, free: 1})
-    here, there = WorkClock(loop, {crowded: 1}), WorkClock(loop, {crowded: 1})
+    ranks = WorkClock(loop, {crowded: [1.0], free: [1.0]})
+    here, there = WorkClock(loop, {crowded: [1.0]}), WorkClock(loop, {crowded: [1.0]})
     assert ends(loop, (ranks, 0, 10), (here, 0, 10), (there, 0, 10)) == pytest.approx([30] * 3)
 
 
 def test_other_machines_are_not_slowed(loop: VirtualLoop) -> None:
     crowded, other = Machine(1), Machine(1)
-    clocks = [WorkClock(loop, {machine: 1}) for machine in (crowded, crowded, other)]
+    clocks = [WorkClock(loop, {machine: [1.0]}) for machine in (crowded, crowded, other)]
     assert ends(loop, *((clock, 0, 10) for clock in clocks)) == pytest.approx([20, 20, 10])
 
 
@@ -81,7 +93,7 @@ def test_without_machines_the_clock_is_that_of_the_loop(loop: VirtualLoop) -> No
 
 def test_a_canceled_job_gives_its_core_back(loop: VirtualLoop) -> None:
     machine = Machine(1)
-    first, second = (WorkClock(loop, {machine: 1}) for _ in range(2))
+    first, second = (WorkClock(loop, {machine: [1.0]}) for _ in range(2))
 
     async def run() -> float:
         job = asyncio.create_task(first.work(100))
@@ -90,12 +102,12 @@ def test_a_canceled_job_gives_its_core_back(loop: VirtualLoop) -> None:
         return loop.time()
 
     assert loop.run_until_complete(run()) == pytest.approx(12)
-    assert machine.speed == 1
+    assert machine.level == 1
 
 
 def test_alarms_ring_by_the_clock_unless_they_are_canceled(loop: VirtualLoop) -> None:
     machine = Machine(1)
-    clock, other = WorkClock(loop, {machine: 1}), WorkClock(loop, {machine: 1})
+    clock, other = WorkClock(loop, {machine: [1.0]}), WorkClock(loop, {machine: [1.0]})
     rung: list[tuple[str, float]] = []
 
     async def run() -> None:
@@ -137,8 +149,8 @@ def test_all_jobs_end_when_an_even_share_of_the_cores_lets_them(
 ) -> None:
     loop = VirtualLoop()
     machine = Machine(num_cores)
-    clocks = [WorkClock(loop, {machine: num}) for num, _, _ in jobs]
+    clocks = [WorkClock(loop, {machine: [1.0] * num}) for num, _, _ in jobs]
     ended = ends(loop, *((c, b, s) for c, (_, b, s) in zip(clocks, jobs, strict=True)))
     loop.close()
     assert ended == pytest.approx(expected_ends(num_cores, jobs), abs=1e-6)
-    assert machine.speed == 1, "all cores are free again"
+    assert machine.level == 1, "all cores are free again"
