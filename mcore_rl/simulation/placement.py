@@ -11,7 +11,8 @@ from mcore_rl.simulation.virtual_loop import VirtualLoop
 
 RANK_CORES = 0.7
 PIPELINE_RANK_CORES = 0.6
-"""Share of a core that a trainer rank needs that waits for others, or for other stages; one alone needs a whole core, and so does an engine's rank."""
+"""Share of a core that a trainer rank needs that waits for others, or for other stages. One alone
+needs a whole core, and so does an engine's rank."""
 BESIDE_ENGINE_CORES = (0.35, 0.17)
 """The same of an engine's server and detokenizer together, and of its collector. All are measured,
 on a laptop."""
