@@ -41,6 +41,14 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
     "command": Adapter(f"{_HERE}.command", "CommandEpisode", "CommandOptions", is_program=True),
+    "verifiers": Adapter(
+        f"{_HERE}.verifiers_env",
+        "VerifiersEpisode",
+        "VerifiersOptions",
+        ("verifiers.v1",),
+        ("'verifiers>=0.4'",),
+        is_program=True,
+    ),
     "mcp": Adapter(f"{_HERE}.mcp_tools", "McpEnvironment", "McpOptions", ("mcp",), ("mcp",)),
     "verl_tools": Adapter(
         f"{_HERE}.verl_tools", "VerlToolsEnvironment", "VerlToolsOptions", ("verl",), ("verl",)

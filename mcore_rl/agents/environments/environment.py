@@ -1,4 +1,4 @@
-"""What an environment is: it gives messages, takes the policy's answers, and rewards them."""
+"""Defines an environment: it gives messages, takes the policy's answers, and rewards them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows an answer of the policy.
+    """The consequence of an answer of the policy.
 
     reward      for that answer; the episode's reward is the sum over its steps
     metrics     numbers of the episode so far, averaged over episodes, by name; that of a later step

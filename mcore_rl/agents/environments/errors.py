@@ -1,4 +1,4 @@
-"""What may go wrong with an episode's environment; the texts name worker, environment and task."""
+"""Errors of an episode's environment; the texts name worker, environment and task."""
 
 
 class EpisodeError(RuntimeError):

@@ -33,7 +33,7 @@ class Host:
             return {"value": await self._do(request)}
         except asyncio.CancelledError:
             return {"error": {"kind": "CancelledError", "text": "canceled by the pool"}}
-        except Exception as error:  # the caller is in another process: it gets the error there
+        except (Exception, SystemExit) as error:  # handed on to the caller in the other process
             return {"error": describe(error)}
 
     def abandon(self, episode: int) -> bool:

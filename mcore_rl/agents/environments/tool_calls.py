@@ -13,7 +13,7 @@ from mcore_rl.agents.environments.texts import cut
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """What a tool answered, and what the call is worth."""
+    """The answer of a tool, and what the call is worth."""
 
     text: str
     reward: float = 0.0

@@ -1,0 +1,118 @@
+"""Runs episodes of the package `verifiers`, from 0.4 on: its own rollout, its own rewards.
+
+Its harness, a program, talks with an interception server of verifiers, which asks the model at the
+gateway of the episode. So an episode is one call of `run`, as for any other program.
+"""
+
+import asyncio
+import importlib
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.agents.environments.command import gateway_variables
+from mcore_rl.agents.environments.environment import ProgramResult
+
+
+@dataclass(frozen=True)
+class VerifiersOptions:
+    """Which environment of verifiers.
+
+    env     what its configuration file has under [env]: taskset.id at least, agent.harness.id
+    model   name of the model in requests
+
+    The task's extra_info.verifiers_index, or else its index, counts the tasks of the taskset.
+    """
+
+    env: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "policy"
+
+    def __post_init__(self) -> None:
+        if not (self.env.get("taskset") or {}).get("id"):
+            raise ValueError(f"env is {dict(self.env)}: it needs taskset.id, an installed taskset")
+
+
+class _Served:
+    """An environment of verifiers with its servers, which all episodes of a worker share."""
+
+    def __init__(self, options: VerifiersOptions) -> None:
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+        self.env = loaders.load_environment(loaders.resolve_env_config(dict(options.env)))
+        self.tasks = iter(self.env.taskset)
+        self.known: list[Any] = []
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.holding = asyncio.ensure_future(self._hold())
+
+    def task(self, index: int) -> Any:
+        """Return a task by its place; a taskset may go on for ever."""
+        while len(self.known) <= index:
+            try:
+                self.known.append(next(self.tasks))
+            except StopIteration:
+                raise ValueError(
+                    f"the taskset has {len(self.known)} tasks, none at {index}: set "
+                    "extra_info.verifiers_index"
+                ) from None
+        return self.known[index]
+
+    async def _hold(self) -> None:
+        """Keep the servers up, in the task that started them, as long as the worker lives."""
+        try:
+            async with self.env.serving():
+                self.ready.set_result(None)
+                await asyncio.Event().wait()
+        except (Exception, SystemExit) as error:  # every episode that waits gets it
+            self.ready.set_exception(RuntimeError(f"verifiers does not start: {error}"))
+
+
+_served: dict[str, _Served] = {}
+
+
+class VerifiersEpisode:
+    """One episode. The reward is the mean over the traces of its agents; mostly there is one."""
+
+    def __init__(self, options: VerifiersOptions) -> None:
+        self._options = options
+
+    async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
+        """Play the episode; ValueError if the task lacks a gateway, or the taskset the task."""
+        key = repr(self._options)
+        if key not in _served:
+            _served[key] = _Served(self._options)
+        served = _served[key]
+        await asyncio.shield(served.ready)
+        index = int((task.get("extra_info") or {}).get("verifiers_index", task.get("index") or 0))
+        gateway = gateway_variables(task)
+        # verifiers reads a key from a variable, whose name is in the client's configuration.
+        variable = f"MCORE_RL_GATEWAY_{uuid.uuid4().hex}"
+        os.environ[variable] = gateway["OPENAI_API_KEY"]
+        try:
+            clients = importlib.import_module("verifiers.v1.clients")
+            context = clients.ModelContext(
+                self._options.model,
+                clients.EvalClientConfig(base_url=gateway["OPENAI_BASE_URL"], api_key_var=variable),
+            )
+            async with asyncio.timeout(deadline_s):
+                return _result(await served.env.run_episode(served.task(index), context))
+        except TimeoutError:
+            return ProgramResult(None, "deadline", f"it took more than {deadline_s:g} s")
+        finally:
+            del os.environ[variable]
+
+
+def _result(episode: Any) -> ProgramResult:
+    traces = episode.traces
+    errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+    metrics: dict[str, float] = {}
+    for trace in traces:
+        for name, value in trace.metrics.items():
+            if value is not None:
+                metrics[name] = metrics.get(name, 0.0) + float(value) / len(traces)
+    if not episode.ok:
+        detail = "; ".join(f"{error.type}: {error.message}" for error in errors[:3])
+        reason = "deadline" if episode.is_timeout else "env_error"
+        return ProgramResult(None, reason, detail or "its run is not ok", metrics)
+    reward = sum(float(trace.reward) for trace in traces) / len(traces)
+    return ProgramResult(reward, "done", "", metrics)

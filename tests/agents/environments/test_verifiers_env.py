@@ -1,0 +1,98 @@
+"""An environment on the unchanged package verifiers plays against an OpenAI server."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.pool import EnvironmentPool
+from mcore_rl.agents.environments.verifiers_env import VerifiersOptions
+from tests.agents.environments.foreign import PYTHON, needs_agents_venv
+
+ENV = {
+    "taskset": {"id": "sums-taskset"},
+    "agent": {"harness": {"id": "sums-taskset"}, "runtime": {"type": "subprocess"}},
+}
+
+
+@pytest.fixture
+def model() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """An OpenAI server that adds one to the number in a prompt, and what it was asked."""
+    asked: list[tuple[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            request = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((self.headers["Authorization"], request))
+            text = str(int(request["messages"][0]["content"][0]) + 1)
+            message = {"role": "assistant", "content": text}
+            body = orjson.dumps(
+                {
+                    "id": "x",
+                    "object": "chat.completion",
+                    "created": 0,
+                    "model": request["model"],
+                    "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+                }
+            )
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def run(url, *indices, deadline_s=90.0):
+    async def play():
+        options = EnvironmentOptions(
+            "verifiers",
+            {"env": ENV},
+            python=PYTHON,
+            workers=1,
+            run_timeout_s=deadline_s,
+            variables={"PYTHONPATH": str(Path(__file__).parent)},
+        )
+        async with EnvironmentPool(options) as pool:
+            tasks = [
+                {"messages": [], "index": n, "gateway_url": url, "gateway_key": f"key{n}"}
+                for n in indices
+            ]
+            return await asyncio.gather(*(pool.run(task) for task in tasks))
+
+    return asyncio.run(play())
+
+
+@needs_agents_venv()
+def test_its_rollout_asks_the_gateway_and_its_rewards_count(model):
+    url, asked = model
+    for result in run(url, 0, 2):
+        assert (result.reward, result.end_reason, result.detail) == (1.0, "done", "")
+        assert result.metrics["turns"] == 2
+    assert sorted({key for key, _ in asked}) == ["Bearer key0", "Bearer key2"]
+    assert len(asked) == 4 and all(request["model"] == "policy" for _, request in asked)
+
+
+@needs_agents_venv()
+def test_a_gateway_that_is_not_there_is_an_error_of_the_environment():
+    (result,) = run("http://127.0.0.1:9", 0)
+    assert result.reward is None and result.end_reason == "env_error" and result.detail
+
+
+def test_an_environment_without_a_taskset_is_refused():
+    with pytest.raises(ValueError, match=r"env is {}: it needs taskset.id"):
+        VerifiersOptions()
