@@ -50,6 +50,13 @@ ADAPTERS: Mapping[str, Adapter] = {
         is_program=True,
     ),
     "mcp": Adapter(f"{_HERE}.mcp_tools", "McpEnvironment", "McpOptions", ("mcp",), ("mcp",)),
+    "openenv": Adapter(
+        f"{_HERE}.openenv_env",
+        "OpenEnvEnvironment",
+        "OpenEnvOptions",
+        ("websockets",),
+        ("openenv",),
+    ),
     "verl_tools": Adapter(
         f"{_HERE}.verl_tools", "VerlToolsEnvironment", "VerlToolsOptions", ("verl",), ("verl",)
     ),

@@ -1,0 +1,188 @@
+"""Plays an environment of OpenEnv over the web socket of its server."""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.agents.environments.environment import Message, Start, Step
+from mcore_rl.agents.environments.texts import text_of, with_text
+
+_MAX_MESSAGE_BYTES = 100 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class OpenEnvOptions:
+    """Where the server is, and how its actions and observations become text.
+
+    url              of a running server, such as http://host:8000; or else
+    command          program that serves at 127.0.0.1:{port}; each worker starts one of its own
+    action           fields of an action; {answer} in a text is the answer's text
+    action_is_json   the answer itself is a JSON object with the fields, and `action` adds to them
+    observation      template of the text: {observation} is all of it as JSON, other names in braces
+                     are fields of it
+    instructions     said before the first observation
+    parse_penalty, max_parse_errors
+                     for answers that are no JSON object, as in GymnasiumOptions
+    connect_timeout_s
+                     for the server to start and accept a session
+
+    The task's extra_info.reset is passed to the environment's reset, with the task's seed.
+    """
+
+    url: str = ""
+    command: Sequence[str] = ()
+    action: Mapping[str, Any] = field(default_factory=lambda: {"message": "{answer}"})
+    action_is_json: bool = False
+    observation: str = "{observation}"
+    instructions: str = ""
+    parse_penalty: float = 0.0
+    max_parse_errors: int = 3
+    connect_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if bool(self.url) == bool(self.command) or isinstance(self.command, str):
+            raise ValueError(
+                f"url is {self.url!r} and command {self.command!r}: give one of them, the command "
+                "as a list"
+            )
+        if self.command and not any("{port}" in word for word in self.command):
+            raise ValueError(f"command {list(self.command)} does not use {{port}}")
+        if self.max_parse_errors < 1 or not self.connect_timeout_s > 0:
+            raise ValueError(
+                f"max_parse_errors is {self.max_parse_errors}, connect_timeout_s "
+                f"{self.connect_timeout_s}: at least 1 and more than 0"
+            )
+
+
+_servers: dict[tuple[str, ...], asyncio.Future[str]] = {}
+"""URLs of the servers that this worker started; they end with it."""
+
+
+class OpenEnvEnvironment:
+    """One episode, which is one session of the server."""
+
+    def __init__(self, options: OpenEnvOptions) -> None:
+        self._options = options
+        self._session: Any = None
+        self._num_parse_errors = 0
+        self._num_steps = 0
+
+    async def reset(self, task: Mapping[str, Any]) -> Start:
+        """Begin a session; TimeoutError or RuntimeError says why the server gives none."""
+        connect = importlib.import_module("websockets.asyncio.client").connect
+        limit_s = self._options.connect_timeout_s
+        url = self._options.url or await _started(tuple(self._options.command), limit_s)
+        address = url.rstrip("/").replace("http", "ws", 1) + "/ws"
+        try:
+            self._session = await asyncio.wait_for(
+                connect(address, max_size=_MAX_MESSAGE_BYTES, proxy=None), limit_s
+            )
+        except OSError as error:
+            raise RuntimeError(
+                f"the OpenEnv server at {address} gives no session: {error}"
+            ) from error
+        given = (task.get("extra_info") or {}).get("reset") or {}
+        data = await self._ask("reset", {"seed": task.get("seed"), **given})
+        text = self._text(data)
+        if self._options.instructions:
+            text = f"{self._options.instructions}\n\n{text}"
+        return Start(with_text(task.get("messages") or (), text))
+
+    async def step(self, message: Message) -> Step:
+        action = self._action(text_of(message))
+        if action is None:
+            self._num_parse_errors += 1
+            ends = self._num_parse_errors >= self._options.max_parse_errors
+            text = "This answer has no action: answer with one JSON object."
+            reward = -self._options.parse_penalty
+            return self._step(text, reward, ends, "parse_error" if ends else "")
+        data = await self._ask("step", action)
+        self._num_steps += 1
+        return self._step(self._text(data), float(data.get("reward") or 0.0), bool(data["done"]))
+
+    async def close(self) -> None:
+        if self._session is not None:
+            with contextlib.suppress(OSError):
+                await self._session.close()
+
+    def _step(self, text: str, reward: float, done: bool, end_reason: str = "") -> Step:
+        messages: list[Message] = [] if done else [{"role": "user", "content": text}]
+        metrics = {"steps": float(self._num_steps), "parse_errors": float(self._num_parse_errors)}
+        return Step(messages, reward, done, metrics, end_reason)
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+        await self._session.send(json.dumps({"type": kind, "data": data}))
+        reply = json.loads(await self._session.recv())
+        if reply["type"] != "observation":
+            raise RuntimeError(
+                f"the OpenEnv server answers {kind} by {reply['type']}: {reply['data']}"
+            )
+        return reply["data"]
+
+    def _action(self, answer: str) -> dict[str, Any] | None:
+        if not self._options.action_is_json:
+            return _filled(self._options.action, answer)
+        try:
+            found = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
+        except ValueError:
+            return None
+        fixed = {key: value for key, value in self._options.action.items() if value != "{answer}"}
+        return {**found, **fixed}
+
+    def _text(self, data: Mapping[str, Any]) -> str:
+        observation = data["observation"]
+        whole = json.dumps(observation, ensure_ascii=False)
+        try:
+            return self._options.observation.format(**{"observation": whole, **observation})
+        except (KeyError, IndexError) as error:
+            raise ValueError(
+                f"observation {self._options.observation!r} asks for {error}: the server's has "
+                f"{', '.join(observation)}"
+            ) from error
+
+
+def _filled(value: Any, answer: str) -> Any:
+    """Return a value of JSON with {answer} replaced in its texts."""
+    if isinstance(value, str):
+        return value.replace("{answer}", answer)
+    if isinstance(value, Mapping):
+        return {key: _filled(part, answer) for key, part in value.items()}
+    return [_filled(part, answer) for part in value] if isinstance(value, list) else value
+
+
+async def _started(command: tuple[str, ...], limit_s: float) -> str:
+    """Return the URL of this worker's server, which the first episode starts."""
+    if command not in _servers or (_servers[command].done() and _servers[command].exception()):
+        _servers[command] = asyncio.ensure_future(_start(command, limit_s))
+    return await asyncio.shield(_servers[command])
+
+
+async def _start(command: tuple[str, ...], limit_s: float) -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [word.replace("{port}", str(port)) for word in command]
+    process = await asyncio.create_subprocess_exec(*words, stdin=asyncio.subprocess.DEVNULL)
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + limit_s
+    while loop.time() < deadline_s:
+        if process.returncode is not None:
+            raise RuntimeError(f"the OpenEnv server {words} ended with status {process.returncode}")
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except OSError:
+            await asyncio.sleep(0.1)
+            continue
+        writer.close()
+        return f"http://127.0.0.1:{port}"
+    process.kill()
+    raise TimeoutError(
+        f"the OpenEnv server {words} did not listen at port {port} within {limit_s:g} s "
+        f"(connect_timeout_s) of worker {os.getpid()}"
+    )
