@@ -6,10 +6,7 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,38 +17,9 @@ from mcore_rl.agents.environments.errors import (
     EpisodeError,
 )
 from mcore_rl.agents.environments.keeper import descendants
-from mcore_rl.agents.environments.options import EnvironmentOptions
-from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.messages import Task
+from mcore_rl.agents.environments.pool import describe_task, task_fields
 from tests.agents.environments import episodes
-from tests.agents.environments.episodes import all_gone
-
-COUNTDOWN = f"{episodes.HERE}:Countdown"
-COROUTINES = f"{episodes.HERE}:Coroutines"
-TASK = Task((), "levels", None, index=7, sample_index=2)
-
-
-def answer(text="go"):
-    return {"role": "assistant", "content": text}
-
-
-def in_pool(use, **options):
-    async def run():
-        async with EnvironmentPool(EnvironmentOptions(**{"workers": 1, **options})) as pool:
-            result = await use(pool)
-            pids = descendants(os.getpid())
-        assert not all_gone(pids)
-        return result
-
-    return asyncio.run(run())
-
-
-async def play(pool, words=("go", "go", "go"), task=TASK):
-    episode = await pool.open(task)
-    try:
-        return [await episode.step(answer(word)) for word in words]
-    finally:
-        await episode.close()
+from tests.agents.environments.pools import COROUTINES, COUNTDOWN, TASK, answer, in_pool, play
 
 
 def test_an_episode_runs_to_its_end_in_a_thread_of_its_own(tmp_path):
@@ -172,29 +140,6 @@ def test_a_worker_that_dies_is_named_with_its_status_and_replaced():
     assert in_pool(use, kind=COUNTDOWN)[-1].done
 
 
-def test_a_worker_that_hangs_as_a_whole_is_killed():
-    async def use(pool):
-        bystander = await pool.open(TASK)
-        pid = int((await bystander.step(answer())).metrics["pid"])
-        with pytest.raises(EnvironmentLost, match="does not answer any more: it was killed"):
-            await play(pool, ["HOLD"])
-        with pytest.raises(EnvironmentLost):
-            await bystander.step(answer())
-        assert not all_gone([pid])
-        return await play(pool)
-
-    assert in_pool(use, kind=COUNTDOWN, step_timeout_s=0.5)[-1].done
-
-
-def test_a_worker_over_its_memory_is_killed():
-    async def use(pool):
-        assert await play(pool, ["ALLOCATE 1000"])
-        with pytest.raises(EnvironmentLost, match=r"took more than 0.25 GiB .* raise memory_gib"):
-            await play(pool, ["ALLOCATE 500000000", "SLEEP 30"])
-
-    in_pool(use, kind=COUNTDOWN, memory_gib=0.25)
-
-
 def test_episodes_wait_for_a_place_and_not_for_ever():
     async def use(pool):
         first = await pool.open(TASK)
@@ -227,14 +172,6 @@ def test_a_class_that_cannot_be_loaded_is_told_to_the_first_episode():
             await pool.open(TASK)
 
     in_pool(use, kind=f"{episodes.HERE}:nope")
-
-
-def test_an_interpreter_that_is_not_there_is_named():
-    async def use(pool):
-        with pytest.raises(EnvironmentFailed, match="/no/python cannot be started as worker 0"):
-            await pool.open(TASK)
-
-    in_pool(use, kind=COUNTDOWN, python="/no/python")
 
 
 def test_every_episode_is_accounted_for_while_workers_are_killed_at_random():
@@ -274,38 +211,6 @@ def test_every_episode_is_accounted_for_while_workers_are_killed_at_random():
     assert set(again) == {"done"}
 
 
-SCRIPT = """
-import asyncio, os, sys
-from mcore_rl.agents.environments.options import EnvironmentOptions
-from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.keeper import descendants
-
-async def main():
-    options = EnvironmentOptions(sys.argv[1], workers=2, episodes_per_worker=4)
-    async with EnvironmentPool(options) as pool:
-        opened = [await pool.open({"index": n}) for n in range(4)]
-        await opened[0].step({"content": "DETACH 300"})
-        print(*descendants(os.getpid()), flush=True)
-        await opened[1].step({"content": "SLEEP 300"})
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_of_a_pool_whose_process_gets_a_signal(number, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, COUNTDOWN],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-    )
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in pids]
-    assert names.count(b"sleep") == 1 and len(pids) == 5, names
-    process.send_signal(number)
-    process.wait(timeout=30)
-    assert not all_gone(pids)
-    assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+def test_tasks_are_mappings_or_values_and_have_a_name():
+    assert task_fields(TASK)["index"] == 7 and task_fields({"index": 1}) == {"index": 1}
+    assert describe_task(task_fields(TASK)) == "task 7 of levels, sample 2"
