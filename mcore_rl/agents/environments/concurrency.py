@@ -6,10 +6,12 @@ WINDOW_LEN = 16
 SLOW_RATIO = 2.0
 SLOW_MARGIN_S = 0.02
 DECREASE = 0.7
+FORGET = 1.1
+"""Factor by which the best is forgotten per slow window, as later tasks may be slower by nature."""
 
 
 class Concurrency:
-    """Additive increase, multiplicative decrease between 1 and `most` episodes.
+    """Additive increase, multiplicative decrease between an eighth of `most` and `most` episodes.
 
     The median of WINDOW_LEN answers is compared with the best median that this worker has had. A
     window more than SLOW_RATIO times as slow lowers `limit`; any other raises it.
@@ -17,6 +19,7 @@ class Concurrency:
 
     def __init__(self, most: int) -> None:
         self.most = most
+        self.least = max(1, most // 8)
         self.limit = max(1, most // 2)
         self._best_s: float | None = None
         self._window: list[float] = []
@@ -31,13 +34,15 @@ class Concurrency:
         if self._best_s is None or median_s < self._best_s:
             self._best_s = median_s
         before = self.limit
+        best_s = self._best_s
         if median_s > SLOW_RATIO * self._best_s + SLOW_MARGIN_S:
-            self.limit = max(1, int(self.limit * DECREASE))
+            self.limit = max(self.least, int(self.limit * DECREASE))
+            self._best_s = min(median_s, self._best_s * FORGET)
         else:
-            self.limit = min(self.most, self.limit + max(1, self.most // 8))
+            self.limit = min(self.most, self.limit + self.least)
         if self.limit >= before:
             return ""
         return (
-            f"its answers take {median_s:.3f} s, {self._best_s:.3f} s at best: "
+            f"its answers take {median_s:.3f} s, {best_s:.3f} s at best: "
             f"it takes {self.limit} episodes at once instead of {before}"
         )

@@ -36,9 +36,18 @@ def test_a_few_slow_answers_change_nothing():
     assert concurrency.limit == 8
 
 
+def test_tasks_that_are_slower_by_nature_do_not_hold_it_down_for_ever():
+    concurrency = Concurrency(32)
+    observe(concurrency, 0.1)
+    observe(concurrency, 1.0, windows=10)
+    assert concurrency.limit == concurrency.least == 4
+    observe(concurrency, 1.0, windows=20)
+    assert concurrency.limit == 32
+
+
 @given(st.integers(1, 300), st.lists(st.floats(0, 1e6), max_size=200))
-def test_the_limit_stays_between_one_and_the_most(most, seconds):
+def test_the_limit_stays_in_its_bounds(most, seconds):
     concurrency = Concurrency(most)
     for value in seconds:
         concurrency.observe(value)
-        assert 1 <= concurrency.limit <= most
+        assert concurrency.least <= concurrency.limit <= most
