@@ -13,8 +13,9 @@ FORGET = 1.1
 class Concurrency:
     """Additive increase, multiplicative decrease between an eighth of `most` and `most` episodes.
 
-    The median of WINDOW_LEN answers is compared with the best median that this worker has had. A
-    window more than SLOW_RATIO times as slow lowers `limit`; any other raises it.
+    The median of a window of answers, at least WINDOW_LEN and about one of each episode, is compared
+    with the best median that this worker has had. A window more than SLOW_RATIO times as slow lowers
+    `limit`; any other raises it.
     """
 
     def __init__(self, most: int) -> None:
@@ -27,7 +28,7 @@ class Concurrency:
     def observe(self, seconds: float) -> str:
         """Take the seconds of one answer; return why `limit` fell, or an empty text."""
         self._window.append(seconds)
-        if len(self._window) < WINDOW_LEN:
+        if len(self._window) < max(WINDOW_LEN, self.limit):
             return ""
         median_s = statistics.median(self._window)
         self._window.clear()

@@ -7,7 +7,11 @@ from mcore_rl.agents.environments.concurrency import WINDOW_LEN, Concurrency
 
 
 def observe(concurrency, seconds, windows=1):
-    return [concurrency.observe(seconds) for _ in range(windows * WINDOW_LEN)]
+    reasons = []
+    for _ in range(windows):
+        num_answers = max(WINDOW_LEN, concurrency.limit)
+        reasons += [concurrency.observe(seconds) for _ in range(num_answers)]
+    return reasons
 
 
 def test_it_grows_to_the_most_while_answers_are_fast():
