@@ -4,7 +4,8 @@ import statistics
 
 WINDOW_LEN = 16
 SLOW_RATIO = 2.0
-SLOW_MARGIN_S = 0.02
+SLOW_MARGIN_S = 0.2
+"""Nobody waits for less beside a policy that samples tokens."""
 DECREASE = 0.7
 FORGET = 1.1
 """Factor by which the best is forgotten per slow window, as later tasks may be slower by nature."""
@@ -13,9 +14,9 @@ FORGET = 1.1
 class Concurrency:
     """Additive increase, multiplicative decrease between an eighth of `most` and `most` episodes.
 
-    The median of a window of answers, at least WINDOW_LEN and about one of each episode, is compared
-    with the best median that this worker has had. A window more than SLOW_RATIO times as slow lowers
-    `limit`; any other raises it.
+    The median of a window of answers, at least WINDOW_LEN and about one of each episode, is
+    compared with the best median that this worker has had. A window more than SLOW_RATIO times as
+    slow lowers `limit`; any other raises it.
     """
 
     def __init__(self, most: int) -> None:
