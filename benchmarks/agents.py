@@ -1,12 +1,13 @@
-"""Measures the gateway that episodes of agents speak through, beside rLLM's.
+"""Measures the gateway that episodes of agents speak through, beside others.
 
 Two measurements, each with a client, a gateway and a stand-in engine of fixed latency in a
 process of its own, all on the same cores:
 
 load     2,000 episodes of 8 turns at once, at 500 requests per second: how much later than the
          engine's latency an answer comes, lag of the gateway's event loop, memory per episode
-speed    the same episodes as fast as they go, some at a time: requests per second of this
-         gateway and of rllm-model-gateway, which keeps its traces in memory
+speed    fewer episodes as fast as they go, some at a time: requests per second of this gateway,
+         of rLLM's, which keeps its traces in memory, and of the interception server of verifiers,
+         which keeps a graph of messages
 
 The last line is one JSON object.
 """
@@ -22,11 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from agents_rivals import DEADLINE_S, RIVALS, python_path
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
-RIVALS = FOLDER / ".agents-rivals"
-PINS = ("rllm-model-gateway==0.1.0", "aiosqlite==0.22.1")
-DEADLINE_S = 600
 
 
 def main() -> None:
@@ -37,7 +37,6 @@ def main() -> None:
         latency_s = args.episodes / args.rate
         figures["load"] = measure(args, "agents_gateway.py", latency_s, args.episodes, latency_s)
     if not args.skip_rivals:
-        install_rivals()
         figures |= compare(args)
     print(json.dumps(rounded(figures)))
 
@@ -47,9 +46,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--episodes", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--rate", type=float, default=500.0, help="requests per second under load")
-    parser.add_argument("--at-once", type=int, default=100, help="episodes at a time for speed")
+    parser.add_argument(
+        "--at-once", type=int, nargs="+", default=[16, 100], help="episodes at a time, for speed"
+    )
+    parser.add_argument("--rivals", nargs="*", choices=RIVALS, default=list(RIVALS))
     parser.add_argument("--latency-s", type=float, default=0.02, help="of the engine, for speed")
-    parser.add_argument("--speed-episodes", type=int, default=600)
+    parser.add_argument("--speed-episodes", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement of speed")
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -62,19 +64,27 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the speed of both gateways, measured in turns."""
-    scripts = {"ours": "agents_gateway.py", "rllm": "agents_rllm.py"}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in scripts}
+    """Return the requests per second of each gateway, and by which factor ours is the fastest.
+
+    All are measured in turns. A gateway's speed is its best over the numbers of episodes at a
+    time, each the median of its repeats.
+    """
+    scripts = {"ours": "agents_gateway.py"}
+    for name in args.rivals:
+        RIVALS[name].install()
+        scripts[name] = RIVALS[name].script
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in scripts}
     for _ in range(args.repeats):
-        for name, script in scripts.items():
-            found[name].append(
-                measure(args, script, args.latency_s, args.at_once, 0.0, args.speed_episodes)
-            )
-    medians = {
-        name: statistics.median(figures["requests_per_s"] for figures in runs)
-        for name, runs in found.items()
+        for at_once in args.at_once:
+            for name, script in scripts.items():
+                figures = measure(args, script, args.latency_s, at_once, 0.0, args.speed_episodes)
+                found[name].setdefault(str(at_once), []).append(figures["requests_per_s"])
+    best = {
+        name: max(statistics.median(speeds) for speeds in by_number.values())
+        for name, by_number in found.items()
     }
-    return {**found, "ratio": medians["ours"] / medians["rllm"], "requests_per_s": medians}
+    fastest = max((best[name] for name in args.rivals), default=float("nan"))
+    return {"requests_per_s": best, "ratio": best["ours"] / fastest, "runs": found}
 
 
 def measure(
@@ -119,13 +129,12 @@ def measure(
 @contextlib.contextmanager
 def started(command: list[str]) -> "Iterator[subprocess.Popen[str]]":
     """Run a script of this folder, and end it afterwards."""
-    path = os.pathsep.join([str(FOLDER), str(ROOT), str(RIVALS)])
     process = subprocess.Popen(
         [sys.executable, str(FOLDER / command[0]), *command[1:]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": python_path(command[0], FOLDER, ROOT)},
     )
     try:
         yield process
@@ -140,21 +149,6 @@ def read_line(process: "subprocess.Popen[str]", name: str) -> str:
     if not line:
         sys.exit(f"{name} ended before it listened")
     return line
-
-
-def install_rivals() -> None:
-    """Install rLLM's gateway and the package only it needs beside the environment."""
-    stamp = RIVALS / ".installed"
-    wanted = "\n".join(PINS)
-    if stamp.exists() and stamp.read_text() == wanted:
-        return
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", "install"]
-    subprocess.run(
-        [*pip, "--no-deps", "--upgrade", "--target", str(RIVALS), *PINS],
-        check=True,
-        timeout=DEADLINE_S,
-    )
-    stamp.write_text(wanted)
 
 
 def rounded(figures: Any) -> Any:

@@ -3,6 +3,9 @@
 It keeps traces in memory and prints its port.
 """
 
+# Its packages are installed by agents.py, beside the environment.
+# pyright: reportMissingImports=false
+
 import argparse
 import asyncio
 import socket
@@ -15,6 +18,8 @@ import uvicorn
 import uvloop
 from rllm_model_gateway.models import GatewayConfig, WorkerConfig
 from rllm_model_gateway.server import create_app
+
+from mcore_rl.agents.gateway import rare_collections
 
 
 async def main() -> None:
@@ -50,4 +55,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main())  # as uvicorn does by itself
+    with rare_collections():  # as before this system's gateway
+        uvloop.run(main())  # as uvicorn does by itself
