@@ -60,3 +60,22 @@ def events_of(api: Api, call: Call, message: Message) -> list[dict[str, Any]]:
     blocks = [block for block in stream.split("\n\n") if block]
     data = [block.rpartition("data: ")[2] for block in blocks]
     return [json.loads(text) for text in data if text != "[DONE]"]
+
+
+def assembled(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the blocks that Anthropic's clients put together from the events of a stream."""
+    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+    blocks: list[dict[str, Any]] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append({**event["content_block"], "partial": ""})
+        if event["type"] == "content_block_delta":
+            delta = {key: text for key, text in event["delta"].items() if key != "type"}
+            ((key, text),) = delta.items()
+            name = "partial" if key == "partial_json" else key
+            blocks[event["index"]][name] += text
+    for block in blocks:
+        partial = block.pop("partial")
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(partial)
+    return blocks

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.agents.gateway.errors import BadRequest
-from mcore_rl.agents.messages import Completion
 from mcore_rl.process.clock import now_s
 
 _KEY_LEN = 256
@@ -37,6 +36,18 @@ class Mark:
     is_retry: bool = False
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """An answer as it is sent: a retry gets the same bytes, and no tokens are kept for it.
+
+    turn   number of the turn in its episode
+    data   a body of JSON, or all events of a stream
+    """
+
+    turn: int
+    data: bytes
+
+
 @dataclass(eq=False)
 class Attempt:
     """A generation, and the client that waits for it.
@@ -46,9 +57,7 @@ class Attempt:
     """
 
     mark: Mark
-    id: str
-    created_s: int
-    task: "asyncio.Task[Completion]"
+    task: "asyncio.Task[Rendered]"
     is_connected: Callable[[], bool]
     is_delivered: bool = False
     ended_s: float | None = None
@@ -93,7 +102,7 @@ class Attempts:
         attempt.is_delivered = False
         return attempt
 
-    def cancel(self) -> "list[asyncio.Task[Completion]]":
+    def cancel(self) -> "list[asyncio.Task[Rendered]]":
         """Cancel every generation, forget all attempts, and return those that have to end yet."""
         running = [attempt.task for attempt in self._kept if not attempt.task.done()]
         for task in running:

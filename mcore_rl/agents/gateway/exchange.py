@@ -11,7 +11,7 @@ import orjson
 from aiohttp import web
 
 from mcore_rl.agents.gateway.api import Answered, Api, Call
-from mcore_rl.agents.gateway.attempts import Attempt, Mark, read_mark
+from mcore_rl.agents.gateway.attempts import Attempt, Mark, Rendered, read_mark
 from mcore_rl.agents.gateway.episode_chat import Overloaded
 from mcore_rl.agents.gateway.errors import ApiError, BadRequest, episode_over, overloaded
 from mcore_rl.agents.gateway.fields import Body
@@ -50,9 +50,11 @@ class Exchange:
         self, request: web.Request, api: Api, call: Call, attempt: Attempt
     ) -> web.StreamResponse:
         await self._wait(attempt, self._options.answer_s)
-        body = orjson.dumps(api.answer(call, _answered(attempt)))
-        headers = {**_headers(call), TURN_HEADER: str(_answered(attempt).completion.turn)}
-        response = web.Response(body=body, content_type="application/json", headers=headers)
+        rendered = _rendered(attempt)
+        headers = {**_headers(call), TURN_HEADER: str(rendered.turn)}
+        response = web.Response(
+            body=rendered.data, content_type="application/json", headers=headers
+        )
         await _deliver(request, response, (), attempt)
         return response
 
@@ -73,7 +75,7 @@ class Exchange:
                     await response.write(api.keep_alive)
                 except ConnectionError:
                     return response
-            events = [b"".join(api.events(call, _answered(attempt)))]
+            events = [_rendered(attempt).data]
         except ApiError as error:
             if not response.prepared:
                 raise
@@ -101,19 +103,22 @@ class Exchange:
 def _begin(
     mark: Mark, opened: OpenSession, api: Api, call: Call, is_connected: Callable[[], bool]
 ) -> Attempt:
-    identity = secrets.token_hex(12)
-    created_s = int(time.time())
-
-    async def generate() -> Completion:
+    async def generate() -> Rendered:
         completion = await _complete(opened, call)
         opened.num_turns += 1
         opened.num_prompt_tokens += len(completion.prompt_ids)
         opened.num_sampled_tokens += len(completion.token_ids)
-        api.remember(call, Answered(identity, created_s, completion), opened.memory)
-        return completion
+        answered = Answered(identity, created_s, completion)
+        api.remember(call, answered, opened.memory)
+        if call.is_streamed:
+            return Rendered(completion.turn, b"".join(api.events(call, answered)))
+        return Rendered(completion.turn, orjson.dumps(api.answer(call, answered)))
+
+    identity = secrets.token_hex(12)
+    created_s = int(time.time())
 
     task = asyncio.get_running_loop().create_task(generate())
-    attempt = Attempt(mark, identity, created_s, task, is_connected)
+    attempt = Attempt(mark, task, is_connected)
     opened.attempts.add(attempt)
     return attempt
 
@@ -131,11 +136,11 @@ async def _complete(opened: OpenSession, call: Call) -> Completion:
         raise ApiError(500, "policy_failed", message) from error
 
 
-def _answered(attempt: Attempt) -> Answered:
+def _rendered(attempt: Attempt) -> Rendered:
     """Return the answer of an attempt that is done, or raise its error."""
     if attempt.task.cancelled():
         raise episode_over(EpisodeEnded(EndReason.ABORTED, "the session was closed"))
-    return Answered(attempt.id, attempt.created_s, attempt.task.result())
+    return attempt.task.result()
 
 
 async def _deliver(

@@ -1,14 +1,12 @@
 """Translation of Anthropic's messages; an echo equals the answer."""
 
-import json
-
 import pytest
 from hypothesis import given
 
 from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
 from mcore_rl.agents.gateway.api import Memory
 from mcore_rl.agents.gateway.errors import BadRequest
-from tests.support.gateway_answers import answers, events_of, exchange
+from tests.support.gateway_answers import answers, assembled, events_of, exchange
 
 API = AnthropicMessages()
 HELLO = {"role": "user", "content": "hello"}
@@ -24,29 +22,10 @@ def test_an_echo_equals_the_answer(message):
 @given(answers())
 def test_an_echo_of_what_a_stream_built_equals_the_answer(message):
     call, body, memory = exchange(API, {"messages": [HELLO]}, message)
-    blocks = assemble(events_of(API, call, message))
+    blocks = assembled(events_of(API, call, message))
     assert blocks == body["content"]
     echo = {"role": "assistant", "content": blocks}
     assert API.read({"messages": [HELLO, echo]}, memory).request.messages[1] == message
-
-
-def assemble(events):
-    """Put the blocks together as Anthropic's clients do."""
-    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
-    blocks = []
-    for event in events:
-        if event["type"] == "content_block_start":
-            blocks.append({**event["content_block"], "partial": ""})
-        if event["type"] == "content_block_delta":
-            delta = {key: text for key, text in event["delta"].items() if key != "type"}
-            ((key, text),) = delta.items()
-            name = "partial" if key == "partial_json" else key
-            blocks[event["index"]][name] += text
-    for block in blocks:
-        partial = block.pop("partial")
-        if block["type"] == "tool_use":
-            block["input"] = json.loads(partial)
-    return blocks
 
 
 def test_the_stream_carries_the_arguments_as_the_policy_wrote_them():

@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from mcore_rl.agents.gateway.attempts import Attempt, Attempts, Mark, read_mark
+from mcore_rl.agents.gateway.attempts import Attempt, Attempts, Mark, Rendered, read_mark
 from mcore_rl.agents.gateway.errors import BadRequest
 from mcore_rl.process.clock import now_s, replaced_clock
-from tests.support.episode_chats import completion_of
 
 SAME = Mark(b"same")
 MARKED = Mark(b"same", is_retry=True)
@@ -29,9 +28,9 @@ def attempt_of(state, is_connected=here, mark=SAME):
             await asyncio.sleep(3600)
         if state == "failed":
             raise RuntimeError
-        return completion_of({"role": "assistant", "content": "x"})
+        return Rendered(0, b"x")
 
-    return Attempt(mark, "id", 0, asyncio.create_task(work()), is_connected)
+    return Attempt(mark, asyncio.create_task(work()), is_connected)
 
 
 def claimed(kept, mark, window_s=10.0, later_s=0.0):

@@ -1,6 +1,7 @@
 """Clients of the APIs, real ones where the environment has them, speak to a real gateway."""
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -9,7 +10,14 @@ import pytest
 
 from mcore_rl.agents.messages import EndReason, EpisodeEnded
 from tests.support.episode_chats import RecordingChat, say, think_and_call
-from tests.support.gateways import in_session, open_gateway, openai_client
+from tests.support.gateway_answers import assembled
+from tests.support.gateways import (
+    CuttingProxy,
+    in_session,
+    open_gateway,
+    openai_client,
+    port_of,
+)
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -204,3 +212,41 @@ def test_two_hundred_sessions_at_once_keep_apart():
             assert chat.answers[0]["content"] == f"0: I am {number}"
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_conversation_over_anthropics_api_comes_back_as_it_was_said(is_streamed):
+    """Its first connection is cut; the client sends what its SDK would."""
+    said = think_and_call('{"where":  "Zürich"}', "{}", content="two looks")
+    chat = RecordingChat(say(said, {"role": "assistant", "content": "done"}))
+
+    async def act(gateway, session):
+        proxy = CuttingProxy(port_of(gateway), num_cuts=1)
+        async with proxy.serve() as url, aiohttp.ClientSession() as client:
+            with pytest.raises(aiohttp.ClientError):
+                await ask(client, f"{url}/v1/messages", session.key, HELLO, 0)
+            blocks = await ask(client, f"{url}/v1/messages", session.key, HELLO, 1)
+            results = [
+                {"type": "tool_result", "tool_use_id": block["id"], "content": "seen"}
+                for block in blocks
+                if block["type"] == "tool_use"
+            ]
+            turns = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
+            last = await ask(client, f"{url}/v1/messages", session.key, [*HELLO, *turns], 0)
+            assert [block.get("text") for block in last] == ["done"]
+
+    async def ask(client, url, key, messages, num_retries):
+        headers = {"x-api-key": key, "x-stainless-retry-count": str(num_retries)}
+        body = {"model": "m", "max_tokens": 9, "messages": messages, "stream": is_streamed}
+        async with client.post(url, json=body, headers=headers) as response:
+            assert response.status == 200
+            if not is_streamed:
+                return (await response.json())["content"]
+            events = (await response.read()).decode().split("\n\n")
+        data = [json.loads(event.partition("data: ")[2]) for event in events if event]
+        return assembled(data)
+
+    in_session(chat, act)
+    assert len(chat.requests) == 2
+    assert not chat.strangers
+    assert chat.requests[1].messages[1] == said
