@@ -1,7 +1,6 @@
 """Bare HTTP/1.1 for the benchmark of gateways, so that its client and its engine cost little."""
 
 import asyncio
-import gc
 import re
 from collections.abc import Awaitable, Callable
 
@@ -53,7 +52,6 @@ async def serve(answer: Answer) -> tuple[asyncio.Server, int]:
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    gc.freeze()
     server = await asyncio.start_server(talk, "127.0.0.1", 0, backlog=4096, limit=LONGEST_LINE)
     return server, server.sockets[0].getsockname()[1]
 

@@ -164,13 +164,12 @@ async def _deliver(
 
 
 def _connection_of(request: web.Request) -> Callable[[], bool]:
-    """Return a function that tells whether the client of a request is still connected."""
+    """Return a function that tells whether the client of a request is still connected.
 
-    def is_connected() -> bool:
-        transport = request.transport
-        return transport is not None and not transport.is_closing()
-
-    return is_connected
+    An attempt keeps it for long, so it must not hold the request, which holds its body.
+    """
+    transport = request.transport
+    return lambda: transport is not None and not transport.is_closing()
 
 
 def _headers(call: Call) -> dict[str, str]:

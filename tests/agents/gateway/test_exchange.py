@@ -1,6 +1,7 @@
 """Retries, lost connections and malformed requests, seen through a real server."""
 
 import asyncio
+import gc
 import gzip
 import json
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 
 from mcore_rl.agents.gateway import Overloaded
@@ -266,3 +268,18 @@ def test_no_body_makes_the_server_fail():
 
     asyncio.run(run())
     assert statuses == {200, 400}
+
+
+def test_what_is_kept_for_a_retry_holds_no_request():
+    chat = RecordingChat()
+
+    async def act(gateway, session):
+        body = {"messages": [{"role": "user", "content": "a long conversation"}]}
+        await post(f"{session.keyless_url}/v1/chat/completions", body)
+        await asyncio.sleep(0.05)
+        gc.collect()
+        requests = [found for found in gc.get_objects() if isinstance(found, web.Request)]
+        assert not [found for found in requests if b"a long" in (found._read_bytes or b"")]
+
+    in_session(chat, act)
+    assert len(chat.answers) == 1
