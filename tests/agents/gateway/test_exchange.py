@@ -110,6 +110,10 @@ def test_equal_requests_are_samples_of_their_own():
             assert [await ask(), await ask()] == ["0: hello", "1: hello"]
             texts = await asyncio.gather(*(ask() for _ in range(4)))
             assert sorted(texts) == [f"{turn}: hello" for turn in range(2, 6)]
+        # Clients that close their connection after each answer have not lost it.
+        url = f"{session.keyless_url}/v1/messages"
+        answers = [await post(url, {"messages": HELLO}) for _ in range(2)]
+        assert [body["content"][0]["text"] for _, body in answers] == ["6: hello", "7: hello"]
 
     in_session(chat, act)
 
