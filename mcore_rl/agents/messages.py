@@ -15,7 +15,7 @@ Tool = Mapping[str, Any]
 
 
 class CallStatus(StrEnum):
-    """What became of the text of a tool call. Only those that are OK are executed."""
+    """The fate of the text of a tool call. Only calls that are OK are executed."""
 
     OK = "ok"
     BAD_JSON = "bad_json"
@@ -104,8 +104,8 @@ class EpisodeEnded(Exception):
 
 
 @dataclass(frozen=True)
-class Task:
-    """What an environment is reset to: a prompt of the data set and one of its samples.
+class EpisodeTask:
+    """An environment is reset to this: a prompt of the data set and one of its samples.
 
     seed   differs between the samples of a run, and is the same when an episode begins again
     """

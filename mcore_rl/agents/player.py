@@ -24,7 +24,7 @@ from mcore_rl.agents.messages import (
     EndReason,
     EpisodeEnded,
     Message,
-    Task,
+    EpisodeTask,
 )
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder, Format, Parser, SampleTurn
 from mcore_rl.data.episodes import sample_of_episode
@@ -49,7 +49,7 @@ class PlayOptions:
 
 
 @dataclass
-class Outcome:
+class Ending:
     """Why an episode is over, and what its environment told."""
 
     end: EndReason
@@ -85,7 +85,7 @@ class EpisodePlayer:
         An environment that is lost is tried once more, from the beginning. Whatever goes wrong in
         it ends the episode with a reason; errors of the engines are raised.
         """
-        task = Task(
+        task = EpisodeTask(
             messages=prompt.messages,
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
@@ -102,37 +102,37 @@ class EpisodePlayer:
                 recorder, outcome = await self._try(task, sample_turn)
             except EnvironmentLost as again:
                 recorder = self._recorder(sample_turn)
-                outcome = Outcome(EndReason.ENV_ERROR, str(again))
+                outcome = Ending(EndReason.ENV_ERROR, str(again))
         episode = recorder.finish(outcome.end, outcome.detail)
         episode = replace(episode, metrics=outcome.metrics)
         return sample_of_episode(prompt, index, episode, self._text(recorder))
 
-    async def _try(self, task: Task, sample_turn: SampleTurn) -> tuple[EpisodeRecorder, Outcome]:
+    async def _try(self, task: EpisodeTask, sample_turn: SampleTurn) -> tuple[EpisodeRecorder, Ending]:
         recorder = self._recorder(sample_turn)
         play = self._run_program if self._is_program else self._talk
         try:
             async with asyncio.timeout(self._options.deadline_s):
                 outcome = await play(task, recorder)
         except TimeoutError:
-            outcome = Outcome(EndReason.DEADLINE, f"after {self._options.deadline_s:g} s")
+            outcome = Ending(EndReason.DEADLINE, f"after {self._options.deadline_s:g} s")
         except EnvironmentLost:
             raise
         except EpisodeError as error:
-            outcome = Outcome(EndReason.ENV_ERROR, str(error))
+            outcome = Ending(EndReason.ENV_ERROR, str(error))
             _log.warning("%s", error)
         return recorder, outcome
 
     def _recorder(self, sample_turn: SampleTurn) -> EpisodeRecorder:
         return EpisodeRecorder(self._format, self._parser, sample_turn, self._options.limits)
 
-    async def _talk(self, task: Task, recorder: EpisodeRecorder) -> Outcome:
+    async def _talk(self, task: EpisodeTask, recorder: EpisodeRecorder) -> Ending:
         episode = await self._pool.open(task)
         try:
             return await Talk(episode, recorder, self._options).go_on()
         finally:
             await episode.close()
 
-    async def _run_program(self, task: Task, recorder: EpisodeRecorder) -> Outcome:
+    async def _run_program(self, task: EpisodeTask, recorder: EpisodeRecorder) -> Ending:
         assert self._gateway is not None, "programs need a gateway"
         session = self._gateway.open_session(recorder)
         fields = task_fields(task)
@@ -143,7 +143,7 @@ class EpisodePlayer:
             await self._gateway.close_session(session.key)
         if result.reward is not None:
             recorder.add_reward(result.reward)
-        return Outcome(EndReason(result.end_reason), result.detail, dict(result.metrics))
+        return Ending(EndReason(result.end_reason), result.detail, dict(result.metrics))
 
     def _text(self, recorder: EpisodeRecorder) -> str:
         """Return the conversation after the first context, as the last row shows it."""
@@ -169,7 +169,7 @@ class Talk:
         self._metrics: dict[str, float] = {}
         self._num_bad = 0
 
-    async def go_on(self) -> Outcome:
+    async def go_on(self) -> Ending:
         """Let policy and environment talk until the episode is over."""
         messages = list(self._episode.start.messages)
         while True:
@@ -180,24 +180,24 @@ class Talk:
                     ChatRequest(tuple(messages), self._tools)
                 )
             except EpisodeEnded as ended:
-                return Outcome(ended.reason, str(ended), self._metrics)
+                return Ending(ended.reason, str(ended), self._metrics)
             answer = completion.answer
             messages.append(answer.message)
             self._count_calls(answer)
             if completion.finish_reason == "length" and self._is_full(completion):
-                return Outcome(EndReason.MAX_TOKENS, "", self._metrics)
+                return Ending(EndReason.MAX_TOKENS, "", self._metrics)
             told = complaints(answer)
             if told and not answer.message.get("tool_calls"):
                 self._num_bad += 1
                 if self._num_bad > self._options.max_bad_calls:
-                    return Outcome(EndReason.PARSE_ERROR, told[0]["content"], self._metrics)
+                    return Ending(EndReason.PARSE_ERROR, told[0]["content"], self._metrics)
                 messages += told
                 continue
             self._num_bad = 0
             step = await self._step(answer.message, completion.turn)
             if step.done:
                 end = EndReason(step.end_reason) if step.end_reason else EndReason.DONE
-                return Outcome(end, "", self._metrics)
+                return Ending(end, "", self._metrics)
             messages += [*step.messages, *told]
 
     async def _step(self, answer: Message, turn: int) -> Step:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mcore_rl.agents.chat.probe import Format
 from mcore_rl.agents.messages import (
     Answer,
     ChatRequest,
@@ -21,20 +22,6 @@ from mcore_rl.agents.messages import (
 from mcore_rl.agents.normal import fingerprints
 from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
 from mcore_rl.types import EpisodeRecord, Sample
-
-
-class Format(Protocol):
-    """See chat.ChatFormat."""
-
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]: ...
-
-    def appended(
-        self,
-        history: Sequence[Message],
-        answer_ids: Sequence[int],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-    ) -> tuple[int, ...] | None: ...
 
 
 class Parser(Protocol):
@@ -83,7 +70,7 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True)
-class Place:
+class RowPlace:
     """Where a request continues an episode. history: messages up to the parent's answer."""
 
     parent: int | None
@@ -176,7 +163,7 @@ class EpisodeRecorder:
             detail=detail,
         )
 
-    def _find(self, request: ChatRequest) -> Place:
+    def _find(self, request: ChatRequest) -> RowPlace:
         """Return the turn whose conversation is the longest beginning of the request's."""
         messages = request.messages
         hashes = fingerprints(messages, request.tools)
@@ -186,18 +173,18 @@ class EpisodeRecorder:
             if parent is not None:
                 fork = Fork.BRANCH if parent in self._continued else Fork.NONE
                 history = tuple(self.tree.conversation(parent))
-                return Place(parent, Fork.RETRY if is_retry else fork, history, messages[k:])
+                return RowPlace(parent, Fork.RETRY if is_retry else fork, history, messages[k:])
         if is_retry:
             fork = Fork.RETRY
         elif not self.tree.turns:
             fork = Fork.NONE
         else:
             fork = Fork.HISTORY if hashes[1] in self._begun else Fork.SUB_AGENT
-        return Place(None, fork, (), messages)
+        return RowPlace(None, fork, (), messages)
 
     def _context(
-        self, place: Place, request: ChatRequest
-    ) -> tuple[Place, tuple[int, ...], tuple[int, ...]]:
+        self, place: RowPlace, request: ChatRequest
+    ) -> tuple[RowPlace, tuple[int, ...], tuple[int, ...]]:
         """Return the place, the ids of its row so far, and those that come before the answer."""
         if place.parent is not None:
             parent = self.tree.turns[place.parent]
@@ -207,13 +194,13 @@ class EpisodeRecorder:
             if appended is not None:
                 return place, self.tree.path_ids(place.parent), appended
             messages = (*place.history, *place.new)
-            place = Place(None, place.fork or Fork.TEMPLATE, (), messages)
+            place = RowPlace(None, place.fork or Fork.TEMPLATE, (), messages)
         return place, (), self.format.whole(place.new, request.tools)
 
     def _add(
         self,
         request: ChatRequest,
-        place: Place,
+        place: RowPlace,
         context_ids: tuple[int, ...],
         experts_start: int,
         sample: Sample,

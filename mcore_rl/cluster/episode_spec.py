@@ -1,4 +1,4 @@
-"""What a recipe says of episodes, for collectors and for the checks before a run."""
+"""A recipe's options of episodes, for collectors and for the checks before a run."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from mcore_rl.config.shipped import shipped_path
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """What a recipe says of episodes.
+    """A recipe's options of episodes.
 
     model_path      directory with tokenizer and chat template
     max_tokens      tokens of a row, the first context included

@@ -12,7 +12,7 @@ class AgentsConfig(Options, group="agents"):
     """Kind of the environment that the policy talks with (docs/agents.md), or a class of your own
     as module:Class or folder/file.py:Class; empty: a sample is one response."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the environment itself is given."""
+    """Options of the environment itself."""
     max_turns: int = bounded(16, least=1)
     """Answers of the policy in an episode."""
     max_turn_len: int = bounded(0, least=0)

@@ -49,7 +49,7 @@ class CountdownProblem:
 
 
 @dataclass(frozen=True)
-class Step:
+class CountdownStep:
     """`a` and `b` are replaced by `result`; `text` is "8 + 5 = 13"."""
 
     text: str
@@ -83,7 +83,7 @@ def demonstrate(problem: CountdownProblem, rng: random.Random) -> str:
     )
 
 
-def random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step]:
+def random_steps(numbers: Sequence[int], rng: random.Random) -> list[CountdownStep]:
     """Return steps that use each number once; no result is below 0."""
     left = list(numbers)
     steps = []
@@ -91,9 +91,9 @@ def random_steps(numbers: Sequence[int], rng: random.Random) -> list[Step]:
         rng.shuffle(left)
         a, b = left.pop(), left.pop()
         if rng.random() < 0.5:
-            step = Step(f"{a} + {b} = {a + b}", a + b)
+            step = CountdownStep(f"{a} + {b} = {a + b}", a + b)
         else:
-            step = Step(f"{max(a, b)} - {min(a, b)} = {abs(a - b)}", abs(a - b))
+            step = CountdownStep(f"{max(a, b)} - {min(a, b)} = {abs(a - b)}", abs(a - b))
         steps.append(step)
         left.append(step.result)
     return steps

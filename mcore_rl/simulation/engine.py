@@ -56,7 +56,7 @@ class SimulatedEngine:
         self._steps = 0.0
         self._at_s = loop.time()
         self._worked_s = self._clock.time()
-        """What the loop and the clock showed at the last event."""
+        """The clock's time at the last event; `_at_s` is the loop's."""
         self._is_working = False
         self._blocked_until_s = 0.0
         """When its prefill ends, on the clock."""

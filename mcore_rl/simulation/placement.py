@@ -21,7 +21,7 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True)
-class Placement:
+class ProcessPlacement:
     """The clocks of trainer, critic and engines: each counts the seconds that its processes work.
 
     They show the loop's time where no cores are shared.
@@ -32,12 +32,12 @@ class Placement:
     engines: Sequence[WorkClock]
 
     @staticmethod
-    def of(config: Config, loop: VirtualLoop) -> "Placement":
+    def of(config: Config, loop: VirtualLoop) -> "ProcessPlacement":
         """Raises ValueError if processes of one machine need more than simulate.cores."""
         engines = config.rollout.engines
         if not config.simulate.cores:
             free = [WorkClock(loop, {}) for _ in range(engines + 2)]
-            return Placement(free[0], free[1], free[2:])
+            return ProcessPlacement(free[0], free[1], free[2:])
         size = RunSize.of(config, "train")
         bundles = plan_run(size, config.rollout, config.cluster, gpus_per_node=0)
         machines = _Machines(config.simulate.cores)
@@ -54,7 +54,7 @@ class Placement:
             places = [
                 [node for node in engine for _ in range(ranks // len(engine))] for engine in nodes
             ]
-        return Placement(
+        return ProcessPlacement(
             WorkClock(loop, _cores(trainer, _of_rank(config.parallel))),
             WorkClock(loop, _cores(critic, _of_rank(config.critic.parallel))),
             [WorkClock(loop, _cores(place, 1.0, BESIDE_ENGINE_CORES)) for place in places],

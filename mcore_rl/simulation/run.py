@@ -41,7 +41,7 @@ from mcore_rl.scores import Scores
 from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.engines import SimulatedCollector, SimulatedTransport
 from mcore_rl.simulation.failures import Failures
-from mcore_rl.simulation.placement import Placement
+from mcore_rl.simulation.placement import ProcessPlacement
 from mcore_rl.simulation.ranks import SimulatedRanks
 from mcore_rl.simulation.recipe_costs import RecipeCosts
 from mcore_rl.simulation.step_log import StepLog
@@ -95,7 +95,7 @@ class SimulatedRun:
         self._folder = folder
         self._needs = needs_of(config.algorithm)
         self.workload = Workload(config)
-        self._placement = Placement.of(config, clock.loop)
+        self._placement = ProcessPlacement.of(config, clock.loop)
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()

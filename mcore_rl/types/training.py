@@ -1,4 +1,4 @@
-"""What is asked of training ranks, and what they report."""
+"""Orders to training ranks, and their reports."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the engine was given and what it sampled is what trains, whoever drives the episode."""
+"""Exactly the tokens that an engine was given and sampled train, whoever drives the episode."""
 
 import asyncio
 import random

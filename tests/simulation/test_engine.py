@@ -100,7 +100,7 @@ def test_prefill_and_decode_slow_down_while_a_rank_works_on_the_same_core(
         began_s = loop.time()
         await alone.sample(1, 1000, 90, 90)
         seconds = [loop.time() - began_s]
-        # Of a second of work, the first half has the core to itself.
+        # The first half of a second of work has the core to itself.
         loop.call_later(0.5, lambda: loop.create_task(ranks.work(100)))
         began_s = loop.time()
         await shared.sample(1, 1000, 90, 90)

@@ -64,7 +64,7 @@ def test_who_wants_less_than_an_even_share_gets_it_and_the_others_share_the_rest
     machine = Machine(2)
     small, rank = WorkClock(loop, {machine: [0.2]}), WorkClock(loop, {machine: [0.8, 0.4]})
     engine = WorkClock(loop, {machine: [1.0, 0.4]})
-    # Of two cores, 0.2 + 0.4 + 0.4 are taken; the other two processes get half a core each.
+    # 0.2 + 0.4 + 0.4 of two cores are taken; the other two processes get half a core each.
     assert ends(loop, (small, 0, 1), (rank, 0, 0.5), (engine, 0, 0.4)) == pytest.approx(
         [1, 0.8, 0.8]
     )

@@ -10,7 +10,7 @@ from mcore_rl.simulation.placement import (
     BESIDE_ENGINE_CORES,
     PIPELINE_RANK_CORES,
     RANK_CORES,
-    Placement,
+    ProcessPlacement,
 )
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 
@@ -22,9 +22,9 @@ def loop() -> Iterator[VirtualLoop]:
     loop.close()
 
 
-def place(loop: VirtualLoop, *overrides: str) -> Placement:
+def place(loop: VirtualLoop, *overrides: str) -> ProcessPlacement:
     settings = ("simulate.gpu=cpu", "cluster.cpus_per_rank=1", *overrides)
-    return Placement.of(load_recipe("tiny_moe_grpo", list(settings)), loop)
+    return ProcessPlacement.of(load_recipe("tiny_moe_grpo", list(settings)), loop)
 
 
 def seconds_of(loop: VirtualLoop, clock: WorkClock, beside: WorkClock) -> float:

@@ -13,7 +13,7 @@ from mcore_rl.agents.environments.environment import Message, ProgramResult, Sta
 from mcore_rl.agents.environments.errors import EpisodeError
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.worker_process import WorkerProcess, make_import_folder
-from mcore_rl.agents.messages import Task
+from mcore_rl.agents.messages import EpisodeTask
 from mcore_rl.process.temp_dir import TempDir
 
 _RUN_GRACE_S = 30.0
@@ -54,7 +54,7 @@ class EnvironmentPool:
     ) -> None:
         await self.close()
 
-    async def open(self, task: Task | Mapping[str, Any]) -> "OpenEpisode":
+    async def open(self, task: EpisodeTask | Mapping[str, Any]) -> "OpenEpisode":
         """Begin the episode of a task: wait for a place, then reset an environment to the task.
 
         Raises an EpisodeError, or ValueError if the task is not JSON.
@@ -69,7 +69,7 @@ class EnvironmentPool:
             raise
         return episode
 
-    async def run(self, task: Task | Mapping[str, Any]) -> ProgramResult:
+    async def run(self, task: EpisodeTask | Mapping[str, Any]) -> ProgramResult:
         """Have a program play the episode of a task; a canceled run ends the program.
 
         Raises an EpisodeError if the worker is lost or the adapter itself fails.
@@ -236,7 +236,7 @@ class OpenEpisode:
             raise
 
 
-def task_fields(task: Task | Mapping[str, Any]) -> dict[str, Any]:
+def task_fields(task: EpisodeTask | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a task by name, as an environment's reset takes them."""
     return dict(vars(task)) if isinstance(task, Task) else dict(task)
 

@@ -6,13 +6,13 @@ import os
 from mcore_rl.agents.environments.keeper import descendants
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.messages import Task
+from mcore_rl.agents.messages import EpisodeTask
 from tests.agents.environments import episodes
 from tests.agents.environments.episodes import all_gone
 
 COUNTDOWN = f"{episodes.HERE}:Countdown"
 COROUTINES = f"{episodes.HERE}:Coroutines"
-TASK = Task((), "levels", None, index=7, sample_index=2)
+TASK = EpisodeTask((), "levels", None, index=7, sample_index=2)
 
 
 def answer(text="go"):
