@@ -36,7 +36,8 @@ class CommandOptions:
                    and {folder} the working folder
     files          files to put into the working folder: name -> text; the task's extra_info.files
                    come on top, and task.json has the whole task
-    variables      environment variables of the program
+    variables      environment variables of the program, besides those of the worker; HOME is the
+                   working folder if they do not name it
     model          name of the model, as OPENAI_MODEL and ANTHROPIC_MODEL
     score          command that runs in the working folder after a program that ended well, with the
                    same braces; empty: the program itself prints the reward
