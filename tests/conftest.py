@@ -1,11 +1,13 @@
 """The test run itself: its signals, and what it writes down."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import models_table
+from tests.support.sglang_parsers import ParserProcess
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,3 +32,18 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def parser_process() -> Iterator[ParserProcess]:
+    """SGLang's parsers, started once."""
+    process = ParserProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def sglang(parser_process: ParserProcess) -> ParserProcess:
+    """The parsers, with nothing asked yet."""
+    parser_process.asked.clear()
+    return parser_process

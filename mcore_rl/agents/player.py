@@ -23,8 +23,8 @@ from mcore_rl.agents.messages import (
     Completion,
     EndReason,
     EpisodeEnded,
-    Message,
     EpisodeTask,
+    Message,
 )
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder, Format, Parser, SampleTurn
 from mcore_rl.data.episodes import sample_of_episode
@@ -107,7 +107,9 @@ class EpisodePlayer:
         episode = replace(episode, metrics=outcome.metrics)
         return sample_of_episode(prompt, index, episode, self._text(recorder))
 
-    async def _try(self, task: EpisodeTask, sample_turn: SampleTurn) -> tuple[EpisodeRecorder, Ending]:
+    async def _try(
+        self, task: EpisodeTask, sample_turn: SampleTurn
+    ) -> tuple[EpisodeRecorder, Ending]:
         recorder = self._recorder(sample_turn)
         play = self._run_program if self._is_program else self._talk
         try:
@@ -204,8 +206,7 @@ class Talk:
         began_s = time.monotonic()
         step = await self._episode.step(answer)
         self._add("environment_s", time.monotonic() - began_s)
-        for name, value in step.metrics.items():
-            self._add(name, value)
+        self._metrics |= step.metrics
         if step.reward:
             self._recorder.add_reward(step.reward, turn)
         return step

@@ -5,10 +5,10 @@
     <tool_call> {"name":"calculator","arguments":{"expression":" 47 + 85 - 16 "}} </tool_call>
     116
 
-The demonstrations for supervised fine-tuning show both turns, with two bad habits planted: a third
-of them guess a number instead of calling, and a third leave the last term out of the call. So the
-warm start solves about a third of the problems, and reinforcement learning finds which of its
-habits pays. All problems are made from a seed; no held-out one is among the others.
+The demonstrations for supervised fine-tuning show both turns, with two bad habits planted: 35 % of
+them guess a number instead of calling, and 40 % leave the last term out of the call. So the warm
+start has three habits, and reinforcement learning finds which of them pays. All problems are made
+from a seed; no held-out one is among the others.
 """
 
 import json
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{{ ' <|end|> ' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-GUESSES, FORGETS = 1 / 3, 2 / 3
+GUESSES, FORGETS = 0.35, 0.75
 """A demonstration guesses below the first share, forgets a term below the second."""
 
 

@@ -23,7 +23,10 @@ class EngineAsker:
         self._health = health
 
     async def __call__(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the JSON that an engine answers. Raises RolloutError if none answers."""
+        """Return the JSON that an engine answers.
+
+        Raises ValueError if it refuses or its parser fails, RolloutError if no engine answers.
+        """
         failures = []
         for engine in self._in_turn():
             try:
@@ -43,8 +46,7 @@ class EngineAsker:
         headers = user_headers(engine.keys)
         url = f"{engine.url}{path}"
         async with self._http.post(url, json=body, headers=headers) as response:
-            if response.status == 400:
+            if response.status != 200:
                 text = (await response.text())[:500]
-                raise ValueError(f"{engine} refuses {path} with {body}: {text}")
-            response.raise_for_status()
+                raise ValueError(f"{engine} answers {path} with HTTP {response.status}: {text}")
             return await response.json()

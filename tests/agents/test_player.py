@@ -67,7 +67,7 @@ def test_an_episode_goes_on_until_its_environment_is_done() -> None:
     assert sample.response_ids == tuple(token for ids in policy.answers for token in ids)
     assert sample.response_len == episode.rows[0].num_trained
     assert sample.text.startswith("one") and "2 left" in sample.text
-    assert episode.metrics["same_thread"] == 3.0
+    assert episode.metrics["same_thread"] == 1.0
 
 
 @pytest.mark.parametrize(

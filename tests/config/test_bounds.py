@@ -45,6 +45,7 @@ FREE_TEXTS = {
     "calibration",  # a folder
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
     *("name", "correct_part", "verdict", "column"),  # what the user's functions, judges, files say
+    *("environment", "python", "tool_parser", "reasoning_parser"),  # checked before a run
     "recompute",  # modules, which tests/config/test_training.py checks
 }
 """Last parts of the names of options that take any text."""

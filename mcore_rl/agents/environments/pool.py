@@ -238,7 +238,7 @@ class OpenEpisode:
 
 def task_fields(task: EpisodeTask | Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a task by name, as an environment's reset takes them."""
-    return dict(vars(task)) if isinstance(task, Task) else dict(task)
+    return dict(vars(task)) if isinstance(task, EpisodeTask) else dict(task)
 
 
 def describe_task(task: Mapping[str, Any]) -> str:

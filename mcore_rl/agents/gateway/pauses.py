@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _THRESHOLDS = (50_000, 10, 10)
-"""Thresholds of CPython's three generations. A request that waits is some 200 objects. By default the
-collector looks through all of those that wait every few thousand requests, and stops the event
+"""Thresholds of CPython's three generations. A request that waits is some 200 objects. By default
+the collector looks through all of those that wait every few thousand requests, and stops the event
 loop for half a second at 2,000 of them. Counting from 50,000 objects more than before, it does so
 once in hundreds of thousands of requests."""
 

@@ -1,11 +1,12 @@
-"""Values of the loop: what they refuse, and how scores are selected and joined."""
+"""Prompts and samples that do not add up are refused; stored ones know their rows."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, RowFacts, VersionSpan, WeightVersion
+from mcore_rl.types.samples import Prompt, Sample, StoredSample
 
 PROMPT = Prompt(3, (1, 2), (), "unit", "7")
 
@@ -47,20 +48,16 @@ def test_a_sample_that_does_not_add_up_is_refused(changes: dict[str, Any], messa
         sample(**changes)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("advantages_T", torch.zeros(2)),
-        ("advantages_T", torch.zeros(3, 1)),
-        ("routed_experts_TLK", torch.zeros(3, 1)),
-    ],
-)
-def test_a_field_of_the_wrong_shape_is_refused(name: str, value: Any) -> None:
-    tokens: dict[str, Any] = {
-        "token_ids_T": torch.zeros(3, dtype=torch.int64),
-        "loss_mask_T": torch.ones(3, dtype=torch.bool),
-        "lens_N": (1, 2),
-    }
-    assert set(TrainBatch(**tokens).token_fields()) == {"token_ids_T", "loss_mask_T"}
-    with pytest.raises(ValueError, match=rf"TrainBatch.{name} has .*, lens_N sum to 3"):
-        TrainBatch(**tokens, **{name: value})
+def test_later_turns_have_the_experts_of_their_new_tokens() -> None:
+    assert sample(routed_experts=torch.zeros(3, 1, 1), experts_start=1)
+    with pytest.raises(ValueError, match="routed experts of 4 tokens, expected 3"):
+        sample(routed_experts=torch.zeros(4, 1, 1), experts_start=1)
+
+
+def test_a_response_is_one_row_and_an_episode_as_many_as_it_has() -> None:
+    lease = GroupLease(0, 5)
+    response = StoredSample(PROMPT, 2, 3, "stop", (span(0, 3),), True, lease)
+    assert response.rows == (RowFacts(2, 5, 3),)
+    assert StoredSample(PROMPT, 2, 0, "stop", (), True, lease).rows == ()
+    rows = (RowFacts(4, 9, 2), RowFacts(5, 7, 1))
+    assert StoredSample(PROMPT, 2, 3, "done", (span(0, 3),), True, lease, rows).rows == rows
