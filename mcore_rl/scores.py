@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+ENVIRONMENT = "environment"
+"""The part of a reward that an episode's environment gives."""
+
 
 @dataclass(frozen=True)
 class Scores:

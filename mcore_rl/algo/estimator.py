@@ -17,7 +17,7 @@ from mcore_rl.algo.registry import advantages
 from mcore_rl.algo.user_file import UserFile
 from mcore_rl.algo.values import explained_variance, generalized
 from mcore_rl.config import AlgorithmConfig, KLConfig
-from mcore_rl.scores import Scores
+from mcore_rl.scores import ENVIRONMENT, Scores
 from mcore_rl.types import AnySample, TrainBatch
 
 
@@ -126,13 +126,25 @@ class Advantages:
     def _outcomes(
         self, scores: Scores, shapes: "SampleShapes", batch: TrainBatch, kl_R: Tensor | None
     ) -> Outcomes:
-        """Gather rewards and log-probs; `kl_R` times its coefficient is subtracted from rewards."""
+        """Gather rewards and log-probs; `kl_R` times its coefficient is subtracted from rewards.
+
+        Rewards of an episode's turns come with the last tokens of the turns, and the rest of the
+        episode's reward with its last token.
+        """
+        rewards = self._of_rewards(scores, shapes)
+        token_rewards_R = None if kl_R is None else -self._kl_coef * kl_R
+        turn_rewards_R = _trained(batch, batch.turn_rewards_T)
+        if turn_rewards_R is not None:
+            turn_rewards_R = self._part_weights.get(ENVIRONMENT, 1.0) * turn_rewards_R.double()
+            of_turns_N = torch.segment_reduce(turn_rewards_R, "sum", lengths=shapes.lens_N)
+            rewards["rewards_N"] = rewards["rewards_N"] - of_turns_N
+            token_rewards_R = turn_rewards_R + (0.0 if token_rewards_R is None else token_rewards_R)
         teacher_R = _trained(batch, batch.teacher_logprobs_T)
         if scores.teacher_N:
             teacher_R = torch.tensor([value for row in scores.teacher_N for value in row])
         return Outcomes(
-            **self._of_rewards(scores, shapes),
-            token_rewards_R=None if kl_R is None else -self._kl_coef * kl_R,
+            **rewards,
+            token_rewards_R=token_rewards_R,
             energy_R=_energy(batch),
             logprobs_R=_trained(batch, old_policy(batch, self._config)),
             ref_logprobs_R=_trained(batch, batch.ref_logprobs_T),

@@ -15,7 +15,7 @@ from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.redaction import redact
 from mcore_rl.scores import Scores
-from mcore_rl.types import Sample
+from mcore_rl.types import Sample, TurnRecord
 
 _log = logging.getLogger(__name__)
 SAMPLES_PER_LOG = 64
@@ -128,4 +128,21 @@ def _sample_row(step: int, split: str, sample: Sample, reward: float, error: str
         "finish_reason": sample.finish_reason,
         "weights": sorted({span.version for span in sample.versions}),
     }
+    if sample.episode is not None:
+        row["turns"] = [_turn_row(turn) for turn in sample.episode.turns]
+        row["detail"] = redact(sample.episode.detail)
     return {**row, "reward_error": redact(error)} if error else row
+
+
+def _turn_row(turn: TurnRecord) -> dict[str, Any]:
+    """Return what was said in a turn; only the tokens of `answer` are trained."""
+    return {
+        "parent": turn.parent,
+        "fork": turn.fork,
+        "messages": list(turn.messages),
+        "answer": turn.answer,
+        "calls": list(turn.calls),
+        "tokens": turn.num_tokens,
+        "finish_reason": turn.finish_reason,
+        "reward": turn.reward,
+    }

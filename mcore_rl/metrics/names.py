@@ -30,6 +30,16 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "staleness/dropped": "samples dropped because they grew too stale",
         "staleness/restarted": "responses cut off by a weight sync, since the start of the run",
     },
+    "Episodes": {
+        "episodes/turns": "answers of the policy, mean over episodes",
+        "episodes/rows": "sequences that train an episode, mean over episodes",
+        "episodes/row_tokens": "tokens of these sequences together, trained or not, mean",
+        "episodes/forks": "turns that do not simply continue the one before, mean",
+        "episodes/environment_s": "seconds that the environment took for its steps, mean",
+        "episodes/calls/<status>": "attempts to call a tool that ended so, mean",
+        "episodes/end/<reason>": "share of episodes that ended for this reason",
+        "episodes/<name>": "a number that the environment gives, mean over episodes",
+    },
     "Training": {
         "loss/total": "the loss that was differentiated, without the router's auxiliary losses",
         "loss/policy": "clipped surrogate, token mean",

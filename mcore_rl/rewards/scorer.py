@@ -17,12 +17,10 @@ from mcore_rl.rewards.function_calls import FunctionCalls
 from mcore_rl.rewards.model_scorers import ModelScorer, Post, ask
 from mcore_rl.rewards.noise import noise_of
 from mcore_rl.rewards.user_function import Answer, Fields, describe_error, load_function
-from mcore_rl.scores import Scores
+from mcore_rl.scores import ENVIRONMENT, Scores
 from mcore_rl.types import Sample, has_outcome
 
 _log = logging.getLogger(__name__)
-ENVIRONMENT = "environment"
-"""The part of a reward that an episode's environment gives."""
 LOGGED_ERRORS = 3
 """Errors logged per call; the others are only counted."""
 

@@ -1,0 +1,111 @@
+"""Whole runs in which the policy talks with an environment, through real tools and engines."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.data.calculator import prepare_calculator
+from tests.support.runs import Run
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Start]:
+    """begin(*settings) -> Run of `mcore-rl train`; what it leaves is killed at the end."""
+    runs: list[Run] = []
+
+    def begin_run(*settings: str) -> Run:
+        runs.append(Run(("train", *settings), tmp_path / f"run{len(runs)}"))
+        return runs[-1]
+
+    yield begin_run
+    for run in runs:
+        run.kill_all()
+
+
+@pytest.fixture(scope="module")
+def calculator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calculator")
+    prepare_calculator(folder)
+    return folder
+
+
+def settings(folder: Path) -> list[str]:
+    """Return the calculator's recipe in its smallest size, with a model that knows nothing."""
+    return [
+        "recipe=tiny_agent_calculator",
+        f"model.path={folder / 'model'}",
+        "model.init=random",
+        f"data.train=[{folder / 'train.parquet'}]",
+        f"eval.data=[{folder / 'heldout.parquet'}]",
+        "eval.max_prompts=4",
+        "eval.every_steps=0",
+        "checkpoint.export_hf=false",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "reward.noise=1.0",
+    ]
+
+
+THREE_QUESTIONS = """
+from mcore_rl.agents.environments.environment import Start, Step
+
+class ThreeQuestions:
+    def reset(self, task):
+        self.left = 3
+        return Start(list(task["messages"]))
+
+    def step(self, message):
+        self.left -= 1
+        question = {"role": "user", "content": "what is 1 + 1 ?"}
+        return Step([question], reward=float(self.left == 1), done=self.left == 0)
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_tokens_of_all_turns_train_as_they_were_sampled(
+    begin: Start, calculator: Path, tmp_path: Path, mode: str
+) -> None:
+    """The trainer gives each sampled token the log-prob that the engine gave it in its turn."""
+    (tmp_path / "three.py").write_text(THREE_QUESTIONS)
+    environment = f"agents.environment={tmp_path / 'three.py'}:ThreeQuestions"
+    unread = ["agents.options.functions=null", "agents.options.reward=null"]
+    options = [environment, *unread, "rollout.max_response_len=80", "run.steps=3"]
+    run = begin(*settings(calculator), *options, f"rollout.mode={mode}")
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    for line in steps:
+        assert line["episodes/turns"] == 3.0 and line["episodes/end/done"] == 1.0
+        assert line["episodes/rows"] == 1.0 and line["loss/grad_norm"] > 0
+        assert line["reward/part/environment"] == pytest.approx(1.0, abs=1.0)
+        assert line["logprob_diff/arithmetic"] < 1e-5, line
+    assert steps[0]["logprob_diff/router_flip_share"] < 0.01
+    rows = (run.run_dir / "samples.jsonl").read_text().splitlines()
+    turns = json.loads(rows[-1])["turns"]
+    assert [turn["parent"] for turn in turns] == [None, 0, 1]
+    assert [turn["reward"] for turn in turns] == [0.0, 1.0, 0.0]
+    assert turns[1]["messages"] == [{"role": "user", "content": "what is 1 + 1 ?"}]
+
+
+def test_tools_are_called_and_a_worker_that_dies_costs_its_episodes_only(
+    begin: Start, calculator: Path
+) -> None:
+    run = begin(*settings(calculator), "run.steps=3")
+    run.find_one("mcore_rl.agents.environments.worker").kill()
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    ends = {name for line in steps for name in line if name.startswith("episodes/end/")}
+    assert ends <= {
+        f"episodes/end/{end}" for end in ("done", "max_turns", "max_tokens", "parse_error")
+    }
