@@ -1,19 +1,14 @@
 """Steps of DPO on real ranks: the gradient of the published loss, however pairs are spread."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as ps
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import (
-    AlgorithmConfig,
     CheckpointConfig,
     ModelConfig,
     ParallelConfig,
@@ -23,8 +18,8 @@ from mcore_rl.data.preferences import make_pair_batch
 from mcore_rl.loops.dpo import with_pair_gradient
 from mcore_rl.players.trainer import PackedTrainer, Packing
 from mcore_rl.run_folder import RunFolder
-from mcore_rl.train.actor import Actor
-from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.types import TrainBatch
+from tests.support.calls_together import CallsTogether
 from tests.support.distributed import run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
@@ -37,40 +32,6 @@ TOLERANCE = 2e-6
 """Tolerance of float32 gradients between layouts. One process was 1.7e-6 away from float64, CP 2
 was 1.4e-6, and they were 1.0e-6 away from each other.
 """
-
-
-class Calls:
-    """RankCalls played by every rank: all make the same calls and gather each other's answers."""
-
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
-        self._loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient"))
-
-    def compute_logprobs(
-        self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
-    ) -> list[list[TokenScores]]:
-        own = per_dp[ps.get_data_parallel_rank()]
-        return _of_owners(self._actor.compute_logprobs(own, options))
-
-    def train_step(
-        self, per_dp: Sequence[Sequence[TrainBatch]], *, temperature: float, num_tokens: int
-    ) -> StepStats:
-        mine = per_dp[ps.get_data_parallel_rank()]
-        stats = self._actor.train_step(
-            mine, self._loss, temperature=temperature, num_tokens=num_tokens
-        )
-        return _of_owners(stats)[0]
-
-    def save(self, folder: str, extra: dict[str, Any]) -> None: ...
-
-    def finish_save(self) -> None: ...
-
-
-def _of_owners(answer: Any) -> list[Any]:
-    """Return the answers that are not None, by data-parallel coordinate."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (ps.get_data_parallel_rank(), answer))
-    return [a for _, a in sorted((a for a in answers if a[1] is not None), key=lambda a: a[0])]
 
 
 def make_pairs() -> TrainBatch:
@@ -103,7 +64,7 @@ def one_step(
         for parameter in actor.weight_layout()[1].values():
             parameter.mul_(STRETCH)
     trainer = PackedTrainer(
-        Calls(actor),
+        CallsTogether(actor),
         RunFolder("unused"),
         packing=Packing.of(parallel, max_tokens),
         temperature=1.0,

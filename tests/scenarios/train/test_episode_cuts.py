@@ -1,0 +1,101 @@
+"""The gradient of episodes is the same however their turns are cut into rows, in every layout."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
+from mcore_rl.config import CheckpointConfig, ModelConfig, ParallelConfig
+from mcore_rl.data.batch import make_train_batch, with_loss_weights
+from mcore_rl.players.trainer import PackedTrainer, Packing
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.types import Prompt, TrainBatch
+from tests.support.calls_together import CallsTogether
+from tests.support.distributed import run_ranks
+from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_training import VOCAB, make_actor, write_hf_model
+from tests.support.turn_trees import random_tree, sample_of
+
+NUM_TREES = 100
+NUM_BATCHES = 10
+LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
+
+
+def one_more(tree: TurnTree) -> list[int]:
+    """End rows at the leaves and, before them, at a turn in the middle."""
+    return [len(tree.turns) // 2, *at_leaves(tree)]
+
+
+CUTS: list[Cut] = [at_leaves, at_turns, one_more]
+
+
+def make_batch(number: int, cut: Cut) -> TrainBatch:
+    """Return the episodes of a tenth of the trees, each with an advantage of its own."""
+    generator = random.Random(number)
+    prompt = Prompt(0, (1,), (), "unit", None)
+    samples = []
+    for i in range(NUM_TREES // NUM_BATCHES):
+        tree = random_tree(generator, generator.randint(1, 8), VOCAB, with_experts=False)
+        samples.append(sample_of(tree, prompt, i, cut))
+    batch = with_loss_weights(make_train_batch(samples), "sequence_mean", 64)
+    assert batch.sample_N is not None
+    of_sample = torch.tensor([generator.uniform(-1, 1) for _ in samples])
+    of_row = of_sample[torch.tensor(batch.sample_N)]
+    advantages_T = of_row.repeat_interleave(torch.tensor(batch.lens_N)) * batch.loss_mask_T
+    return TrainBatch(**{**vars(batch), "advantages_T": advantages_T})
+
+
+def gradients(
+    rank: int,
+    world_size: int,
+    port: int,
+    model: ModelConfig,
+    layout: dict[str, Any],
+    jobs: list[tuple[int, Cut]],
+) -> list[Boxed]:
+    """Return the gradients of each job's batch: (number of the batch, cut)."""
+    parallel = ParallelConfig(**layout)
+    actor = make_actor(rank, world_size, port, model, parallel, router_aux_loss_coef=0.0)
+    found = []
+    start = {name: p.detach().clone() for name, p in actor.weight_layout()[1].items()}
+    for number, cut in jobs:
+        trainer = PackedTrainer(
+            CallsTogether(actor),
+            RunFolder("unused"),
+            packing=Packing.of(parallel, 128),
+            temperature=1.0,
+            checkpoint=CheckpointConfig(),
+        )
+        trainer.train_step(make_batch(number, cut))
+        found.append(boxed_gradients(actor))
+        with torch.no_grad():
+            for name, parameter in actor.weight_layout()[1].items():
+                parameter.copy_(start[name])
+    return found
+
+
+def in_layouts(rank: int, world_size: int, port: int, model: ModelConfig) -> list[list[Boxed]]:
+    jobs = [(0, cut) for cut in CUTS]
+    return [gradients(rank, world_size, port, model, layout, jobs) for layout in LAYOUTS]
+
+
+@pytest.mark.gloo
+def test_any_cut_gives_the_same_gradient_in_every_layout(tmp_path: Path) -> None:
+    model = ModelConfig(path=str(write_hf_model(tmp_path / "model")))
+    jobs = [(number, cut) for number in range(NUM_BATCHES) for cut in CUTS]
+    [alone] = run_ranks(gradients, 1, model, {}, jobs, timeout_s=300)
+    first: dict[str, torch.Tensor] = {}
+    for number in range(NUM_BATCHES):
+        of_batch = alone[number * len(CUTS) : (number + 1) * len(CUTS)]
+        wanted = whole_gradients(of_batch[0])
+        first = first or wanted
+        assert max(g.abs().max().item() for g in wanted.values()) > 1e-3
+        for boxed, cut in zip(of_batch, CUTS, strict=True):
+            check_gradients([boxed], wanted, (number, cut))
+    per_rank = run_ranks(in_layouts, 2, model, timeout_s=300)
+    for layout, *of_ranks in zip(LAYOUTS, *per_rank, strict=True):
+        for cut, *boxed in zip(CUTS, *of_ranks, strict=True):
+            check_gradients(boxed, first, (layout, cut), 2e-6)
