@@ -1,18 +1,24 @@
 """Scores become advantages of a batch: groups, KL in the reward, energies, parts, greedy ones."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
+from mcore_rl.agents.turn_tree import at_leaves, at_turns
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.policy_loss import make_policy_loss
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.data.batch import make_train_batch
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
+from tests.support.turn_trees import random_tree, sample_of
+
+PROMPT = Prompt(0, (1,), (), "unit", None)
 
 
 def make_samples(lens: Sequence[int], prompts: Sequence[int]) -> list[Sample]:
@@ -129,3 +135,40 @@ def test_parts_of_the_reward_and_the_greedy_reward_reach_their_advantages() -> N
         remax(Scores([1.0, 0.0]), samples, batch)
     with pytest.raises(ValueError, match=r"algorithm.advantage=gdpo needs .* set reward.parts"):
         Advantages(AlgorithmConfig(advantage="gdpo"))
+
+
+def test_rewards_of_turns_come_with_their_last_tokens() -> None:
+    """A return at gamma 1 is what is still to come; all of it is the episode's reward."""
+    samples = [sample_of(random_tree(random.Random(n), 4), PROMPT, n) for n in range(3)]
+    batch = make_train_batch(samples)
+    batch = replace(batch, values_T=torch.zeros(len(batch.token_ids_T)))
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    rewards = [episode.reward + 5.0 for episode in episodes]
+    config = AlgorithmConfig(advantage="gae", gamma=1.0, gae_lambda=1.0)
+    advised, _ = Advantages(config)(Scores(rewards), samples, batch)
+    assert advised.returns_T is not None and batch.turn_T is not None
+    returns_R, turn_R = (t[batch.loss_mask_T].tolist() for t in (advised.returns_T, batch.turn_T))
+    lens = [sample.response_len for sample in samples]
+    for episode, start, stop in zip(
+        episodes, [0, *accumulate(lens)], accumulate(lens), strict=False
+    ):
+        left = episode.reward + 5.0
+        for t in range(start, stop):
+            assert returns_R[t] == pytest.approx(left, abs=1e-5)
+            if t + 1 == stop or turn_R[t + 1] != turn_R[t]:
+                left -= episode.turns[turn_R[t]].reward
+        assert left == pytest.approx(5.0)
+
+
+def test_an_advantage_of_whole_episodes_does_not_see_turns_or_rows() -> None:
+    trees = [random_tree(random.Random(n), 6) for n in range(4)]
+    rewards = [1.0, 0.0, 3.0, 2.0]
+    for cut in (at_leaves, at_turns):
+        samples = [sample_of(tree, PROMPT, i, cut) for i, tree in enumerate(trees)]
+        batch = make_train_batch(samples)
+        advised = advantages_of(
+            Advantages(AlgorithmConfig(advantage="dr_grpo")), Scores(rewards), samples, batch
+        )
+        lens = torch.tensor([sample.response_len for sample in samples])
+        expected = (torch.tensor(rewards) - 1.5).repeat_interleave(lens)
+        torch.testing.assert_close(advised[batch.loss_mask_T], expected)
