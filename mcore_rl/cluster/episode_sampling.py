@@ -39,7 +39,7 @@ class EpisodeSampler:
             limits,
             spec.agents.deadline_s,
             spec.agents.max_bad_calls,
-            partial(keep_last_answers, number=history) if history else None,
+            None if history < 0 else partial(keep_last_answers, number=history),
         )
         self._player = EpisodePlayer(
             spec.agents.environment,

@@ -32,9 +32,10 @@ class AgentsConfig(Options, group="agents"):
     """SGLang's parser of reasoning; auto: by the model's architecture and template; none."""
     template: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as enable_thinking."""
-    history: int = bounded(0, least=0)
-    """Answers that the policy is shown, with what follows them; earlier ones are left out and the
-    next answer begins a new row. 0: all."""
+    history: int = bounded(-1, least=-1)
+    """Earlier answers that the policy is shown, with what follows them and what came before the
+    first; others are left out, which begins a new row. 0: the newest messages alone, besides
+    those of the system; -1: all."""
     python: str = ""
     """Interpreter of the workers, for environments with packages of their own; empty: this one."""
     variables: dict[str, Any] = field(default_factory=dict)

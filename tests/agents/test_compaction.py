@@ -18,4 +18,5 @@ def test_earlier_answers_are_left_out_with_what_followed_them() -> None:
     assert keep_last_answers(whole, 1) == [*start, *turns[2]]
     assert keep_last_answers(whole, 2) == [*start, *turns[1], *turns[2]]
     assert keep_last_answers(whole, 3) == whole == keep_last_answers(whole, 9)
-    assert keep_last_answers(start, 1) == start
+    assert keep_last_answers(start, 1) == start == keep_last_answers(start, 0)
+    assert keep_last_answers(whole, 0) == [start[0], *turns[2][1:]]

@@ -32,6 +32,7 @@ class GymnasiumOptions:
                       it has one; the last match counts; empty: any name or number
     parse_penalty     taken from the reward for an answer without an action
     max_parse_errors  as many end the episode
+    action_repeat     how often each action is taken; the rewards add up
     max_steps         actions at most; 0: as the environment has it
     same_start        samples of a prompt begin alike: the seed is the task's extra_info.seed or
                       else its index, instead of the sample's own seed
@@ -48,10 +49,13 @@ class GymnasiumOptions:
     action_pattern: str = ""
     parse_penalty: float = 0.0
     max_parse_errors: int = 3
+    action_repeat: int = 1
     max_steps: int = 0
     same_start: bool = True
 
     def __post_init__(self) -> None:
+        if self.action_repeat < 1:
+            raise ValueError(f"action_repeat is {self.action_repeat}: at least 1")
         if self.max_parse_errors < 1 or self.max_steps < 0:
             raise ValueError(
                 f"max_parse_errors is {self.max_parse_errors} and max_steps {self.max_steps}: "
@@ -129,10 +133,15 @@ class GymnasiumEnvironment:
         action = self._actions.parse(text_of(message))
         if action is None:
             return self._without_action()
-        observation, reward, terminated, truncated, _ = self._env.step(action)
-        self._num_steps += 1
-        text = self._text(observation, float(reward))
-        return self._step(text, float(reward), bool(terminated or truncated))
+        total, done, observation = 0.0, False, None
+        for _ in range(self._options.action_repeat):
+            observation, reward, terminated, truncated, _ = self._env.step(action)
+            total += float(reward)
+            self._num_steps += 1
+            done = bool(terminated or truncated)
+            if done:
+                break
+        return self._step(self._text(observation, total), total, done)
 
     def close(self) -> None:
         self._env.close()

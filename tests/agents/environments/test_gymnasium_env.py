@@ -43,6 +43,18 @@ def test_cartpole_gives_the_observations_and_rewards_of_the_package():
 
 
 @needs_agents_venv()
+def test_an_action_may_be_taken_several_times():
+    options = {**CARTPOLE, "decimals": 4}
+    _, single = play("gymnasium", options, TASK, ["right"] * 40)
+    start, thrice = play("gymnasium", {**options, "action_repeat": 3}, TASK, ["right"] * 40)
+    assert sum(step.reward for step in thrice) == len(single)
+    assert thrice[-1].done and thrice[-1].metrics["steps"] == len(single)
+    seen = [step.messages for step in single]
+    assert [step.messages for step in thrice[:-1]] == seen[2::3][: len(thrice) - 1]
+    assert all(step.reward == 3.0 for step in thrice[:-1])
+
+
+@needs_agents_venv()
 def test_buckets_describe_an_observation_by_few_symbols_after_the_tasks_own_words():
     options = {
         **CARTPOLE,
