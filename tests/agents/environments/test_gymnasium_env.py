@@ -46,7 +46,7 @@ def test_cartpole_gives_the_observations_and_rewards_of_the_package():
 def test_an_action_may_be_taken_several_times():
     options = {**CARTPOLE, "decimals": 4}
     _, single = play("gymnasium", options, TASK, ["right"] * 40)
-    start, thrice = play("gymnasium", {**options, "action_repeat": 3}, TASK, ["right"] * 40)
+    _, thrice = play("gymnasium", {**options, "action_repeat": 3}, TASK, ["right"] * 40)
     assert sum(step.reward for step in thrice) == len(single)
     assert thrice[-1].done and thrice[-1].metrics["steps"] == len(single)
     seen = [step.messages for step in single]
