@@ -20,6 +20,7 @@ from mcore_rl.agents.environments.errors import (
 from mcore_rl.agents.environments.keeper import OVER_MEMORY_STATUS
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.wire import encode, read_frame
+from mcore_rl.process.redaction import is_secret_name
 
 _ABANDON_S = 5.0
 """A worker that has not answered after it, to a request that needs no environment, hangs."""
@@ -43,9 +44,10 @@ def worker_environment(options: EnvironmentOptions, folder: Path) -> dict[str, s
     """Return the environment variables of a worker that imports this package from `folder`.
 
     A foreign interpreter does not inherit PYTHONPATH and PYTHONHOME, which name packages of this
-    one.
+    one. Nobody inherits variables that are secret by their names: what an environment needs to know
+    of these, its options say.
     """
-    variables = dict(os.environ)
+    variables = {name: text for name, text in os.environ.items() if not is_secret_name(name)}
     if options.python:
         for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
             variables.pop(name, None)

@@ -95,3 +95,12 @@ def test_nothing_is_left_of_a_pool_whose_process_gets_a_signal(number, tmp_path)
     process.wait(timeout=30)
     assert not all_gone(pids)
     assert not [path for path in tmp_path.rglob("*") if path.is_socket()]
+
+
+def test_secrets_of_this_process_are_not_inherited(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
+    monkeypatch.setenv("GAME_LEVEL", "3")
+    options = EnvironmentOptions("tools", variables={"SEARCH_API_KEY": "needed"})
+    variables = worker_environment(options, tmp_path)
+    assert "HF_TOKEN" not in variables
+    assert variables["GAME_LEVEL"] == "3" and variables["SEARCH_API_KEY"] == "needed"
