@@ -103,7 +103,12 @@ class EpisodeRecorder:
         self._call_ids: list[str] = []
 
     async def complete(self, request: ChatRequest) -> Completion:
-        """Sample the next answer. Raises EpisodeEnded if the episode is over or has no room."""
+        """Sample the next answer. Raises EpisodeEnded if the episode is over or has no room.
+
+        ValueError: no message asks for an answer.
+        """
+        if not request.messages or request.messages[-1].get("role") == "assistant":
+            raise ValueError("the last message must not be the assistant's: nothing asks for more")
         if self.end is not None:
             raise EpisodeEnded(self.end)
         if self.num_requests >= self.limits.max_turns:

@@ -129,6 +129,14 @@ def test_forks_have_reasons() -> None:
     ]
 
 
+def test_answers_are_not_continued() -> None:
+    scene = Scene("qwen3", ["one"])
+    answer = scene.ask(user("go")).answer.message
+    for messages in ((), (user("go"), answer)):
+        with pytest.raises(ValueError, match="nothing asks for more"):
+            scene.ask(*messages)
+
+
 def test_other_tools_are_another_conversation() -> None:
     scene = Scene("qwen3", ["one", "two"])
     tool = {"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}
