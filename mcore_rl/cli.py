@@ -16,6 +16,7 @@ from mcore_rl.config.recipe import leaves_of, list_recipes, load_recipe
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
+from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -93,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_data(commands)
     _add_doctor(commands)
+    add_agent_arguments(commands.add_parser("agent", help="try an environment"), _load_settings)
     return parser
 
 
@@ -100,7 +102,7 @@ def _list_recipes() -> str:
     """A line for each recipe: its name, padded to the longest, and its headline."""
     headlines = list_recipes()
     width = max(map(len, headlines))
-    return "\n".join(f"  {name:{width}}  {headline}" for name, headline in headlines.items())
+    return "\n".join(f"  {name:{width}}  {line}" for name, line in headlines.items())
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -184,8 +186,7 @@ def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from mcore_rl.data.prepare import add_arguments
 
-    text = "prepare prompts: arithmetic and countdown (made here) or gsm8k"
-    add_arguments(commands.add_parser("data", help=text))
+    add_arguments(commands.add_parser("data", help="prepare prompts: made here, or gsm8k"))
 
 
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,6 +1,8 @@
 """Whole runs in which the policy talks with an environment, through real tools and engines."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,3 +111,16 @@ def test_tools_are_called_and_a_worker_that_dies_costs_its_episodes_only(
     assert ends <= {
         f"episodes/end/{end}" for end in ("done", "max_turns", "max_tokens", "parse_error")
     }
+
+
+def test_a_model_is_tried_in_an_environment(calculator: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mcore_rl.cli", "agent", "run", "--episodes", "2"]
+    done = subprocess.run(
+        [*command, *settings(calculator), f"run.dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("=== prompt ") == 2 and done.stdout.count("[user] what is ") == 2
+    assert done.stdout.count("[assistant] ") >= 2 and done.stdout.count("sampled tokens") == 2

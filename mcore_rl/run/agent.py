@@ -1,0 +1,132 @@
+"""`mcore-rl agent run`: plays episodes of a recipe with an engine of its own, and prints them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.cluster.episode_sampling import EpisodeSampler
+from mcore_rl.cluster.run import engine_spec
+from mcore_rl.config import Config
+from mcore_rl.data.decoding import make_decode
+from mcore_rl.players.generator import make_sampling
+from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.process.http import open_session
+from mcore_rl.process.server_keys import ServerKeys
+from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.collector import GroupRequest
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_asker import EngineAsker
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.run.episodes import check_episodes, episode_spec
+from mcore_rl.run.inputs import needed_prompts, open_policy
+from mcore_rl.run.prompts import load_split
+from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
+
+
+def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
+    """Play an episode of each of the first prompts, and print the conversations.
+
+    Held-out prompts come first, if the recipe has any. Raises ValueError for wrong input before
+    the engine is started.
+    """
+    if not config.agents.is_used:
+        raise ValueError("agents.environment is not set: give what the policy talks with")
+    policy, tokenizer = open_policy(config, *needed_prompts(config))
+    check_episodes(config, policy, tokenizer)
+    files = config.eval.data or config.data.train
+    prompts = load_split(config, files, tokenizer)[:num_episodes]
+    with TemporaryDirectory(prefix="mcore_rl_agent_") as folder:
+        spec = engine_spec(config, policy, Path(folder) / "sglang.log", ServerKeys.make())
+        engine = EngineProcess(spec)
+        loop = EventLoop()
+        try:
+            engine.start()
+            engine.wait_healthy(config.run.startup_timeout_s)
+            samples = loop.run(_play(config, policy, tokenizer, engine, prompts, greedy))
+        except TimeoutError as error:
+            raise RuntimeError(str(error)) from error
+        finally:
+            loop.close()
+            engine.stop()
+    for sample in samples:
+        print(shown(sample), flush=True)
+
+
+async def _play(
+    config: Config,
+    policy: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    engine: EngineProcess,
+    prompts: Sequence[Prompt],
+    greedy: bool,
+) -> list[Sample]:
+    """Return an episode of each prompt."""
+    spec = episode_spec(config, policy, tokenizer)
+    decode = make_decode(tokenizer)
+    health = EngineHealth([engine.url])
+    http = HttpOptions.of(config.rollout, spec.stop_token_ids, decode)
+    client = RolloutClient([engine.address], config.rollout, http.open, health)
+    async with AsyncExitStack() as stack:
+        posts = await stack.enter_async_context(open_session(config.rollout.request_timeout_s))
+        sampler = EpisodeSampler(
+            spec, "agent", decode, EngineAsker(posts, [engine.address], health)
+        )
+        stack.push_async_callback(sampler.close)
+        await sampler.start()
+        session = await stack.enter_async_context(client.open())
+        sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
+        groups = [
+            await sampler.sample_group(session, GroupRequest(0, i, prompt, 1, sampling))
+            for i, prompt in enumerate(prompts)
+        ]
+    return [sample for group in groups for sample in group]
+
+
+def shown(sample: Sample) -> str:
+    """Return the conversation of an episode, with what was rewarded and why it ended."""
+    episode = sample.episode
+    assert episode is not None, "an episode is shown"
+    prompt = sample.prompt
+    lines = [f"=== prompt {prompt.index} of {prompt.data_source!r} ==="]
+    for turn in episode.turns:
+        lines += _shown_turn(turn)
+    return "\n".join([*lines, _shown_end(episode, prompt), ""])
+
+
+def _shown_turn(turn: TurnRecord) -> list[str]:
+    lines = [f"--- a new row: {turn.fork} ---"] if turn.fork else []
+    lines += [_shown_message(message) for message in turn.messages]
+    lines.append(_shown_message(turn.answer))
+    lines += [f"    call {call}" for call in turn.calls]
+    if turn.reward:
+        lines.append(f"    reward {turn.reward:g}")
+    return lines
+
+
+def _shown_message(message: Mapping[str, Any]) -> str:
+    parts = [str(message.get("content") or "")]
+    if reasoning := message.get("reasoning_content"):
+        parts.insert(0, f"({reasoning})")
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        parts.append(f"{function['name']} {text}")
+    return f"[{message['role']}] {' '.join(part for part in parts if part)}"
+
+
+def _shown_end(episode: EpisodeRecord, prompt: Prompt) -> str:
+    num_tokens = sum(turn.num_tokens for turn in episode.turns)
+    truth = f"; ground truth {prompt.ground_truth!r}" if prompt.ground_truth else ""
+    detail = f" ({episode.detail})" if episode.detail else ""
+    return (
+        f"=== {episode.end}{detail}: reward {episode.reward:g}, {len(episode.turns)} answers,"
+        f" {num_tokens} sampled tokens, {len(episode.rows)} rows{truth} ==="
+    )

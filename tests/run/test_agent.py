@@ -1,0 +1,48 @@
+"""Episodes as they are shown, and wrong input of `mcore-rl agent run`."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.agents.turn_tree import rows_of
+from mcore_rl.config import Config
+from mcore_rl.run.agent import run_agent, shown
+from mcore_rl.types import EpisodeRecord, Prompt, TurnRecord
+from tests.support.turn_trees import random_tree, sample_of
+
+PROMPT = Prompt(3, (1,), (), "sums", "93")
+
+
+def test_an_episode_is_shown_turn_by_turn() -> None:
+    question = {"role": "user", "content": "what is 1 + 2 ?"}
+    call = {"function": {"name": "calculator", "arguments": '{"x": 1}'}, "id": "c", "type": "f"}
+    asks = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "c"}
+    says = {"role": "assistant", "content": "3"}
+    turns = (
+        TurnRecord(0, None, "", (question,), asks, 5, "stop", 0.0, ("calculator: ok",)),
+        TurnRecord(1, None, "template", (question, asks, result), says, 2, "stop", 1.0),
+    )
+    tree = random_tree(random.Random(0), 1)
+    episode = EpisodeRecord(rows_of(tree), turns, "deadline", 1.0, "after 3 s")
+    text = shown(replace(sample_of(tree, PROMPT, 0), episode=episode))
+    assert text.splitlines() == [
+        "=== prompt 3 of 'sums' ===",
+        "[user] what is 1 + 2 ?",
+        '[assistant] (hm) calculator {"x": 1}',
+        "    call calculator: ok",
+        "--- a new row: template ---",
+        "[user] what is 1 + 2 ?",
+        '[assistant] (hm) calculator {"x": 1}',
+        "[tool] 3",
+        "[assistant] 3",
+        "    reward 1",
+        "=== deadline (after 3 s): reward 1, 2 answers, 7 sampled tokens, 1 rows;"
+        " ground truth '93' ===",
+    ]
+
+
+def test_a_recipe_without_an_environment_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"agents\.environment is not set"):
+        run_agent(Config(), 1, greedy=False)
