@@ -13,7 +13,10 @@ from mcore_rl.process.ports import find_free_port
 from tests.support.documented import Documented, documented, in_workspace, own_algorithm
 from tests.support.policy import ROOT
 
-WALKED = ("README.md", "docs/recipes.md", "docs/algorithms.md", "docs/async.md", "docs/rewards.md")
+WALKED = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("recipes", "agents", "algorithms", "async", "rewards")),
+)
 """Documents whose commands run one after the other, and then those of mcore-rl in
 docs/checkpoints.md; its commands of mcore-rl-ckpt have a test of their own (test_convert.py)."""
 OTHERS = (

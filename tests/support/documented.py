@@ -20,11 +20,12 @@ STEPS = {
     # Documents make pairs twice, and a run that goes on wants as many as before.
     "pairs": ("dpo.prompts=32", "eval.max_prompts=32", "rollout.deterministic=true"),
     "eval": (),
+    "agent": (),
 }
 SHORT = (
     "rollout.prompts_per_step=4",
     "rollout.samples_per_prompt=4",
-    "rollout.max_response_len=12",
+    "rollout.max_response_len=16",
     "eval.max_prompts=8",
     "rollout.kv_cache_len=8192",
 )
