@@ -21,11 +21,12 @@ def tool_of(function: Callable[..., Any]) -> Tool:
     """Return the tool that a function is, in OpenAI's format.
 
     Parameters that begin with an underscore are not the policy's. The docstring's words before its
-    first section describe the tool, its section Args the parameters. Raises ValueError if a
+    first section describe the tool, its section Args the parameters; so does Annotated[int, "a
+    count"]. Raises ValueError if a
     parameter has no type hint, or one that JSON has no form for.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     summary, described = _read_docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     required: list[str] = []

@@ -21,9 +21,10 @@ def answer(text="go"):
 
 def in_pool(use, **options):
     async def run():
+        others = set(descendants(os.getpid()))
         async with EnvironmentPool(EnvironmentOptions(**{"workers": 1, **options})) as pool:
             result = await use(pool)
-            pids = descendants(os.getpid())
+            pids = sorted(set(descendants(os.getpid())) - others)
         assert not all_gone(pids)
         return result
 
