@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class PlayOptions:
     """How episodes are played.
 
-    deadline_s      for a whole episode, once it has begun
+    deadline_s      for a whole episode, from its reset on: waiting for a place does not count
     max_bad_calls   answers in a row whose tool calls cannot be executed, before the episode ends
     compaction      shortens the conversation before each answer; None: it stays whole
     """
@@ -113,10 +113,7 @@ class EpisodePlayer:
         recorder = self._recorder(sample_turn)
         play = self._run_program if self._is_program else self._talk
         try:
-            async with asyncio.timeout(self._options.deadline_s):
-                outcome = await play(task, recorder)
-        except TimeoutError:
-            outcome = Ending(EndReason.DEADLINE, f"after {self._options.deadline_s:g} s")
+            outcome = await play(task, recorder)
         except EnvironmentLost:
             raise
         except EpisodeError as error:
@@ -129,8 +126,13 @@ class EpisodePlayer:
 
     async def _talk(self, task: EpisodeTask, recorder: EpisodeRecorder) -> Ending:
         episode = await self._pool.open(task)
+        talk = Talk(episode, recorder, self._options)
+        deadline_s = self._options.deadline_s
         try:
-            return await Talk(episode, recorder, self._options).go_on()
+            async with asyncio.timeout(deadline_s):
+                return await talk.go_on()
+        except TimeoutError:
+            return Ending(EndReason.DEADLINE, f"after {deadline_s:g} s", talk.metrics)
         finally:
             await episode.close()
 
@@ -168,7 +170,7 @@ class Talk:
         self._options = options
         self._tools = tuple(episode.start.tools)
         self._names = {tool["function"]["name"] for tool in self._tools}
-        self._metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
         self._num_bad = 0
 
     async def go_on(self) -> Ending:
@@ -182,31 +184,31 @@ class Talk:
                     ChatRequest(tuple(messages), self._tools)
                 )
             except EpisodeEnded as ended:
-                return Ending(ended.reason, str(ended), self._metrics)
+                return Ending(ended.reason, str(ended), self.metrics)
             answer = completion.answer
             messages.append(answer.message)
             self._count_calls(answer)
             if completion.finish_reason == "length" and self._is_full(completion):
-                return Ending(EndReason.MAX_TOKENS, "", self._metrics)
+                return Ending(EndReason.MAX_TOKENS, "", self.metrics)
             told = complaints(answer)
             if told and not answer.message.get("tool_calls"):
                 self._num_bad += 1
                 if self._num_bad > self._options.max_bad_calls:
-                    return Ending(EndReason.PARSE_ERROR, told[0]["content"], self._metrics)
+                    return Ending(EndReason.PARSE_ERROR, told[0]["content"], self.metrics)
                 messages += told
                 continue
             self._num_bad = 0
             step = await self._step(answer.message, completion.turn)
             if step.done:
                 end = EndReason(step.end_reason) if step.end_reason else EndReason.DONE
-                return Ending(end, "", self._metrics)
+                return Ending(end, "", self.metrics)
             messages += [*step.messages, *told]
 
     async def _step(self, answer: Message, turn: int) -> Step:
         began_s = time.monotonic()
         step = await self._episode.step(answer)
         self._add("environment_s", time.monotonic() - began_s)
-        self._metrics |= step.metrics
+        self.metrics |= step.metrics
         if step.reward:
             self._recorder.add_reward(step.reward, turn)
         return step
@@ -220,7 +222,7 @@ class Talk:
             self._add(f"calls/{attempt.status}", 1.0)
 
     def _add(self, name: str, value: float) -> None:
-        self._metrics[name] = self._metrics.get(name, 0.0) + value
+        self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
 def complaints(answer: Answer) -> list[Message]:

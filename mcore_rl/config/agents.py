@@ -19,7 +19,7 @@ class AgentsConfig(Options, group="agents"):
     """Tokens of one answer; 0: up to rollout.max_response_len, which bounds what follows the first
     prompt in all, answers and messages of the environment."""
     deadline_s: float = bounded(600.0, above=0)
-    """For a whole episode."""
+    """For a whole episode, once its environment is reset."""
     max_bad_calls: int = bounded(3, least=0)
     """Answers in a row whose tool calls cannot be executed, and that the policy is told of; the
     next one ends the episode."""

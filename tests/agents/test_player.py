@@ -87,6 +87,26 @@ def test_reasons(texts: list[str], options: dict[str, Any], reason: str, num_tur
     assert sample.episode is not None and len(sample.episode.turns) == num_turns
 
 
+def test_a_wait_for_a_place_does_not_count_towards_the_deadline() -> None:
+    """Four episodes of a second each in one place, each with a deadline of 2.5 s."""
+    encode = partial(TOKENIZER.encode, add_special_tokens=False)
+    chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
+    options = PlayOptions(ROOMY, 2.5, 2)
+
+    async def run() -> list[Sample]:
+        async with EnvironmentPool(
+            EnvironmentOptions(kind=COUNTDOWN, workers=1, episodes_per_worker=1)
+        ) as pool:
+            player = EpisodePlayer(COUNTDOWN, pool, chat, PlainParser(decode), decode, options)
+            policies = [
+                StandInPolicy(["SLEEP 1", "go"], encode, stop_ids("qwen3")[0]) for _ in range(4)
+            ]
+            plays = (player.play(PROMPT, i, i, policy) for i, policy in enumerate(policies))
+            return await asyncio.gather(*plays)
+
+    assert [sample.finish_reason for sample in asyncio.run(run())] == ["done"] * 4
+
+
 def test_an_environment_that_is_lost_is_tried_once_more() -> None:
     sample, policy = play(["go", "DIE", "go", "go", "go"])
     assert sample.finish_reason == "done" and len(policy.asked) == 5
