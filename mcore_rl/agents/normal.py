@@ -15,8 +15,13 @@ def fingerprints(messages: Sequence[Message], tools: Sequence[Tool]) -> list[byt
     """
     hashes = [_hash(b"", list(tools))]
     for message in messages:
-        hashes.append(_hash(hashes[-1], normal(message)))
+        hashes.append(with_message(hashes[-1], message))
     return hashes
+
+
+def with_message(before: bytes, message: Message) -> bytes:
+    """Return the hash of a conversation whose hash was `before`, with one more message."""
+    return _hash(before, normal(message))
 
 
 def _hash(before: bytes, value: Any) -> bytes:

@@ -169,7 +169,6 @@ class Talk:
         self._recorder = recorder
         self._options = options
         self._tools = tuple(episode.start.tools)
-        self._names = {tool["function"]["name"] for tool in self._tools}
         self.metrics: dict[str, float] = {}
         self._num_bad = 0
 

@@ -19,7 +19,7 @@ from mcore_rl.agents.messages import (
     Message,
     Tool,
 )
-from mcore_rl.agents.normal import fingerprints
+from mcore_rl.agents.normal import fingerprints, with_message
 from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
 from mcore_rl.types import EpisodeRecord, Sample
 
@@ -71,8 +71,13 @@ class EpisodeLimits:
 
 @dataclass(frozen=True)
 class RowPlace:
-    """Where a request continues an episode. history: messages up to the parent's answer."""
+    """Where a request continues an episode.
 
+    hashes    of the request's messages, see normal.fingerprints
+    history   messages up to the parent's answer
+    """
+
+    hashes: list[bytes]
     parent: int | None
     fork: Fork
     history: tuple[Message, ...]
@@ -178,14 +183,15 @@ class EpisodeRecorder:
             if parent is not None:
                 fork = Fork.BRANCH if parent in self._continued else Fork.NONE
                 history = tuple(self.tree.conversation(parent))
-                return RowPlace(parent, Fork.RETRY if is_retry else fork, history, messages[k:])
+                fork = Fork.RETRY if is_retry else fork
+                return RowPlace(hashes, parent, fork, history, messages[k:])
         if is_retry:
             fork = Fork.RETRY
         elif not self.tree.turns:
             fork = Fork.NONE
         else:
             fork = Fork.HISTORY if hashes[1] in self._begun else Fork.SUB_AGENT
-        return RowPlace(None, fork, (), messages)
+        return RowPlace(hashes, None, fork, (), messages)
 
     def _context(
         self, place: RowPlace, request: ChatRequest
@@ -199,7 +205,7 @@ class EpisodeRecorder:
             if appended is not None:
                 return place, self.tree.path_ids(place.parent), appended
             messages = (*place.history, *place.new)
-            place = RowPlace(None, place.fork or Fork.TEMPLATE, (), messages)
+            place = RowPlace(place.hashes, None, place.fork or Fork.TEMPLATE, (), messages)
         return place, (), self.format.whole(place.new, request.tools)
 
     def _add(
@@ -227,10 +233,9 @@ class EpisodeRecorder:
             experts_start=experts_start,
         )
         self.tree.add(turn)
-        hashes = fingerprints((*request.messages, answer.message), request.tools)
-        self._ends[hashes[-1]] = turn.number
-        self._asked.add(hashes[-2])
-        self._begun.add(hashes[1])
+        self._ends[with_message(place.hashes[-1], answer.message)] = turn.number
+        self._asked.add(place.hashes[-1])
+        self._begun.add(place.hashes[1])
         if turn.parent is not None:
             self._continued.add(turn.parent)
         self._call_ids += [attempt.call_id for attempt in answer.attempts if attempt.call_id]

@@ -19,12 +19,15 @@ TURN = "turn"
 
 def columns_of_row(episode: EpisodeRecord, row: Row) -> dict[str, Array]:
     """Return the token-aligned columns of one of an episode's rows, but for its routed experts."""
+    rewards = _turn_rewards(episode, row)
+    return {**_sampled_columns(row), TURN_REWARDS: rewards, TURN: row.turn_T}
+
+
+def _sampled_columns(row: Row) -> dict[str, Array]:
     return {
         TOKEN_IDS: row.token_ids,
         ROLLOUT_LOGPROBS: row.logprobs,
         LOSS_MASK: row.is_trained,
-        TURN_REWARDS: _turn_rewards(episode, row),
-        TURN: row.turn_T,
     }
 
 
@@ -39,7 +42,7 @@ def _turn_rewards(episode: EpisodeRecord, row: Row) -> Array:
 
 def sample_of_episode(prompt: Prompt, index: int, episode: EpisodeRecord, text: str) -> Sample:
     """Return an episode as sample number `index` of its prompt; `text` is the conversation."""
-    parts = [(row.versions, columns_of_row(episode, row)) for row in episode.rows]
+    parts = [(row.versions, _sampled_columns(row)) for row in episode.rows]
     return Sample(
         prompt=prompt,
         sample_index=index,
