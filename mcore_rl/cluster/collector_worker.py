@@ -16,12 +16,8 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
-from mcore_rl.data.sample_store import (
-    TEACHER_LOGPROBS,
-    LostSampleError,
-    ReadRequest,
-    SampleStore,
-)
+from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
+from mcore_rl.data.sample_store import LostSampleError, SampleStore
 from mcore_rl.data.spill import SpillFiles
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.event_loop import EventLoop
@@ -74,7 +70,8 @@ class CollectorWorker:
         rollout = spec.rollout
         num_experts = shape.num_experts if shape else 0
         spill = SpillFiles(rollout.spill_dir)
-        self._store = SampleStore(num_experts, first_group, rollout.store_gib * 2**30, spill)
+        limit = rollout.store_gib * 2**30
+        self._store = SampleStore(num_experts, first_group, limit, spill, rollout.logprob_dtype)
         self._scorer = spec.make_scorer() if spec.make_scorer else None
         self._loop = EventLoop()
         self._teacher: Any = None

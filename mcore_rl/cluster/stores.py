@@ -22,7 +22,7 @@ from mcore_rl.data.assembly import (
     scatter,
     scatter_parts,
 )
-from mcore_rl.data.sample_store import ReadRequest
+from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.lost_samples import SamplesLost, join_losses
 from mcore_rl.types import Array, StoredBatch, TrainBatch
 

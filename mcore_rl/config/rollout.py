@@ -73,6 +73,9 @@ class RolloutConfig(Options, group="rollout"):
     (mcore-rl plan says what they take at most)."""
     spill_dir: str = ""
     """Folder of these files, on a disk of each node; empty: the one for temporary files."""
+    logprob_dtype: str = one_of("float32", ("float32", "bfloat16"))
+    """Numbers that stores keep log-probs in. bfloat16 takes half the memory and is off by up to
+    0.4 % of each log-prob, in ratios of policies, too."""
     deterministic: bool = False
     """Seed the sampling of each request: the same run samples the same tokens again."""
     sglang: dict[str, Any] = field(default_factory=dict)

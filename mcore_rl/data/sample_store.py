@@ -7,7 +7,8 @@ response, and is None where it was never written:
     loss_mask  turn_rewards  turn                    of rows of episodes, written with them
     teacher_logprobs  old_logprobs  values  ...      written by those who compute them
 
-A sample of one turn is one row of these columns; an episode has as many as it takes.
+A sample of one turn is one row of these columns; an episode has as many as it takes. Log-probs may
+be kept as bfloat16; they are read as float32 in any case.
 
 Where memory is bounded, what is sampled beyond the bound goes to files, and is read from there.
 """
@@ -15,7 +16,7 @@ Where memory is bounded, what is sampled beyond the bound goes to files, and is 
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -29,25 +30,20 @@ from mcore_rl.data.episodes import (
     columns_of_row,
     flat_response,
 )
+from mcore_rl.data.kept_rows import (
+    BFLOAT16,
+    FLOAT32,
+    LOGPROBS,
+    ROUTED_EXPERTS,
+    KeptRow,
+    ReadRequest,
+    column_of,
+    lay_out,
+)
 from mcore_rl.data.spill import SpillFiles
 from mcore_rl.types import Array, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)
-ROUTED_EXPERTS = "routed_experts"
-TEACHER_LOGPROBS = "teacher_logprobs"
-STALE = "stale"
-"""Not kept: computed from a sample's version spans when it is read."""
-
-
-@dataclass
-class KeptRow:
-    """A sequence as arrays, token-aligned; routed experts lack the last token.
-
-    versions   the weights that sampled its tokens, in positions of the sequence
-    """
-
-    versions: tuple[VersionSpan, ...]
-    columns: dict[str, Array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,24 +56,6 @@ class KeptGroup:
     @cached_property
     def rows(self) -> list[KeptRow]:
         return list(chain.from_iterable(self.rows_of))
-
-
-@dataclass(frozen=True)
-class ReadRequest:
-    """Asks for columns of samples, each laid end to end in the order of group_N and index_N.
-
-    version     weights that are trained, for the column `stale`
-    layers      the layers whose experts are read; empty: all
-    ranges_R3   int64 (place in group_N, first token, end), the tokens whose experts are read, laid
-                end to end in this order; None: those of all tokens
-    """
-
-    group_N: Array
-    index_N: Array
-    names: tuple[str, ...]
-    version: int = 0
-    layers: tuple[int, ...] = ()
-    ranges_R3: Array | None = None
 
 
 class UnknownSampleError(KeyError):
@@ -97,12 +75,16 @@ class SampleStore:
         first_group: int = 0,
         limit_bytes: float = 0,
         spill: SpillFiles | None = None,
+        logprob_dtype: str = FLOAT32,
     ) -> None:
         """Experts are kept in a byte each if the model has at most 256 of them.
 
         `first_group`: groups with smaller numbers were kept by a process that is gone. A group that
         would take the store beyond `limit_bytes` (0: none) goes to `spill`.
+
+        logprob_dtype   that log-probs are kept as, FLOAT32 or BFLOAT16
         """
+        self._logprob_dtype = logprob_dtype
         self._limit_bytes = limit_bytes
         self._num_bytes = 0
         self._spill = spill or SpillFiles("")
@@ -148,7 +130,7 @@ class SampleStore:
         """Return the columns by name. Raises KeyError for an unknown column or sample."""
         pairs = zip(request.group_N.tolist(), request.index_N.tolist(), strict=True)
         found = [self._find(group, index).rows[index] for group, index in pairs]
-        return {name: _laid_out(name, found, request) for name in request.names}
+        return {name: lay_out(name, found, request) for name in request.names}
 
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
         """Set columns of samples, each laid end to end in the order of group_N and index_N."""
@@ -159,8 +141,7 @@ class SampleStore:
         ends = np.cumsum([len(sample.columns[TOKEN_IDS]) for sample in found])
         for name, values in columns.items():
             assert len(values) == (ends[-1] if len(ends) else 0), f"{name}: {values.shape}"
-            if name == ROUTED_EXPERTS:
-                values = values.astype(self._expert_dtype)
+            values = self._compacted(name, values)
             for sample, part in zip(found, np.split(values, ends[:-1]), strict=True):
                 own = part[:-1] if name == ROUTED_EXPERTS else part
                 with self._lock:
@@ -184,7 +165,7 @@ class SampleStore:
     def _rows(self, sample: Sample) -> list[KeptRow]:
         if sample.episode is not None:
             rows = [(row, columns_of_row(sample.episode, row)) for row in sample.episode.rows]
-            return [self._compact(row.versions, own, row.routed_experts) for row, own in rows]
+            return [self._row(row.versions, own, row.routed_experts) for row, own in rows]
         prompt_len = len(sample.prompt.token_ids)
         num_tokens = prompt_len + sample.response_len
         token_ids = np.empty(num_tokens, np.int32)
@@ -197,17 +178,25 @@ class SampleStore:
             for span in sample.versions
         )
         columns = {TOKEN_IDS: token_ids, ROLLOUT_LOGPROBS: logprobs}
-        return [self._compact(versions, columns, sample.routed_experts)]
+        return [self._row(versions, columns, sample.routed_experts)]
 
-    def _compact(
+    def _row(
         self,
         versions: tuple[VersionSpan, ...],
         columns: dict[str, Array],
         routed_experts: Tensor | None,
     ) -> KeptRow:
         if routed_experts is not None:
-            columns[ROUTED_EXPERTS] = routed_experts.numpy().astype(self._expert_dtype)
-        return KeptRow(versions, columns)
+            columns[ROUTED_EXPERTS] = routed_experts.numpy()
+        kept = {name: self._compacted(name, values) for name, values in columns.items()}
+        return KeptRow(versions, kept)
+
+    def _compacted(self, name: str, values: Array) -> Array:
+        if name == ROUTED_EXPERTS:
+            return values.astype(self._expert_dtype)
+        if name in LOGPROBS and self._logprob_dtype == BFLOAT16:
+            return torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+        return values
 
     def _find(self, group: int, index: int) -> KeptGroup:
         with self._lock:
@@ -226,47 +215,6 @@ def _in_memory(array: Array | None) -> int:
     return 0 if array is None or isinstance(array, np.memmap) else array.nbytes
 
 
-def _laid_out(name: str, samples: Sequence[KeptRow], request: ReadRequest) -> Array:
-    if name == STALE:
-        return np.concatenate([_stale(sample, request.version) for sample in samples])
-    if name == ROUTED_EXPERTS:
-        return _experts_laid_out(samples, request)
-    return np.concatenate([sample.columns[name] for sample in samples])
-
-
-def _experts_laid_out(samples: Sequence[KeptRow], request: ReadRequest) -> Array:
-    """Return the experts of the request's tokens and layers.
-
-    No engine has run a sample's last token: its experts are zeros, which readers mark as unknown.
-    """
-    if request.ranges_R3 is None:
-        ranges = [(k, 0, len(sample.columns[TOKEN_IDS])) for k, sample in enumerate(samples)]
-    else:
-        ranges = request.ranges_R3.tolist()
-    kept = [sample.columns[ROUTED_EXPERTS] for sample in samples]
-    num_layers, topk = kept[0].shape[1:]
-    layers = list(request.layers) or slice(None)
-    shape = (
-        sum(stop - first for _, first, stop in ranges),
-        len(request.layers) or num_layers,
-        topk,
-    )
-    laid_out = np.zeros(shape, kept[0].dtype)
-    at = 0
-    for k, first, stop in ranges:
-        part = kept[k][first:stop, layers]
-        laid_out[at : at + len(part)] = part
-        at += stop - first
-    return laid_out
-
-
-def _stale(row: KeptRow, version: int) -> Array:
-    stale = np.zeros(len(row.columns[TOKEN_IDS]), np.bool_)
-    for span in row.versions:
-        stale[span.start : span.stop] = span.version != version
-    return stale
-
-
 def _emptied(sample: Sample) -> Sample:
     """Return a sample without what its rows keep."""
     episode = sample.episode and replace(sample.episode, rows=())
@@ -279,7 +227,13 @@ def _filled(group: KeptGroup, index: int) -> Sample:
     """Return a whole sample; of an episode, all but its record's rows."""
     sample, rows = group.samples[index], group.rows_of[index]
     if sample.episode is not None:
-        parts = [(row.versions, row.columns) for row in rows]
+        parts = [
+            (
+                row.versions,
+                {**row.columns, ROLLOUT_LOGPROBS: column_of(row, ROLLOUT_LOGPROBS)},
+            )
+            for row in rows
+        ]
         return replace(sample, **flat_response(parts))
     [row] = rows
     prompt_len = len(sample.prompt.token_ids)
@@ -287,7 +241,7 @@ def _filled(group: KeptGroup, index: int) -> Sample:
     return replace(
         sample,
         response_ids=tuple(row.columns[TOKEN_IDS][prompt_len:].tolist()),
-        logprobs=tuple(row.columns[ROLLOUT_LOGPROBS][prompt_len:].tolist()),
+        logprobs=tuple(column_of(row, ROLLOUT_LOGPROBS)[prompt_len:].tolist()),
         versions=tuple(
             VersionSpan(span.start - prompt_len, span.stop - prompt_len, span.version)
             for span in row.versions

@@ -26,16 +26,17 @@ def token_bytes(config: Config, policy: ModelFacts) -> int:
     """Return the bytes of a token in a store, with all that is written beside it in a step."""
     needs = needs_of(config.algorithm)
     num_steps = config.train.epochs * config.train.mini_batches
-    columns = 2  # token id and log-prob of the engine
-    columns += num_steps > 1 or needs.old_logprobs
-    columns += needs.reference
-    columns += 3 * needs.critic  # values, returns, advantages
-    columns += needs.teacher
+    logprobs = 1  # the engine's
+    logprobs += num_steps > 1 or needs.old_logprobs
+    logprobs += needs.reference
+    logprobs += needs.teacher
+    others = 1 + 3 * needs.critic  # token ids; values, returns, advantages
     experts = 0
     if policy.has_experts and config.drift.routed_experts:
         size = 1 if policy.num_experts <= 256 else 2
         experts = sum(policy.moe_layers) * policy.experts_per_token * size
-    return columns * _NUMBER + experts
+    logprob_bytes = 2 if config.rollout.logprob_dtype == "bfloat16" else _NUMBER
+    return logprobs * logprob_bytes + others * _NUMBER + experts
 
 
 def store_bytes(config: Config, policy: ModelFacts) -> float:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from mcore_rl.algo.estimator import Advantages, SampleShapes
-from mcore_rl.data.sample_store import TEACHER_LOGPROBS
+from mcore_rl.data.kept_rows import TEACHER_LOGPROBS
 from mcore_rl.data.stored_batch import by_sequence
 from mcore_rl.roles import OnTokens
 from mcore_rl.scores import Scores

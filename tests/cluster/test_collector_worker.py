@@ -7,7 +7,7 @@ import numpy as np
 
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.sample_store import TEACHER_LOGPROBS, ReadRequest
+from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.process import redaction
 from mcore_rl.scores import Scores
 from mcore_rl.types import Sample

@@ -14,7 +14,8 @@ from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ClusterConfig
 from mcore_rl.data.batch import make_train_batch, select_each
-from mcore_rl.data.sample_store import ReadRequest, SampleStore
+from mcore_rl.data.kept_rows import ReadRequest
+from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.data.stored_batch import in_parts, make_stored_batch
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.types import StoredColumn

@@ -5,16 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from mcore_rl.data.sample_store import (
-    ROUTED_EXPERTS,
-    STALE,
-    TOKEN_IDS,
-    LostSampleError,
-    ReadRequest,
-    SampleStore,
-    UnknownSampleError,
-)
+from mcore_rl.data.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mcore_rl.data.kept_rows import BFLOAT16, ROUTED_EXPERTS, STALE, ReadRequest
+from mcore_rl.data.sample_store import LostSampleError, SampleStore, UnknownSampleError
 from mcore_rl.data.spill import SpillFiles
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.stored import make_stored
@@ -108,3 +103,21 @@ def test_groups_beyond_the_bound_go_to_files_and_are_read_from_there(
     bounded.put(12, [make_sample(0), make_sample(1, 3)])
     assert bounded.num_bytes() == of_group, "there is room again"
     assert caplog.text.count("samples take more than rollout.store_gib=") == 1
+
+
+def test_bfloat16_halves_log_probs_and_nothing_else() -> None:
+    store = SampleStore(logprob_dtype=BFLOAT16)
+    logprobs = (-0.123456, -7.654321, -30.0)
+    sample = replace(make_sample(0, 3), logprobs=logprobs)
+    store.put(9, [sample, make_sample(1)])
+    assert store.num_bytes() == 9 * (4 + 2)
+    nearest = torch.tensor(logprobs).bfloat16().tolist()
+    [found] = store.samples([9], [0])
+    assert found.logprobs == tuple(nearest) != logprobs
+    assert read(store, ROLLOUT_LOGPROBS)[0][-3:] == nearest
+    old = np.array([-0.3, -0.7, *np.zeros(7)], np.float32)
+    for name in ("old_logprobs", "values"):
+        store.write(np.array([9, 9]), np.array([1, 0]), {name: old})
+    assert read(store, "values") == [old.tolist()]
+    assert read(store, "old_logprobs") == [torch.from_numpy(old).bfloat16().tolist()]
+    assert store.num_bytes() == 9 * (4 + 2 + 2 + 4)

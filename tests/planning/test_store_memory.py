@@ -45,6 +45,8 @@ def test_columns_are_those_that_the_algorithm_writes() -> None:
         "drift.routed_experts=false", "train.router_replay=none", "algorithm.kl.coef=0.1"
     )
     assert token_bytes(kl, policy) == 12
+    kl.rollout.logprob_dtype = "bfloat16"
+    assert token_bytes(kl, policy) == 8
     ppo = load_recipe("mixtral_8x7b_ppo_16", [])
     experts = 32 * 2
     assert token_bytes(ppo, read_models(ppo).policy) in (4 * 5 + experts, 4 * 6 + experts)

@@ -18,7 +18,7 @@ from mcore_rl.algo.user_file import register_user_file
 from mcore_rl.config import AlgorithmConfig, KLConfig
 from mcore_rl.data.assembly import assemble, column_of, scatter
 from mcore_rl.data.batch import make_train_batch
-from mcore_rl.data.sample_store import TEACHER_LOGPROBS
+from mcore_rl.data.kept_rows import TEACHER_LOGPROBS
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.players.advantages import StoredAdvantages
 from mcore_rl.scores import Scores

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from mcore_rl.data.sample_store import ReadRequest, SampleStore
+from mcore_rl.data.kept_rows import ReadRequest
+from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.types import (
     GroupLease,
     Prompt,

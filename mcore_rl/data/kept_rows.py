@@ -1,0 +1,97 @@
+"""The columns of a sequence as a store keeps them, and how they are laid out for readers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from mcore_rl.data.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
+from mcore_rl.types import Array, VersionSpan
+
+ROUTED_EXPERTS = "routed_experts"
+TEACHER_LOGPROBS = "teacher_logprobs"
+LOGPROBS = (ROLLOUT_LOGPROBS, "old_logprobs", "ref_logprobs", TEACHER_LOGPROBS)
+FLOAT32 = "float32"
+BFLOAT16 = "bfloat16"
+STALE = "stale"
+"""Not kept: computed from a sample's version spans when it is read."""
+
+
+@dataclass
+class KeptRow:
+    """A sequence as arrays, token-aligned; routed experts lack the last token.
+
+    versions   the weights that sampled its tokens, in positions of the sequence
+    """
+
+    versions: tuple[VersionSpan, ...]
+    columns: dict[str, Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Asks for columns of samples, each laid end to end in the order of group_N and index_N.
+
+    version     weights that are trained, for the column `stale`
+    layers      the layers whose experts are read; empty: all
+    ranges_R3   int64 (place in group_N, first token, end), the tokens whose experts are read, laid
+                end to end in this order; None: those of all tokens
+    """
+
+    group_N: Array
+    index_N: Array
+    names: tuple[str, ...]
+    version: int = 0
+    layers: tuple[int, ...] = ()
+    ranges_R3: Array | None = None
+
+
+def lay_out(name: str, samples: Sequence[KeptRow], request: ReadRequest) -> Array:
+    """Return a column of rows, laid end to end. Raises KeyError for an unknown one."""
+    if name == STALE:
+        return np.concatenate([_stale(sample, request.version) for sample in samples])
+    if name == ROUTED_EXPERTS:
+        return _experts_laid_out(samples, request)
+    return np.concatenate([column_of(sample, name) for sample in samples])
+
+
+def column_of(row: KeptRow, name: str) -> Array:
+    """Return a column of a row; log-probs as float32."""
+    values = row.columns[name]
+    if name in LOGPROBS and values.dtype == np.uint16:
+        return torch.from_numpy(np.asarray(values)).view(torch.bfloat16).float().numpy()
+    return values
+
+
+def _experts_laid_out(samples: Sequence[KeptRow], request: ReadRequest) -> Array:
+    """Return the experts of the request's tokens and layers.
+
+    No engine has run a sample's last token: its experts are zeros, which readers mark as unknown.
+    """
+    if request.ranges_R3 is None:
+        ranges = [(k, 0, len(sample.columns[TOKEN_IDS])) for k, sample in enumerate(samples)]
+    else:
+        ranges = request.ranges_R3.tolist()
+    kept = [sample.columns[ROUTED_EXPERTS] for sample in samples]
+    num_layers, topk = kept[0].shape[1:]
+    layers = list(request.layers) or slice(None)
+    shape = (
+        sum(stop - first for _, first, stop in ranges),
+        len(request.layers) or num_layers,
+        topk,
+    )
+    laid_out = np.zeros(shape, kept[0].dtype)
+    at = 0
+    for k, first, stop in ranges:
+        part = kept[k][first:stop, layers]
+        laid_out[at : at + len(part)] = part
+        at += stop - first
+    return laid_out
+
+
+def _stale(row: KeptRow, version: int) -> Array:
+    stale = np.zeros(len(row.columns[TOKEN_IDS]), np.bool_)
+    for span in row.versions:
+        stale[span.start : span.stop] = span.version != version
+    return stale
