@@ -7,8 +7,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.cluster.answers import Rank
-from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.rank_actor import RankActor
+from mcore_rl.planning.slots import Slot
 
 BULK = "bulk"
 """Concurrency group of calls that move much; others need not wait for them."""

@@ -15,9 +15,9 @@ from mcore_rl.cluster.answers import RankDied, RankError
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker, TokenWork
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.lost_samples import SamplesLost, join_losses
+from mcore_rl.planning.slots import Slot
 from mcore_rl.rollout.collector import CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.served_endpoint import ServedEndpoint

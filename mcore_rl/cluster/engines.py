@@ -14,7 +14,7 @@ from mcore_rl.cluster.answers import Answers, RankDied
 from mcore_rl.cluster.engine_worker import EngineWorker
 from mcore_rl.cluster.group import WATCH_DEADLINE_S, WATCH_INTERVAL_S
 from mcore_rl.cluster.independent_ranks import IndependentRanks
-from mcore_rl.cluster.placement import Slot
+from mcore_rl.planning.slots import Slot
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 

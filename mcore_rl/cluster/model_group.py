@@ -15,12 +15,12 @@ from torch import Tensor
 from mcore_rl.cluster.answers import Answers
 from mcore_rl.cluster.folder_keeper import CarriedStorage
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.shared_folder import RunFiles
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
 from mcore_rl.device import exact_pinning, leave_compiler_out, peak_flops
 from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.planning.slots import Slot
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.types import StoredBatch, TrainBatch
 

@@ -1,10 +1,8 @@
 """Reserves slots in the Ray cluster for resource bundles, and so decides where ranks run."""
 
-import math
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 
 import ray
 from ray.util.placement_group import (
@@ -15,103 +13,23 @@ from ray.util.placement_group import (
 )
 
 from mcore_rl.cluster.nodes import alive_nodes
-from mcore_rl.planning.bundles import Bundle, make_bundle
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Resources reserved for one process.
-
-    bundle_index   of the reserved bundle in the placement group
-    bundle         the resources that this process takes of that bundle
-    node           Ray's id of the node
-    """
-
-    group: PlacementGroup
-    bundle_index: int
-    bundle: Bundle
-    node: str
-
-
-def divide(slots: Sequence[Slot], num_tenants: int) -> list[Slot]:
-    """Return the slots of the process that takes each bundle's GPU, with its share of the CPUs.
-
-    `num_tenants` processes share each bundle; the others get theirs from `colocate_ranks`.
-    """
-    divided = []
-    for slot in slots:
-        num_cpus = slot.bundle["CPU"] / num_tenants
-        divided.append(replace(slot, bundle={**slot.bundle, "CPU": num_cpus}))
-    return divided
-
-
-def colocate_ranks(slots: Sequence[Slot], num_ranks: int) -> list[Slot]:
-    """Return slots beside the first `num_ranks` of `slots`, on the same GPUs.
-
-    They ask Ray for no GPU, because Ray does not assign one twice.
-    """
-    return [replace(slot, bundle=make_bundle(slot.bundle["CPU"], 0)) for slot in slots[:num_ranks]]
-
-
-def colocate_engines(
-    slots: Sequence[Slot],
-    num_engines: int,
-    ranks_per_engine: int,
-    num_nodes: int = 0,
-    role: str = "rollout",
-) -> list[list[Slot]]:
-    """Return slots of engines on the training ranks' GPUs: for each engine, one per node it spans.
-
-    Engine e is placed beside the ranks from e * `ranks_per_engine` on. A slot stands for all the
-    engine's ranks on its node and takes no GPU, as those belong to the training ranks. `num_nodes`
-    0 means as few as possible. Raises ValueError if the training ranks are not spread evenly over
-    that many nodes; the message names the options of `role`.
-    """
-    most_on_a_node = max(Counter(slot.node for slot in slots).values())
-    num_nodes = num_nodes or math.ceil(ranks_per_engine / most_on_a_node)
-    ranks_per_node = ranks_per_engine // num_nodes
-    slots_of_engines = []
-    for engine in range(num_engines):
-        first = engine * ranks_per_engine
-        neighbors = slots[first : first + ranks_per_engine]
-        parts = [
-            neighbors[i : i + ranks_per_node] for i in range(0, ranks_per_engine, ranks_per_node)
-        ]
-        if not all(_is_one_node(part, ranks_per_node) for part in parts):
-            raise ValueError(
-                f"GPUs are shared, but training ranks {first} to {first + ranks_per_engine - 1} lie"
-                f" on {len({slot.node for slot in neighbors})} nodes, on which engine {engine} of"
-                f" {role}.tp * {role}.pp = {ranks_per_engine} ranks does not lie evenly; take a"
-                " divisor of the GPUs of a node, or a multiple"
-            )
-        slots_of_engines.append(colocate_ranks([part[0] for part in parts], len(parts)))
-    return slots_of_engines
-
-
-def check_tensor_parallel(slots: Sequence[Slot], tp: int, option: str) -> None:
-    """Raise ValueError, naming the ranks, if the ranks of a tensor-parallel group share no node.
-
-    They exchange activations in every layer, which takes NVLink.
-    """
-    for first in range(0, len(slots), tp):
-        nodes = Counter(slot.node for slot in slots[first : first + tp])
-        if len(nodes) > 1:
-            parts = " and ".join(f"{count} on node {node}" for node, count in nodes.items())
-            raise ValueError(
-                f"{option}={tp}: ranks {first} to {first + tp - 1} exchange activations in every"
-                f" layer, but Ray has room for {parts}. Free whole nodes, or take a {option} that"
-                " divides the free GPUs of each"
-            )
-
-
-def _is_one_node(slots: Sequence[Slot], num_ranks: int) -> bool:
-    """Return whether these are `num_ranks` slots of a single node."""
-    return len(slots) == num_ranks and len({slot.node for slot in slots}) == 1
+from mcore_rl.config import ClusterConfig, RolloutConfig
+from mcore_rl.planning.bundles import Bundle
+from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.slots import RunSlots, Slot, reserve_slots
 
 
 def gpus_per_node() -> int:
     """Return the GPUs of the cluster's largest node; 0 if no node has one."""
     return max((node.gpus for node in alive_nodes()), default=0)
+
+
+def reserve_in_ray(
+    size: RunSize, rollout: RolloutConfig, cluster: ClusterConfig, timeout_s: float
+) -> RunSlots:
+    """Reserve room for the processes of a run within `timeout_s`; see planning.slots."""
+    in_ray = partial(reserve, timeout_s=timeout_s)
+    return reserve_slots(size, rollout, cluster, gpus_per_node(), in_ray)
 
 
 def reserve(

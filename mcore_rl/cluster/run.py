@@ -22,11 +22,11 @@ from mcore_rl.cluster.environment import nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_group import ModelSpec
 from mcore_rl.cluster.nodes import alive_nodes
+from mcore_rl.cluster.placement import reserve_in_ray
 from mcore_rl.cluster.seating import describe
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.shared_folder import run_files
-from mcore_rl.cluster.slots import RunSlots, reserve_slots
 from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import (
     Config,
@@ -38,6 +38,7 @@ from mcore_rl.config import (
 from mcore_rl.config.upstream.arguments import server_arguments
 from mcore_rl.planning.critic_training import critic_training
 from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -199,7 +200,7 @@ def run_processes(
         answered_in_controller(timeout_s),
         naming,
     ):
-        slots = reserve_slots(size, config.rollout, config.cluster, startup_s)
+        slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
         for line in describe(slots, alive_nodes()):
             _log.info(line)
         nsys = nsys_environments(config.profile, log_dir.parent / "profile")

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from mcore_rl.cluster.nodes import Node
-from mcore_rl.cluster.placement import Slot
-from mcore_rl.cluster.slots import RunSlots
+from mcore_rl.planning.slots import RunSlots, Slot
 
 
 def describe(slots: RunSlots, nodes: Sequence[Node]) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.placement import Slot
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.config.upstream.arguments import server_arguments
+from mcore_rl.planning.slots import Slot
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.served_endpoint import TEXT_ROLES, ServedEndpoint

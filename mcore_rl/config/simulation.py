@@ -31,6 +31,9 @@ class SimulateConfig(Options, group="simulate"):
     """Seconds that a group of samples waits for its rewards."""
     mtbf_hours: float = bounded(0.0, least=0)
     """Mean time between failures of each GPU; 0: none fails."""
+    node_mtbf_hours: float = bounded(0.0, least=0)
+    """Mean time between failures of each machine, which takes its engines and samples for good, or
+    the run if it has ranks; 0: none fails."""
     restart_s: float = bounded(300.0, above=0)
     """Seconds until a run that lost a trainer rank trains again, from its newest checkpoint."""
     engine_restart_s: float = bounded(180.0, above=0)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from mcore_rl.config import Config
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.rollout.client import RolloutClient
-from mcore_rl.rollout.collector import Collector, CollectorNews, Orders
+from mcore_rl.rollout.collector import Collector, CollectorLost, CollectorNews, Orders
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling
@@ -92,6 +92,15 @@ class SimulatedCollector:
         self._collector = Collector(client, health, self.store)
         self._loop = loop
         self._context = context_of("collectors")
+        self._lost: asyncio.Future[None] = loop.create_future()
+        """Raises CollectorLost once the collector's machine is gone."""
+
+    def lose(self, why: str) -> None:
+        """Lose the collector and its samples for good: each of its calls raises CollectorLost."""
+        if not self._lost.done():
+            self._lost.set_exception(CollectorLost(why))
+            self._lost.exception()  # seen: nobody may be calling
+            self._loop.create_task(self._collector.close(), context=self._context.copy())
 
     async def obey(self, orders: Orders) -> None:
         await self._call(self._collector.obey(orders))
@@ -109,10 +118,17 @@ class SimulatedCollector:
         return await self._call(self._collector.idle_seconds())
 
     async def restart(self, first_group: int) -> bool:
-        raise AssertionError("a simulated collector is never lost")
+        return False
 
     async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        if self._lost.done():
+            work.close()
+            return self._lost.result()
         task = self._loop.create_task(_after(CALL_S, work), context=self._context.copy())
+        await asyncio.wait([task, self._lost], return_when=asyncio.FIRST_COMPLETED)
+        if self._lost.done():
+            task.cancel()
+            return self._lost.result()
         return await task
 
 

@@ -1,12 +1,14 @@
-"""Places the processes of a recipe on machines, as Ray does with the CPUs that each reserves."""
+"""Places the processes of a recipe on nodes, by the code that places those of a run."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.config import Config, ParallelConfig
-from mcore_rl.planning.bundles import Bundle, plan_run
 from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.simulation.machine import Machine, WorkClock
+from mcore_rl.simulation.nodes import ImaginedNodes
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 
 RANK_CORES = 0.7
@@ -16,79 +18,70 @@ needs a whole core, and so does an engine's rank."""
 BESIDE_ENGINE_CORES = (0.35, 0.17)
 """The same of an engine's server and detokenizer together, and of its collector. All are measured,
 on a laptop."""
-_SLACK = 1e-9
-"""Sums of reserved CPUs may be off by so much."""
 
 
 @dataclass(frozen=True)
 class ProcessPlacement:
-    """The clocks of trainer, critic and engines: each counts the seconds that its processes work.
+    """Where the processes of a run are, and the clocks of trainer, critic and engines.
 
-    They show the loop's time where no cores are shared.
+    A clock counts the seconds that its processes work: it shows the loop's time where no cores are
+    shared.
+
+    trainer_nodes   nodes with ranks of trainer or critic
+    engine_nodes    the nodes of each engine; its collector is on the first
     """
 
     trainer: WorkClock
     critic: WorkClock
     engines: Sequence[WorkClock]
+    trainer_nodes: frozenset[str]
+    engine_nodes: Sequence[tuple[str, ...]]
 
     @staticmethod
     def of(config: Config, loop: VirtualLoop) -> "ProcessPlacement":
-        """Raises ValueError if processes of one machine need more than simulate.cores."""
-        engines = config.rollout.engines
-        if not config.simulate.cores:
-            free = [WorkClock(loop, {}) for _ in range(engines + 2)]
-            return ProcessPlacement(free[0], free[1], free[2:])
+        """Place processes as a run does, on nodes of simulate.cores or of plan.ranks_per_host.
+
+        Raises ValueError if they fit no node, or if a tensor-parallel group would lie on two.
+        """
+        cores = config.simulate.cores
+        engine_ranks = config.rollout.engine_ranks
+        gpus_per_node = 0 if cores else config.plan.ranks_per_host
+        nodes = ImaginedNodes(cores or math.inf, gpus_per_node)
         size = RunSize.of(config, "train")
-        bundles = plan_run(size, config.rollout, config.cluster, gpus_per_node=0)
-        machines = _Machines(config.simulate.cores)
-        trainer = machines.place(bundles.trainer)
-        critic = trainer if size.critic_colocated else machines.place(bundles.critic)
-        if config.cluster.separate_nodes:
-            machines.close()
-        ranks = config.rollout.engine_ranks
-        if size.engines_colocated:
-            places = [trainer[k * ranks : (k + 1) * ranks] for k in range(engines)]
-        else:
-            nodes = (machines.place(plan) for plan in bundles.engines)
-            # An engine has one bundle for all its ranks of a node.
-            places = [
-                [node for node in engine for _ in range(ranks // len(engine))] for engine in nodes
-            ]
+        slots = reserve_slots(size, config.rollout, config.cluster, gpus_per_node, nodes.reserve)
+        machines = {name: Machine(cores) for name in nodes.names} if cores else {}
+
+        def clock(places: Sequence[str], of_rank: float, beside: Sequence[float] = ()) -> WorkClock:
+            own = [machines[place] for place in places] if cores else []
+            return WorkClock(loop, _cores(own, of_rank, beside))
+
+        def nodes_of(ranks: Sequence[Slot]) -> list[str]:
+            return [slot.node for slot in ranks]
+
+        # An engine has one slot for all its ranks of a node.
+        ranks_of_engines = [
+            nodes_of([slot for slot in engine for _ in range(engine_ranks // len(engine))])
+            for engine in slots.engines
+        ]
         return ProcessPlacement(
-            WorkClock(loop, _cores(trainer, _of_rank(config.parallel))),
-            WorkClock(loop, _cores(critic, _of_rank(config.critic.parallel))),
-            [WorkClock(loop, _cores(place, 1.0, BESIDE_ENGINE_CORES)) for place in places],
+            clock(nodes_of(slots.trainer), _of_rank(config.parallel)),
+            clock(nodes_of(slots.critic), _of_rank(config.critic.parallel)),
+            [clock(places, 1.0, BESIDE_ENGINE_CORES) for places in ranks_of_engines],
+            frozenset(nodes_of([*slots.trainer, *slots.critic])),
+            [tuple(dict.fromkeys(nodes_of(engine))) for engine in slots.engines],
         )
 
+    @property
+    def nodes(self) -> frozenset[str]:
+        """All nodes with processes."""
+        return self.trainer_nodes.union(*self.engine_nodes)
 
-class _Machines:
-    """As many machines of `num_cores` cores as it takes."""
-
-    def __init__(self, num_cores: int) -> None:
-        self._num_cores = num_cores
-        self._free: list[tuple[Machine, float]] = []
-
-    def place(self, bundles: Sequence[Bundle]) -> list[Machine]:
-        """Return the machine of each bundle: the first one with so many CPUs left."""
-        return [self._place(bundle["CPU"]) for bundle in bundles]
-
-    def close(self) -> None:
-        """Place nothing more on the machines that there are."""
-        self._free = []
-
-    def _place(self, cpus: float) -> Machine:
-        for k, (machine, free) in enumerate(self._free):
-            if cpus <= free + _SLACK:
-                self._free[k] = (machine, free - cpus)
-                return machine
-        if cpus > self._num_cores:
-            raise ValueError(
-                f"processes of a recipe reserve {cpus:g} CPUs of one machine, which has"
-                f" simulate.cores={self._num_cores}: raise it, or lower cluster.cpus_per_rank"
-            )
-        machine = Machine(self._num_cores)
-        self._free.append((machine, self._num_cores - cpus))
-        return machine
+    def engines_by_collector(self) -> list[list[int]]:
+        """Return the engines of each collector: one sits on each node that begins an engine."""
+        homes: dict[str, list[int]] = {}
+        for engine, nodes in enumerate(self.engine_nodes):
+            homes.setdefault(nodes[0], []).append(engine)
+        return list(homes.values())
 
 
 def _cores(

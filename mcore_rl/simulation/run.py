@@ -99,11 +99,20 @@ class SimulatedRun:
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()
+        homes = (nodes[0] for nodes in self._placement.engine_nodes)
+        by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
         num_trainer_gpus = config.parallel.world_size
         if self._needs.critic and not config.critic.colocated:
             num_trainer_gpus += config.critic.parallel.world_size
         self.failures = Failures(
-            clock.loop, config, self.engines, self._health, num_trainer_gpus, draw
+            clock.loop,
+            config,
+            self.engines,
+            self._health,
+            self._placement,
+            dict(by_node),
+            num_trainer_gpus,
+            draw,
         )
         clock.lost = self.failures.lost
         self._on_trainer = partial(clock.spend, on=self._placement.trainer)
@@ -113,6 +122,14 @@ class SimulatedRun:
             on_critic = partial(clock.spend, on=self._placement.critic)
             self.critic = SimulatedRanks("critic", costs.critic, on_critic)
         self._gpus = self._share_gpus()
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._placement.nodes)
+
+    @property
+    def num_samples_lost(self) -> int:
+        return self._pool.num_lost
 
     def train(self, prompts: ShuffledStream[Prompt], log: StepLog) -> None:
         """Run the loop to its end. Raises RunLostError if the run is lost before."""
@@ -178,13 +195,12 @@ class SimulatedRun:
         return engines
 
     def _make_pool(self) -> tuple[list[SimulatedCollector], CollectorPool]:
-        """Return a collector for the engines of each host, and their pool."""
+        """Return a collector for the engines of each node, and their pool."""
         config = self._config
         addresses = [EngineAddress(url, "simulated") for url in self.engines]
         transport = SimulatedTransport(self.engines, self.workload)
-        per_host = max(1, config.plan.ranks_per_host // config.rollout.engine_ranks)
         urls = list(self.engines)
-        hosts = [urls[k : k + per_host] for k in range(0, len(urls), per_host)]
+        hosts = [[urls[k] for k in own] for own in self._placement.engines_by_collector()]
         collectors = [
             SimulatedCollector(self._clock.loop, config, addresses, own, transport) for own in hosts
         ]

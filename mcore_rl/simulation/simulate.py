@@ -39,6 +39,10 @@ class _Totals:
     num_tokens: float = 0.0
     num_retracted: int = 0
     num_engines_lost: int = 0
+    num_nodes: int = 0
+    num_nodes_lost: int = 0
+    num_samples_lost: int = 0
+    """Samples under way that were lost with a collector."""
     most_stored_tokens: int = 0
     losses: list[str] = field(default_factory=list)
 
@@ -51,6 +55,9 @@ class _Totals:
             self.engine_s += seconds
         self.trainer_busy_s += run.trainer.busy_s
         self.num_engines_lost += run.failures.num_engines_lost
+        self.num_nodes = run.num_nodes
+        self.num_nodes_lost += run.failures.num_nodes_lost
+        self.num_samples_lost += run.num_samples_lost
         stored = sum(collector.store.most_tokens for collector in run.collectors)
         self.most_stored_tokens = max(self.most_stored_tokens, stored)
 
@@ -158,6 +165,7 @@ def _summarize(
     tokens = fmean(m["rollout/samples"] * m["rollout/response_len"] for m in later)
     return {
         "gpus": num_gpus,
+        "nodes": totals.num_nodes,
         "steps": num_steps,
         "seconds": seconds,
         "step_s": step_s,
@@ -174,6 +182,8 @@ def _summarize(
         "sync_s": mean("sync/seconds"),
         "stored_tokens": totals.most_stored_tokens,
         "engines_lost": totals.num_engines_lost,
+        "nodes_lost": totals.num_nodes_lost,
+        "samples_lost": totals.num_samples_lost,
         "runs_lost": len(totals.losses),
         "controller_cpu_s_per_step": controller_s / num_steps,
         "controller_share": controller_s / num_steps / step_s,

@@ -9,10 +9,11 @@ import ray
 
 from mcore_rl.cluster.actor_start import BULK, BULK_THREADS, start_actor
 from mcore_rl.cluster.answers import Rank
-from mcore_rl.cluster.placement import Slot, reserve
+from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
+from mcore_rl.planning.slots import Slot
 
 pytestmark = pytest.mark.e2e
 

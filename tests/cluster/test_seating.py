@@ -3,9 +3,8 @@
 from typing import Any
 
 from mcore_rl.cluster.nodes import Node
-from mcore_rl.cluster.placement import Slot
 from mcore_rl.cluster.seating import describe
-from mcore_rl.cluster.slots import RunSlots
+from mcore_rl.planning.slots import RunSlots, Slot
 
 NO_GROUP: Any = None
 NODES = [Node(str(k), name, name, f"10.0.0.{k}", 8) for k, name in enumerate("abcd")]

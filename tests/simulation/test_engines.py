@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.rollout.collector import GroupFacts, GroupRequest, Orders
+from mcore_rl.rollout.collector import CollectorLost, GroupFacts, GroupRequest, Orders
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.simulation.engine import SimulatedEngine
@@ -74,3 +74,28 @@ def test_a_hold_that_cuts_off_aborts_what_is_under_way(loop: VirtualLoop) -> Non
         assert (await first_group(collector)).group == 1
 
     loop.run_until_complete(sample())
+
+
+def test_a_lost_collector_answers_no_call_and_leaves_its_engines(loop: VirtualLoop) -> None:
+    engine = SimulatedEngine(loop, "http://e", SPEED, WeightVersion(0))
+    transport = SimulatedTransport({"http://e": engine}, Workload(CONFIG))
+    address = [EngineAddress("http://e", "")]
+    collector = SimulatedCollector(loop, CONFIG, address, ["http://e"], transport)
+    request = GroupRequest(0, 1, SimulatedPrompts(3)[0], 2, Sampling(100))
+
+    async def lose() -> None:
+        await collector.obey(Orders(sessions={0: 8}, begin=[request]))
+        waiting = asyncio.ensure_future(collector.news(1000, 0))
+        await asyncio.sleep(0.05)
+        collector.lose("node-1 failed")
+        with pytest.raises(CollectorLost, match="node-1 failed"):
+            await waiting
+        lost_s = loop.time()
+        with pytest.raises(CollectorLost, match="node-1 failed"):
+            await collector.obey(Orders(drop=[1]))
+        assert not await collector.restart(5)
+        assert loop.time() == lost_s
+        await asyncio.sleep(1000)
+
+    loop.run_until_complete(lose())
+    assert engine.busy_s < 0.1, "its requests ended with it"

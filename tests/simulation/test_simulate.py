@@ -76,6 +76,23 @@ def test_lost_engines_and_runs_cost_time_but_no_prompt(in_turns: SimulationResul
     assert failing["seconds"] / 40 > in_turns.summary["seconds"] / 4
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_lost_machines_cost_their_samples_but_no_prompt(mode: str) -> None:
+    summary = run(
+        f"rollout.mode={mode}",
+        "rollout.engines=16",
+        "simulate.node_mtbf_hours=0.3",
+        "simulate.steps=30",
+        "simulate.restart_s=60",
+        "checkpoint.every_steps=2",
+    ).summary
+    assert summary["nodes"] == 2 + 8
+    assert summary["nodes_lost"] >= 2 and summary["engines_lost"] >= 2
+    assert summary["samples_lost"] > 0
+    assert summary["prompts_unaccounted"] == 0
+    assert summary["steps"] == 30
+
+
 def test_a_run_that_can_never_save_gives_up_and_says_what_to_change() -> None:
     with pytest.raises(RuntimeError, match=r"lost 1000 times.*simulate\.mtbf_hours=0\.001"):
         run("simulate.mtbf_hours=0.001", "simulate.restart_s=1")

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from mcore_rl.cluster.placement import Slot
-from mcore_rl.cluster.slots import RunSlots, reserve_slots
+from mcore_rl.cluster.placement import reserve_in_ray
 from mcore_rl.config import ClusterConfig, RolloutConfig, ServedModelConfig
 from mcore_rl.planning.run_size import RunSize
+from mcore_rl.planning.slots import RunSlots, Slot
 from tests.support.imaginary_gpus import four_imaginary_gpus
 
 pytestmark = pytest.mark.e2e
@@ -29,7 +29,7 @@ def four_gpus() -> Iterator[None]:
 @pytest.fixture
 def reserved(request: pytest.FixtureRequest) -> Iterator[RunSlots]:
     """The slots of the size that the test is parametrized with."""
-    slots = reserve_slots(request.param, ROLLOUT, CLUSTER, timeout_s=20)
+    slots = reserve_in_ray(request.param, ROLLOUT, CLUSTER, timeout_s=20)
     yield slots
     remove_placement_group(slots.trainer[0].group)
 
@@ -73,4 +73,4 @@ def test_processes_that_share_gpus_share_the_trainers_bundles(reserved: RunSlots
 def test_what_does_not_fit_is_refused() -> None:
     five_gpus = RunSize(5, 0, 0, {}, engines_colocated=False, critic_colocated=False)
     with pytest.raises(ValueError, match=r"needs 2.5 CPU and 5 GPU in 5 bundles; after 1 s"):
-        reserve_slots(five_gpus, ROLLOUT, CLUSTER, timeout_s=1)
+        reserve_in_ray(five_gpus, ROLLOUT, CLUSTER, timeout_s=1)
