@@ -7,12 +7,13 @@ affinity        requests of a prompt to the engine that has it cached, else to t
 longest first   the same, and prompts with long responses in earlier epochs begin first: the product
 admission       the same, and a request is held back while every engine has requests that wait for
                 room in its KV cache
-migration       as longest first, and the engine with the most requests hands some to the one with
-                the fewest, without delay and knowing both; their tokens are prefilled again there
+migration       as longest first, with rollout.migration_gap=4: a node's engine with more requests
+                hands its newest to the idlest one of the node, where they are prefilled again
+all migrate     the same between all engines, without delay and knowing each
 
-The last two are not built: they bound what they could gain, as they know each engine's queue at any
-moment. Half of the variance of response lengths lies between prompts; lengths are drawn anew in
-each epoch.
+Admission and the last one are not built: they bound what they could gain, as they know each
+engine's queue at any moment. Half of the variance of response lengths lies between prompts; lengths
+are drawn anew in each epoch.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from mcore_rl.simulation.simulate import simulate
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 from mcore_rl.types import Prompt, Sample
 
-WAYS = ("round robin", "affinity", "longest first", "admission", "migration")
+WAYS = ("round robin", "affinity", "longest first", "admission", "migration", "all migrate")
 EPOCH = 2
 """Steps of an epoch."""
 MOST_WAITING = 32
@@ -70,7 +71,7 @@ def routed(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         if way == "admission":
             stack.enter_context(admission())
-        if way == "migration":
+        if way == "all migrate":
             stack.enter_context(migration())
         if way == "round robin":
             stack.enter_context(patch.object(RolloutClient, "_pick", pick))
@@ -159,10 +160,10 @@ def rollout_seconds(way: str, recipe: str, seed: int, steps: int) -> float:
     """Return the mean seconds of a rollout, from the second epoch on."""
     config = load_recipe(recipe, [f"run.seed={seed}", f"simulate.steps={steps}"])
     prompts = EPOCH * config.rollout.prompts_per_step
-    config = load_recipe(
-        recipe,
-        [f"run.seed={seed}", f"simulate.steps={steps}", f"simulate.prompts={prompts}"],
-    )
+    settings = [f"run.seed={seed}", f"simulate.steps={steps}", f"simulate.prompts={prompts}"]
+    if way == "migration":
+        settings += [f"rollout.migration_gap={LEAST_GAP}"]
+    config = load_recipe(recipe, settings)
     config = checked(config)
     with routed(way):
         result = simulate(config, RecipeCosts.of(config, read_models(config), ReachedShares()))

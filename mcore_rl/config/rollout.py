@@ -56,6 +56,9 @@ class RolloutConfig(Options, group="rollout"):
     """-1: all tokens. Otherwise engines report log-probs of the distribution before the cut."""
     max_concurrency: int = bounded(256, least=1)
     """Requests in flight per engine."""
+    migration_gap: int = bounded(0, least=0)
+    """A node's engine that has so many requests more than another hands some over, with the tokens
+    drawn, once none waits to begin; 0: none moves."""
     kv_cache_len: int = bounded(65536, least=1)
     """Tokens of KV cache per engine."""
     request_timeout_s: float = bounded(300.0, above=0)
@@ -101,6 +104,12 @@ class RolloutConfig(Options, group="rollout"):
             )
 
     def _check_mode(self) -> None:
+        if self.migration_gap and self.deterministic:
+            raise ValueError(
+                f"rollout.migration_gap={self.migration_gap} with rollout.deterministic=true: which"
+                " responses move depends on when others end, so no run is repeated; set"
+                " rollout.migration_gap=0"
+            )
         if self.max_in_flight and self.max_in_flight < self.samples_per_prompt:
             raise ValueError(
                 f"rollout.max_in_flight={self.max_in_flight}: the samples of one prompt,"

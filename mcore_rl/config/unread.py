@@ -91,6 +91,9 @@ def _of_rollout(rollout: RolloutConfig) -> Iterator[Unread]:
         yield Unread(("rollout.max_in_flight",), mode, "choose another rollout.mode")
     else:
         yield Unread(("rollout.oversampling",), mode, "choose another rollout.mode")
+    if rollout.engines == 1:
+        remedy = "set rollout.engines above 1"
+        yield Unread(("rollout.migration_gap",), "rollout.engines=1", remedy)
     if not rollout.store_gib:
         remedy = "set rollout.store_gib above 0"
         yield Unread(("rollout.spill_dir",), "rollout.store_gib=0", remedy)

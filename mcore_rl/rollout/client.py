@@ -11,6 +11,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.migration import Migration, UnderWay, moved
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import (
     AbortedError,
@@ -51,6 +52,7 @@ class RolloutClient:
         self._own = [e for e in self._engines if not own or e.address.url in own]
         self._config = config
         self._transport = transport
+        self._migration = Migration(config.migration_gap)
 
     @property
     def max_in_flight(self) -> int:
@@ -61,6 +63,11 @@ class RolloutClient:
     def num_lost(self) -> int:
         """Samples that were lost with their store: none, as this process keeps them."""
         return 0
+
+    @property
+    def num_moved(self) -> int:
+        """Responses that moved to another engine so far."""
+        return self._migration.num_moved
 
     def is_lost(self, sample: Sample) -> bool:
         return False
@@ -93,19 +100,27 @@ class RolloutClient:
     ) -> Sample:
         """Return one sample, retrying failures on other engines.
 
-        Requests that the session aborted are sampled again and don't count as retries. Raises
-        RolloutError after config.retries + 1 failures.
+        Requests that the session aborted are sampled again, those that move go on elsewhere; both
+        don't count as retries. Raises RolloutError after config.retries + 1 failures.
         """
         failed: list[EngineLoad] = []
+        whole = request
         while True:
             async with session.slot():
+                request = self._migration.named(request)
                 engine = self._pick(request, failed)
+                under_way = UnderWay(engine, request.rid)
                 try:
-                    with engine.request():
+                    with engine.request(), self._migration.note(under_way):
                         return await session.transport.sample(engine.address, request, sampling)
                 except TransientError as failure:
                     if session.is_held and isinstance(failure, AbortedError):
                         session.num_cut_off += 1
+                        request = whole
+                        continue
+                    if under_way.is_moved and isinstance(failure, AbortedError):
+                        self._migration.num_moved += 1
+                        request = moved(request, failure.begun)
                         continue
                     failed.append(engine)
                     reason = str(failure)
@@ -115,6 +130,11 @@ class RolloutClient:
                 )
             _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
             await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
+
+    def balance(self, session: "RolloutSession") -> None:
+        """Move a response to an engine with less to do, if nothing of the session waits."""
+        if not session.is_held and not session.num_waiting:
+            self._migration.maybe_move(self._serving(self._own), session.transport)
 
     async def abort_all(self, transport: EngineTransport) -> None:
         """Have the engines end their requests; those that do not answer let them fail."""
@@ -165,6 +185,8 @@ class RolloutSession:
         self._num_posted = 0
         self.num_open = 0
         """Samples begun and not done."""
+        self.num_waiting = 0
+        """Samples that wait for others to be complete before they begin."""
         self.num_cut_off = 0
         """Responses that `hold` aborted half-way, to be sampled again."""
 
@@ -212,7 +234,12 @@ class RolloutSession:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Wait until one more request may be posted; the block posts it."""
-        async with self._slots:
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.num_waiting -= 1
+        try:
             while self.is_held:
                 await self._may_post.wait()
             self._num_posted += 1
@@ -220,6 +247,9 @@ class RolloutSession:
                 yield
             finally:
                 self._num_posted -= 1
+        finally:
+            self._slots.release()
+            self._client.balance(self)
 
     async def hold(self, *, cut_off: bool) -> None:
         """Post nothing more, and return once no request is under way; `resume` ends it.

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 
@@ -45,6 +47,8 @@ class Request:
     turn            number of an answer in an episode; the prompt's tokens are then its context
     stop            texts that end the response, besides the recipe's tokens
     experts_start   the first token whose experts are asked for
+    rid             the name that the engine knows it by, to abort it alone; empty: the engine's own
+    begun           what another engine has drawn of the response already
     """
 
     prompt: Prompt
@@ -53,6 +57,8 @@ class Request:
     turn: int = 0
     stop: tuple[str, ...] = ()
     experts_start: int = 0
+    rid: str = ""
+    begun: Sample | None = None
 
     def __str__(self) -> str:
         source = self.prompt.data_source
@@ -63,8 +69,9 @@ def make_body(
     request: Request, sampling: Sampling, stop_token_ids: Sequence[int]
 ) -> dict[str, Any]:
     """Return the JSON body for SGLang's /generate."""
+    begun = request.begun.response_ids if request.begun else ()
     parameters: dict[str, Any] = {
-        "max_new_tokens": sampling.max_response_len,
+        "max_new_tokens": sampling.max_response_len - len(begun),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -77,13 +84,15 @@ def make_body(
     if request.stop:
         parameters["stop"] = list(request.stop)
     body: dict[str, Any] = {
-        "input_ids": request.prompt.token_ids,
+        "input_ids": request.prompt.token_ids + begun,
         "sampling_params": parameters,
         "return_logprob": True,
         "return_routed_experts": sampling.routed_experts,
     }
     if request.experts_start:
         body["routed_experts_start_len"] = request.experts_start
+    if request.rid:
+        body["rid"] = request.rid
     return body
 
 
@@ -102,32 +111,46 @@ def make_sample(
 ) -> Sample:
     """Return the Sample in SGLang's answer; `experts_shape` None leaves its routed experts out.
 
-    Raises ValueError if the engine reports experts that its model cannot have.
+    What was begun elsewhere comes first, with its log-probs, versions and experts. Raises
+    ValueError if the engine reports experts that its model cannot have.
     """
     meta = answer["meta_info"]
-    response_ids = tuple(answer["output_ids"])
+    begun = request.begun or _nothing(request)
+    drawn_ids = tuple(answer["output_ids"])
     logprobs = tuple(entry[0] for entry in meta["output_token_logprobs"])
     logprob_ids = tuple(entry[1] for entry in meta["output_token_logprobs"])
-    assert logprob_ids == response_ids, (
-        f"{request} log-probs are of {logprob_ids}, tokens are {response_ids}"
-    )
+    assert logprob_ids == drawn_ids, f"{request} log-probs are of {logprob_ids}, not {drawn_ids}"
+    response_ids = begun.response_ids + drawn_ids
     routed_experts = None
     if experts_shape is not None:
         # The engine never runs the last response token, so that one went to no expert.
         num_run = len(request.prompt.token_ids) + len(response_ids) - 1 - request.experts_start
         where = str(request).rstrip(",")
         routed_experts = experts_shape.decode(meta.get("routed_experts"), num_run, where)
+        if begun.routed_experts is not None:
+            first = begun.routed_experts
+            routed_experts = torch.cat([first, routed_experts[len(first) :]])
+    num_begun = begun.response_len
     return Sample(
         prompt=request.prompt,
         sample_index=request.sample_index,
         response_ids=response_ids,
-        logprobs=logprobs,
+        logprobs=begun.logprobs + logprobs,
         finish_reason=meta["finish_reason"]["type"],
-        versions=tuple(
-            VersionSpan(span["start"], span["end"], WeightVersion(int(span["version"])))
+        versions=begun.versions
+        + tuple(
+            VersionSpan(
+                num_begun + span["start"],
+                num_begun + span["end"],
+                WeightVersion(int(span["version"])),
+            )
             for span in meta["weight_versions"]
         ),
         text=decode(response_ids),
         routed_experts=routed_experts,
         experts_start=request.experts_start,
     )
+
+
+def _nothing(request: Request) -> Sample:
+    return Sample(request.prompt, request.sample_index, (), (), "", (), "")

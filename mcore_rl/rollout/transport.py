@@ -29,7 +29,11 @@ class TransientError(Exception):
 
 
 class AbortedError(TransientError):
-    """The engine ended the request."""
+    """The engine ended the request. `begun`: what it had drawn until then, None if nothing."""
+
+    def __init__(self, message: str, begun: Sample | None = None) -> None:
+        super().__init__(message)
+        self.begun = begun
 
 
 class EngineTransport(Protocol):
@@ -47,6 +51,10 @@ class EngineTransport(Protocol):
 
         Raises nothing for an engine that does not answer: its requests fail by themselves.
         """
+        ...
+
+    async def abort(self, engine: EngineAddress, rid: str) -> None:
+        """Have the engine end one request, as `abort_all` ends all."""
         ...
 
 
@@ -101,14 +109,28 @@ class HttpTransport:
         except (aiohttp.ClientError, TimeoutError) as failure:
             raise TransientError(f"{type(failure).__name__}: {failure}") from None
         experts_shape = self._options.experts_shape if supported.routed_experts else None
+        reason = answer["meta_info"]["finish_reason"]
+        if reason["type"] == "abort":
+            # Only a request with a name can have been meant to go on elsewhere.
+            begun = None
+            if request.rid and answer.get("output_ids"):
+                shape = experts_shape if answer["meta_info"].get("routed_experts") else None
+                begun = make_sample(request, answer, self._options.decode, shape)
+            raise AbortedError(f"the engine aborted it: {reason.get('message')}", begun)
         return make_sample(request, answer, self._options.decode, experts_shape)
 
     async def abort_all(self, engine: EngineAddress) -> None:
         """See EngineTransport."""
+        await self._abort(engine, {"abort_all": True})
+
+    async def abort(self, engine: EngineAddress, rid: str) -> None:
+        """See EngineTransport."""
+        await self._abort(engine, {"rid": rid})
+
+    async def _abort(self, engine: EngineAddress, body: dict[str, Any]) -> None:
         timeout = aiohttp.ClientTimeout(_ABORT_S)
         url = f"{engine.url}/abort_request"
         headers = admin_headers(engine.keys)
-        body = {"abort_all": True}
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._http.post(url, json=body, headers=headers, timeout=timeout):
                 pass
@@ -131,8 +153,4 @@ class HttpTransport:
             if response.status >= 500:
                 raise TransientError(f"HTTP {response.status}: {text}")
             raise RolloutError(f"{engine} refused a request with HTTP {response.status}: {text}")
-        answer = orjson.loads(body_bytes)
-        reason = answer["meta_info"]["finish_reason"]
-        if reason["type"] == "abort":
-            raise AbortedError(f"the engine aborted it: {reason.get('message')}")
-        return answer
+        return orjson.loads(body_bytes)

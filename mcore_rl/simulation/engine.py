@@ -11,12 +11,11 @@ by the rules in kv_cache.py.
 """
 
 import heapq
-import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from mcore_rl.rollout.transport import AbortedError, TransientError
-from mcore_rl.simulation.engine_request import EngineRequest, EngineSpeed
+from mcore_rl.simulation.engine_request import EndedEarlyError, EngineRequest, EngineSpeed
 from mcore_rl.simulation.kv_cache import KvCache
 from mcore_rl.simulation.machine import Alarm, WorkClock
 from mcore_rl.simulation.virtual_loop import VirtualLoop, context_of
@@ -71,26 +70,45 @@ class SimulatedEngine:
         """Is told the time and the numbers of running and waiting requests."""
 
     async def sample(
-        self, prompt: int, prompt_len: int, response_len: int, max_len: int
+        self,
+        prompt: int,
+        prompt_len: int,
+        response_len: int,
+        max_len: int,
+        rid: str = "",
+        begun_len: int = 0,
     ) -> tuple[VersionSpan, ...]:
         """Return once the response is complete, with the versions that sampled it.
 
-        Raises TransientError if the engine dies, AbortedError if its requests are ended.
+        `begun_len` tokens were drawn elsewhere. Raises TransientError if the engine dies,
+        AbortedError if its requests are ended, EndedEarlyError if this one is.
         """
         if self._is_gone:
             raise TransientError(f"{self.url}: connection refused")
         done = self._loop.create_future()
-        request = EngineRequest(prompt, prompt_len, response_len, max_len, done)
+        request = EngineRequest(
+            prompt, prompt_len, response_len, max_len, done, rid, num_generated=begun_len
+        )
         self._waiting.append(request)
         self._poke()
         try:
             await done
         finally:
             self._forget(request)
-        return request.spans()
+        return request.spans(response_len)
 
     def abort_all(self) -> None:
         self._end_all(lambda: AbortedError("the engine aborted it: asked to"))
+
+    def abort(self, rid: str) -> None:
+        """End one request, whose error has what was drawn."""
+        self._advance()
+        requests = (*self._running.values(), *self._waiting)
+        request = next((r for r in requests if r.rid == rid and not r.done.done()), None)
+        if request is not None:
+            num_drawn = self._num_generated(request) if request.number else request.num_generated
+            self._forget(request)
+            request.done.set_exception(EndedEarlyError(request.spans(round(num_drawn))))
 
     def fail(self) -> None:
         """Lose the server: its requests fail, and so do all later ones until `restart`."""
@@ -177,7 +195,7 @@ class SimulatedEngine:
             self.busy_s += now_s - self._at_s
             self.running_seconds += num_running * (now_s - self._at_s)
             if seconds > 0:
-                steps = self._steps_in(seconds)
+                steps = self._speed.steps_in(seconds, num_running, self._context_len)
                 self._steps += steps
                 self._context_len += num_running * steps
                 self._kv.grow(num_running * steps)
@@ -185,18 +203,8 @@ class SimulatedEngine:
         self._at_s = now_s
         self._worked_s = worked_s
 
-    def _steps_in(self, seconds: float) -> float:
-        num_running = len(self._running)
-        rate = self._speed.fixed_s[num_running] + self._speed.per_context_s * self._context_len
-        growth = self._speed.per_context_s * num_running
-        if growth * seconds < 1e-9 * rate * rate:
-            return seconds / rate
-        return (math.sqrt(rate * rate + 2 * growth * seconds) - rate) / growth
-
     def _seconds_of(self, steps: float) -> float:
-        num_running = len(self._running)
-        rate = self._speed.fixed_s[num_running] + self._speed.per_context_s * self._context_len
-        return steps * rate + self._speed.per_context_s * num_running * steps * steps / 2
+        return self._speed.seconds_of(steps, len(self._running), self._context_len)
 
     def _admit(self) -> bool:
         """Let in a batch of requests for prefill; return whether there was room for one."""

@@ -1,6 +1,7 @@
 """The values of a simulated engine: how fast it is, and the requests that it serves."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,27 @@ class EngineSpeed:
     def max_running(self) -> int:
         return len(self.fixed_s) - 1
 
+    def steps_in(self, seconds: float, num_running: int, context_len: float) -> float:
+        """Return the decode steps in so many seconds of requests with so much context."""
+        rate = self.fixed_s[num_running] + self.per_context_s * context_len
+        growth = self.per_context_s * num_running
+        if growth * seconds < 1e-9 * rate * rate:
+            return seconds / rate
+        return (math.sqrt(rate * rate + 2 * growth * seconds) - rate) / growth
+
+    def seconds_of(self, steps: float, num_running: int, context_len: float) -> float:
+        """Return the seconds of so many decode steps; see `steps_in`."""
+        rate = self.fixed_s[num_running] + self.per_context_s * context_len
+        return steps * rate + self.per_context_s * num_running * steps * steps / 2
+
+
+class EndedEarlyError(Exception):
+    """A request was ended alone; `versions` are those that drew its tokens until then."""
+
+    def __init__(self, versions: tuple[VersionSpan, ...]) -> None:
+        super().__init__("the engine aborted it: asked to")
+        self.versions = versions
+
 
 @dataclass(eq=False)
 class EngineRequest:
@@ -44,16 +66,19 @@ class EngineRequest:
     response_len: int
     max_len: int
     done: "asyncio.Future[None]"
+    rid: str = ""
     began_at: float = 0.0
     num_generated: float = 0.0
     edges: list[tuple[int, WeightVersion]] = field(default_factory=list)
     number: int = 0
     """Key among the running requests; 0 while it waits."""
 
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """Return the versions that sampled the response, each with its tokens."""
+    def spans(self, num_drawn: int) -> tuple[VersionSpan, ...]:
+        """Return the versions that sampled the tokens up to `num_drawn`, each with its tokens."""
+        if not self.edges:  # it never ran
+            return ()
         starts = [start for start, _ in self.edges[1:]]
-        stops = [*starts, self.response_len]
+        stops = [*starts, num_drawn]
         return tuple(
             VersionSpan(start, stop, version)
             for (start, version), stop in zip(self.edges, stops, strict=True)

@@ -12,10 +12,12 @@ from mcore_rl.rollout.collector import Collector, CollectorLost, CollectorNews, 
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling
+from mcore_rl.rollout.transport import AbortedError
 from mcore_rl.simulation.engine import SimulatedEngine
+from mcore_rl.simulation.engine_request import EndedEarlyError
 from mcore_rl.simulation.virtual_loop import VirtualLoop, context_of
 from mcore_rl.simulation.workload import Workload
-from mcore_rl.types import Sample
+from mcore_rl.types import Sample, VersionSpan
 
 CALL_S = 1e-3
 """Seconds of a call to a collector, there and back."""
@@ -37,15 +39,32 @@ class SimulatedTransport:
         num_tokens, reason = self._workload.finish(
             prompt.index, request.sample_index, sampling.seed or 0
         )
-        versions = await self._engines[engine.url].sample(
-            prompt.index, len(prompt.token_ids), num_tokens, sampling.max_response_len
-        )
-        # Only lengths count; a range has one without holding numbers.
-        tokens = cast(tuple[Any, ...], range(num_tokens))
-        return Sample(prompt, request.sample_index, tokens, tokens, reason, versions, "")
+        begun = request.begun.versions if request.begun else ()
+        try:
+            versions = await self._engines[engine.url].sample(
+                prompt.index,
+                len(prompt.token_ids),
+                num_tokens,
+                sampling.max_response_len,
+                request.rid,
+                begun[-1].stop if begun else 0,
+            )
+        except EndedEarlyError as ended:
+            raise AbortedError(str(ended), _sample(request, begun + ended.versions, "")) from None
+        return _sample(request, begun + versions, reason)
+
+    async def abort(self, engine: EngineAddress, rid: str) -> None:
+        self._engines[engine.url].abort(rid)
 
     async def abort_all(self, engine: EngineAddress) -> None:
         self._engines[engine.url].abort_all()
+
+
+def _sample(request: Request, versions: tuple[VersionSpan, ...], reason: str) -> Sample:
+    """Return a sample of which only the lengths count."""
+    # A range has a length without holding numbers.
+    tokens = cast(tuple[Any, ...], range(versions[-1].stop if versions else 0))
+    return Sample(request.prompt, request.sample_index, tokens, tokens, reason, versions, "")
 
 
 class SizesStore(SampleStore):

@@ -29,6 +29,7 @@ def make(*settings: str) -> Config:
         ("rollout.partial=wait", ["rollout.mode=async"]),
         ("rollout.max_in_flight=64", ["rollout.mode=one_step_off"]),
         ("rollout.spill_dir=/tmp", ["rollout.store_gib=1.5"]),
+        ("rollout.migration_gap=4", ["rollout.engines=2"]),
         ("reward.overlong_penalty=0.5", ["reward.overlong_buffer_len=8"]),
         ("reward.name=score", ["reward.path=mine.py"]),
         ("reward.model_tokenizer=/t", ["reward_model.path=/m"]),

@@ -295,3 +295,34 @@ def test_bfloat16(others):
     model = Qwen3MoeForCausalLM.from_pretrained(engine.spec.model_path, dtype=torch.float32).eval()
     samples = generate(client_of(engine), make_prompts(8), 1, Sampling(max_response_len=12))
     assert 1e-4 < logprob_error(model, samples) < 0.5
+
+
+def test_responses_move_to_an_idle_engine_and_go_on(engine, others, model) -> None:
+    """The first engine gets all requests, as the second is out of rotation until they are begun."""
+    second = healthy(others["second"])
+    config = replace(CONFIG, deterministic=False, migration_gap=2)
+    health = EngineHealth([engine.url, second.url])
+    health.set_serving([engine.url], {second.url: "it begins later"})
+    transport = HttpOptions.of(config, [], lambda ids: " ".join(map(str, ids))).open
+    client = RolloutClient([address(engine), address(second)], config, transport, health)
+    sampling = Sampling(max_response_len=64)
+    short = Sampling(max_response_len=4)
+
+    async def draw() -> list[Sample]:
+        async with client.open() as session:
+            work = asyncio.ensure_future(session.generate(make_prompts(4), 2, sampling))
+            await asyncio.sleep(0.3)
+            health.set_serving([engine.url, second.url], {})
+            # Any response that ends makes the client compare the engines.
+            await session.generate(make_prompts(1), 1, short)
+            return await work
+
+    samples = asyncio.run(draw())
+    assert client.num_moved >= 1
+    assert all(drawn.response_len == 64 for drawn in samples)
+    versions = {span.version for drawn in samples for span in drawn.versions}
+    assert len(versions) == 2, "the second engine's weights have another number"
+    for drawn in samples:
+        stops = [span.stop for span in drawn.versions]
+        assert [span.start for span in drawn.versions] == [0, *stops[:-1]] and stops[-1] == 64
+    assert logprob_error(model, samples) < 1e-4

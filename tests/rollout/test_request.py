@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mcore_rl.rollout.request import (
     EngineAffinity,
@@ -16,7 +17,7 @@ from mcore_rl.rollout.request import (
     sample_seed,
 )
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.types import Prompt, VersionSpan, WeightVersion
+from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.fake_sglang import sampled_answer
 
 REQUEST = Request(Prompt(7, (3, 4, 5), (), "unit", None), 2, EngineAffinity(4))
@@ -73,6 +74,26 @@ def test_experts_are_of_all_tokens_that_the_engine_ran() -> None:
     assert sample.routed_experts.flatten().tolist() == experts.tolist()
     with pytest.raises(ValueError, match="prompt 7 of 'unit', sample 2: the engine did not tell"):
         make_sample(REQUEST, answer(), decode, shape)
+
+
+def test_a_response_goes_on_after_what_was_begun_elsewhere() -> None:
+    shape = RoutedExpertsShape((True,), top_k=1, num_experts=4)
+    experts = torch.tensor([3, 3, 3, 3], dtype=torch.int16).reshape(4, 1, 1)
+    span = VersionSpan(0, 2, WeightVersion(5))
+    begun = Sample(REQUEST.prompt, 2, (8, 9), (-0.1, -0.2), "abort", (span,), "", experts)
+    request = replace(REQUEST, begun=begun, rid="name")
+    body = make_body(request, replace(SAMPLING, max_response_len=5), [])
+    assert body["input_ids"] == (3, 4, 5, 8, 9) and body["rid"] == "name"
+    assert body["sampling_params"]["max_new_tokens"] == 3
+    chosen = np.array([0, 1, 2, 3, 0, 1, 2], dtype=np.int32)
+    encoded = base64.b64encode(chosen.tobytes()).decode()
+    sample = make_sample(request, answer(routed_experts=encoded), decode, shape)
+    assert sample.response_ids == (8, 9, 10, 11, 12) and sample.text == "8 9 10 11 12"
+    assert sample.logprobs == (-0.1, -0.2, -0.5, -1.5, -2.5)
+    assert sample.versions == (span, VersionSpan(2, 5, WeightVersion(6)))
+    assert sample.routed_experts is not None
+    # The first engine had run its tokens but the last: those keep the experts that they had there.
+    assert sample.routed_experts.flatten().tolist() == [3, 3, 3, 3, 0, 1, 2]
 
 
 def test_log_probs_of_other_tokens_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -89,3 +90,30 @@ def test_all_requests_of_an_engine_are_ended(loop: EventLoop, engine: FakeSGLang
                 await asking
 
     loop.run(ask_and_abort())
+
+
+@pytest.mark.parametrize(("rid", "num_begun"), [("a", 1), ("", 0)])
+def test_what_was_drawn_comes_with_the_abort_of_a_request_with_a_name(
+    loop: EventLoop, engine: FakeSGLang, rid: str, num_begun: int
+) -> None:
+    reason = {"type": "abort", "message": "asked to"}
+    body = {"sampling_params": {"max_new_tokens": 1}}
+    engine.answer = lambda _: (200, sampled_answer(body, 0, finish_reason=reason))
+
+    async def ask() -> None:
+        async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
+            await transport.sample(engine.address, replace(REQUEST, rid=rid), SAMPLING)
+
+    with pytest.raises(AbortedError, match="asked to") as aborted:
+        loop.run(ask())
+    begun = aborted.value.begun
+    assert (begun.response_len if begun else 0) == num_begun
+
+
+def test_one_request_is_ended_by_its_name(loop: EventLoop, engine: FakeSGLang) -> None:
+    async def end() -> None:
+        async with HttpOptions.of(RolloutConfig(), [9], str).open() as transport:
+            await transport.abort(engine.address, "a")
+
+    loop.run(end())
+    assert engine.calls == [("/abort_request", {"rid": "a"})]

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.rollout.transport import AbortedError, TransientError
 from mcore_rl.simulation.engine import SimulatedEngine
-from mcore_rl.simulation.engine_request import EngineSpeed
+from mcore_rl.simulation.engine_request import EndedEarlyError, EngineSpeed
 from mcore_rl.simulation.machine import Machine, WorkClock
 from mcore_rl.simulation.virtual_loop import VirtualLoop
 from mcore_rl.types import VersionSpan, WeightVersion
@@ -205,3 +205,27 @@ def test_a_client_that_leaves_frees_its_place(loop: VirtualLoop) -> None:
 
     loop.run_until_complete(ask())
     assert loop.time() < 1
+
+
+def test_a_request_that_ends_early_goes_on_elsewhere_with_what_it_has(loop: VirtualLoop) -> None:
+    first, second = engine_of(loop), engine_of(loop)
+    second.version = WeightVersion(3)
+
+    async def move() -> tuple[tuple[VersionSpan, ...], tuple[VersionSpan, ...]]:
+        task = asyncio.ensure_future(first.sample(1, 100, 200, 200, rid="a"))
+        other = asyncio.ensure_future(first.sample(2, 100, 200, 200, rid="b"))
+        await asyncio.sleep(1.0)
+        first.abort("nobody")
+        first.abort("a")
+        with pytest.raises(EndedEarlyError) as ended:
+            await task
+        begun = ended.value.versions
+        rest = await second.sample(1, 100, 200, 200, "c", begun[-1].stop)
+        await other
+        return begun, rest
+
+    begun, rest = loop.run_until_complete(move())
+    num_begun = begun[-1].stop
+    assert 50 < num_begun < 150
+    assert rest == (VersionSpan(num_begun, 200, WeightVersion(3)),)
+    assert first.num_tokens + second.num_tokens == pytest.approx(400, abs=2)

@@ -14,7 +14,14 @@ def test_spans_cover_the_response_once_and_leave_out_versions_without_a_token() 
     request = EngineRequest(1, 5, 10, 20, NOBODY)
     request.edges = [(start, WeightVersion(v)) for v, start in enumerate((0, 0, 4, 10))]
     spans = [(1, 0, 4), (2, 4, 10)]
-    assert request.spans() == tuple(VersionSpan(a, b, WeightVersion(v)) for v, a, b in spans)
+    assert request.spans(10) == tuple(VersionSpan(a, b, WeightVersion(v)) for v, a, b in spans)
+
+
+def test_spans_of_a_request_that_ends_early_stop_there() -> None:
+    request = EngineRequest(1, 5, 10, 20, NOBODY)
+    assert request.spans(0) == ()
+    request.edges = [(0, WeightVersion(1)), (4, WeightVersion(2))]
+    assert request.spans(6)[-1] == VersionSpan(4, 6, WeightVersion(2))
 
 
 def test_tokens_are_counted_by_the_engines_steps() -> None:
