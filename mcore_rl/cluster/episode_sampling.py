@@ -10,7 +10,7 @@ from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.gateway import Gateway
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
-from mcore_rl.agents.recorder import EpisodeLimits, TurnRequest
+from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -70,13 +70,21 @@ class EpisodeSampler:
 
     async def _play(self, session: RolloutSession, request: GroupRequest, index: int) -> Sample:
         seed = sample_seed(request.sampling.seed or 0, request.prompt.index, index)
-        # The first answer goes where it may, later ones to the engine that has the prefix.
-        affinity = EngineAffinity(request.num_samples)
+        answer = turn_sampler(session, request, index)
+        return await self._player.play(request.prompt, index, seed, answer)
 
-        async def sample_turn(turn: TurnRequest) -> Sample:
-            prompt = replace(request.prompt, token_ids=turn.context_ids)
-            sampling = replace(request.sampling, max_response_len=turn.max_tokens)
-            asked = Request(prompt, index, affinity, turn.turn, turn.stop, turn.experts_start)
-            return await session.sample(asked, sampling)
 
-        return await self._player.play(request.prompt, index, seed, sample_turn)
+def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> SampleTurn:
+    """Return how the turns of episode number `index` of a prompt are sampled.
+
+    The first answer goes where it may, later ones to the engine that has the prefix.
+    """
+    affinity = EngineAffinity(request.num_samples)
+
+    async def sample_turn(turn: TurnRequest) -> Sample:
+        prompt = replace(request.prompt, token_ids=turn.context_ids)
+        sampling = replace(request.sampling, max_response_len=turn.max_tokens)
+        asked = Request(prompt, index, affinity, turn.turn, turn.stop, turn.experts_start)
+        return await session.sample(asked, sampling)
+
+    return sample_turn

@@ -1,0 +1,221 @@
+"""Each token of an episode names the weights that drew it, with the log-prob that they give it.
+
+Episodes of several turns go on at a real engine, whose prefix cache is on, while its weights change
+at random moments by the run's own sync.
+"""
+
+import asyncio
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mcore_rl.agents.chat.chat_format import ChatFormat
+from mcore_rl.agents.messages import ChatRequest, EndReason, Message
+from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
+from mcore_rl.cluster.episode_sampling import turn_sampler
+from mcore_rl.config import RolloutConfig
+from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.collector import GroupRequest
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.stream.controller.engine_control import LOADER, EngineControl
+from mcore_rl.stream.controller.sync import SyncController
+from mcore_rl.types import EpisodeRecord, Prompt, Row
+from tests.support.chat_templates import make_tokenizer, stop_ids
+from tests.support.engine_keys import KEYS
+from tests.support.megatron_layout import TrainLayout
+from tests.support.row_scores import RowScorer
+from tests.support.stand_in_policy import PlainParser
+from tests.support.tiny_models import write_model
+from tests.support.trainer_processes import ProcessRanks
+
+pytestmark = pytest.mark.e2e
+
+FAMILY = "qwen3"
+NUM_WEIGHTS = 4
+EXPERTS = 8
+AT_ONCE = 8
+LIMITS = EpisodeLimits(max_turns=6, max_turn_len=40, max_tokens=1500)
+TOLERANCE = 1e-4
+DEADLINE_S = 400.0
+
+
+@dataclass
+class Swapped:
+    """An engine whose weights a test changes; `version` names the weights of the last sync."""
+
+    weights: list[Path]
+    engine: EngineProcess
+    ranks: ProcessRanks
+    controller: SyncController
+    version: int = 0
+
+    def weights_of(self, version: int) -> int:
+        return version % NUM_WEIGHTS
+
+    async def swap(self) -> None:
+        """Sync the next weights, which differ from those before."""
+        following = self.version + 1
+        await asyncio.to_thread(self.ranks.load, self.weights[self.weights_of(following)])
+        report = await self.controller.sync(following)
+        assert not report.failed, report.failed
+        self.version = following
+
+    async def swap_at_random(self, generator: random.Random) -> None:
+        while True:
+            await asyncio.sleep(generator.uniform(0.02, 0.6))
+            await self.swap()
+
+
+@pytest.fixture(scope="module")
+def swapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swapped]:
+    """Every token goes to all experts: no rounding can send it to another."""
+    folder = tmp_path_factory.mktemp("versions")
+    sizes = {"vocab_size": 320, "max_position_embeddings": 2048, "num_hidden_layers": 2}
+    sizes |= {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS}
+    weights = [
+        write_model("qwen3_moe", folder / str(seed), seed, **sizes) for seed in range(NUM_WEIGHTS)
+    ]
+    log_path = str(folder / "engine.log")
+    spec = EngineSpec(
+        str(weights[0]), log_path, kv_cache_len=32768, custom_weight_loaders=(LOADER,), keys=KEYS
+    )
+    ranks = ProcessRanks(TrainLayout(tp=2, ep=2))
+    try:
+        with EngineProcess(spec) as engine:
+            ranks.load(weights[0])
+            controller = SyncController(ranks, timeout_s=120, keys=KEYS)
+            asyncio.run(controller.connect([engine.url]))
+            yield Swapped(weights, engine, ranks, controller)
+    finally:
+        ranks.stop()
+
+
+async def play(session: RolloutSession, index: int) -> EpisodeRecord:
+    """Talk in two to five turns; some branch off an earlier one."""
+    generator = random.Random(index)
+    tokenizer = make_tokenizer(FAMILY)
+    prompt = Prompt(index, (1,), (), "unit", None)
+    request = GroupRequest(0, index, prompt, 1, Sampling(LIMITS.max_turn_len))
+    chat = ChatFormat(tokenizer, stop_ids(FAMILY), reasoning="template", template_options={})
+    parser = PlainParser(partial(tokenizer.decode, skip_special_tokens=True))
+    recorder = EpisodeRecorder(chat, parser, turn_sampler(session, request, 0), LIMITS)
+    conversations: list[list[Message]] = [[{"role": "user", "content": f"task {index}"}]]
+    for number in range(generator.randint(2, 5)):
+        messages = conversations[-1] if generator.random() < 0.8 else conversations[0]
+        completion = await recorder.complete(ChatRequest(tuple(messages)))
+        more: Message = {"role": "user", "content": f"more {number}"}
+        conversations.append([*messages, completion.answer.message, more])
+        await asyncio.sleep(generator.choice([0.0, 0.2]))
+    return recorder.finish(EndReason.DONE)
+
+
+def play_while_weights_change(swapped: Swapped, num_episodes: int, seed: int) -> list[Row]:
+    """Return the rows of the episodes, of which AT_ONCE are played at once."""
+    stops = stop_ids(FAMILY)
+    config = RolloutConfig(max_concurrency=AT_ONCE, request_timeout_s=120)
+    http = HttpOptions.of(config, stops, str)
+    client = RolloutClient([swapped.engine.address], config, http.open)
+
+    async def run() -> list[EpisodeRecord]:
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def play_in_place(session: RolloutSession, index: int) -> EpisodeRecord:
+            async with places:
+                return await play(session, index)
+
+        async with asyncio.timeout(DEADLINE_S), client.open() as session:
+            swapping = asyncio.create_task(swapped.swap_at_random(random.Random(seed)))
+            try:
+                plays = (play_in_place(session, index) for index in range(num_episodes))
+                return await asyncio.gather(*plays)
+            finally:
+                swapping.cancel()
+                result = await asyncio.gather(swapping, return_exceptions=True)
+                assert isinstance(result[0], asyncio.CancelledError), result
+
+    episodes = asyncio.run(run())
+    return [row for episode in episodes for row in episode.rows]
+
+
+def errors_of(swapped: Swapped, rows: list[Row]) -> dict[str, float]:
+    """Return the largest error of log-probs against the weights that tokens name, and others.
+
+    named   against the weights of the version that a token names
+    other   the least, over rows, of the largest error against the weights after those
+    """
+    scored = [RowScorer(weights)([row.token_ids for row in rows]) for weights in swapped.weights]
+    named, other = [], []
+    for i, row in enumerate(rows):
+        version_T = versions_of(row)
+        assert (version_T[row.is_trained] >= 0).all()
+        for shift, errors in ((0, named), (1, other)):
+            of_T = (version_T + shift) % NUM_WEIGHTS
+            own_T = np.stack([part[i] for part in scored])[of_T, np.arange(len(of_T))]
+            errors.append(float(np.abs(row.logprobs - own_T)[row.is_trained].max()))
+    return {"named": max(named), "other": min(other)}
+
+
+def versions_of(row: Row) -> Any:
+    """Return int64 [T], -1 where no version is named."""
+    version_T = np.full(len(row.token_ids), -1)
+    for span in row.versions:
+        version_T[span.start : span.stop] = span.version
+    return version_T
+
+
+def changes_of(rows: list[Row]) -> dict[str, int]:
+    """Count changes of weights inside the answer of a turn, and between two turns of a row."""
+    counts = {"inside": 0, "between": 0}
+    for row in rows:
+        at_t = np.flatnonzero(row.is_trained)
+        version_t, turn_t = versions_of(row)[at_t], row.turn_T[at_t]
+        changed = version_t[1:] != version_t[:-1]
+        same_turn = turn_t[1:] == turn_t[:-1]
+        counts["inside"] += int((changed & same_turn).sum())
+        counts["between"] += int((changed & ~same_turn).sum())
+    return counts
+
+
+def cached_tokens(engine: EngineProcess) -> int:
+    """Return the tokens that the engine took from its prefix cache, so far."""
+    log = Path(engine.spec.log_path).read_text()
+    return sum(map(int, re.findall(r"#cached-token: (\d+)", log)))
+
+
+@pytest.mark.parametrize("num_episodes", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_each_token_has_the_logprob_that_its_version_gives_it(
+    swapped: Swapped, num_episodes: int
+) -> None:
+    before, first = cached_tokens(swapped.engine), swapped.version
+    rows = play_while_weights_change(swapped, num_episodes, seed=num_episodes)
+    changes, errors = changes_of(rows), errors_of(swapped, rows)
+    cached = cached_tokens(swapped.engine) - before
+    print(f"{len(rows)} rows, {swapped.version - first} syncs, {changes}, {cached=}, {errors}")
+    assert changes["inside"] > 20 and changes["between"] > 10 and cached > 1000
+    assert errors["named"] < TOLERANCE < 0.01 < errors["other"]
+
+
+def test_a_cache_that_is_not_flushed_is_noticed(
+    swapped: Swapped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison above fails where a swap leaves what older weights have cached."""
+    run_loader = EngineControl.run_loader
+
+    async def without_flush(self: EngineControl, *args: Any, flush_cache: bool) -> None:
+        await run_loader(self, *args, flush_cache=False)
+
+    monkeypatch.setattr(EngineControl, "run_loader", without_flush)
+    rows = play_while_weights_change(swapped, 40, seed=2)
+    errors = errors_of(swapped, rows)
+    print(f"{len(rows)} rows, {changes_of(rows)}, {errors}")
+    assert errors["named"] > 100 * TOLERANCE
