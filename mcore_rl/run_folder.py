@@ -6,7 +6,7 @@ config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
 profile/         captures of steps, if the recipe asks for them
-metrics.jsonl, samples.jsonl, tensorboard/, summary.json, reward_curve.png
+metrics.jsonl, samples.jsonl, episodes.jsonl, tensorboard/, summary.json, reward_curve.png
 """
 
 import logging

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from mcore_rl.lost_samples import SamplesLost, kept_places
 from mcore_rl.metrics.console import make_console
+from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.metrics.names import with_former_names
 from mcore_rl.metrics.rows import RowFile
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
@@ -42,8 +43,12 @@ class MetricsLogger:
         mlflow_uri: str | None = None,
         config: Mapping[str, Any] | None = None,
         read: Callable[[Sequence[Any]], list[Sample]] = list,
+        with_episodes: bool = False,
     ) -> None:
-        """`read` brings the samples that are logged here, if they lie in stores."""
+        """`read` brings the samples that are logged here, if they lie in stores.
+
+        with_episodes   keep episodes.jsonl, too
+        """
         self._read = read
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -56,6 +61,9 @@ class MetricsLogger:
             self._trackers.append(MLflow(self.run_dir, last_step, mlflow_uri, config or {}))
         self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step)
         self._samples = RowFile(self.run_dir / "samples.jsonl", last_step)
+        path = self.run_dir / "episodes.jsonl" if with_episodes else None
+        self.episodes = EpisodeLog(path, last_step)
+        """For those that draw samples."""
         self._console = (
             make_console(sys.stdout, self.run_dir.name, total_steps) if console else None
         )
@@ -79,6 +87,8 @@ class MetricsLogger:
 
         `split` says where their prompts come from, "train" or "eval".
         """
+        if split == "train":
+            self.episodes.step = step + 1
         errors = scores.errors or [""] * len(samples)
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))
         failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
@@ -106,6 +116,7 @@ class MetricsLogger:
                 parts.callback(tracker.close, failed)
             parts.callback(self._metrics.close)
             parts.callback(self._samples.close)
+            parts.callback(self.episodes.close)
             if self._console:
                 parts.callback(self._console.close)
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any, Self
 
 from mcore_rl.config import RolloutConfig
-from mcore_rl.loops.sampling import groups_with_signal
 from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.metrics.episode_log import ABORTED, DROPPED_STALE, EpisodeLog, reasons_of
 from mcore_rl.players.generator import make_sampling
 from mcore_rl.players.groups import OpenPrompts, SampleGroup, make_buffer
 from mcore_rl.players.sampling_failures import SamplingFailures
@@ -54,6 +54,7 @@ class BackgroundSampler:
         watched: Watched[Any],
         start: Callable[[Awaitable[None]], "Future[None]"],
         revive: Callable[[], Awaitable[bool]],
+        episodes: EpisodeLog | None = None,
         *,
         with_greedy: bool,
     ) -> None:
@@ -61,6 +62,7 @@ class BackgroundSampler:
 
         start         begins a coroutine that runs beside those of `watched`; engines are watched
         revive        brings the current weights to an engine if none serves; False if none will
+        episodes      learns which groups begin, and why their episodes end
         with_greedy   also sample each prompt greedily, for advantages that need it
         """
         self._rollout = rollout
@@ -72,7 +74,8 @@ class BackgroundSampler:
         self._start = start
         self._revive = revive
         self._with_greedy = with_greedy
-        self._buffer = make_buffer(rollout, version)
+        self._episodes = episodes or EpisodeLog()
+        self._buffer = make_buffer(rollout, version, self._episodes)
         self._max_in_flight = rollout.max_in_flight or max(
             client.max_in_flight, rollout.samples_per_prompt
         )
@@ -94,6 +97,7 @@ class BackgroundSampler:
 
     def __exit__(self, *exception: object) -> None:
         self._running.cancel()
+        self._buffer.close()
 
     def take(self, version: WeightVersion) -> tuple[list[AnySample], Scores, dict[str, float]]:
         """Wait for the groups of a step; return their samples, their scores and metrics.
@@ -147,8 +151,8 @@ class BackgroundSampler:
         position, prompt = self._requeued.pop(0) if self._requeued else self._prompts.begin()
         return self._buffer.begin(position, prompt)
 
-    def _requeue(self, group: SampleGroup) -> None:
-        self._buffer.remove(group)
+    def _requeue(self, group: SampleGroup, reason: str = ABORTED) -> None:
+        self._buffer.remove(group, reason)
         self._requeued.append((group.position, group.prompt))
 
     async def _complete(self, group: SampleGroup) -> None:
@@ -170,8 +174,8 @@ class BackgroundSampler:
             self._notify()
         self._stats.note(samples, scores)
         self._prompts.note_scores([group.prompt], scores)
-        if self._rollout.dynamic_sampling and self._is_replaced(scores):
-            self._buffer.remove(group)
+        if self._stats.is_replaced(scores, self._rollout):
+            self._buffer.remove(group, reasons_of(samples))
             self._prompts.end([group.position])
         else:
             self._buffer.finish(group, samples, scores)
@@ -186,7 +190,8 @@ class BackgroundSampler:
             samples = await self._session.generate([group.prompt], num_samples, sampling)
             if self._with_greedy:
                 greedy_sampling = make_sampling(self._rollout, greedy=True, seed=seed)
-                greedy = await self._session.generate([group.prompt], 1, greedy_sampling)
+                with self._episodes.recording([group.prompt], 1, greedy=True) as greedy:
+                    greedy += await self._session.generate([group.prompt], 1, greedy_sampling)
         finally:
             self._num_sampling -= 1
             self._notify()
@@ -199,18 +204,6 @@ class BackgroundSampler:
             return scores
         greedy_scores = await self._reward(greedy)
         return replace(scores, greedy_N=greedy_scores.rewards_N * len(samples))
-
-    def _is_replaced(self, scores: Scores) -> bool:
-        """Return whether to sample another group in place of this one, whose rewards are all equal.
-
-        At most as many are replaced per step as dynamic sampling would resample in max_rounds
-        rounds.
-        """
-        rollout = self._rollout
-        if groups_with_signal(scores.rewards_N, rollout.samples_per_prompt):
-            return False
-        self._stats.num_silent += 1
-        return self._stats.num_silent <= (rollout.max_rounds - 1) * rollout.prompts_per_step
 
     async def _take(self, version: WeightVersion) -> tuple[list[SampleGroup], dict[str, float]]:
         buffer = self._buffer
@@ -245,7 +238,7 @@ class BackgroundSampler:
         for group in self._buffer.late():
             if group in self._tasks:
                 self._tasks[group].cancel()
-            self._requeue(group)
+            self._requeue(group, DROPPED_STALE)
             self._stats.num_dropped += self._rollout.samples_per_prompt
             self._notify()
 

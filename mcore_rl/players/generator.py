@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.process.clock import now_s
 from mcore_rl.roles import Watched
 from mcore_rl.rollout.request import Sampling
@@ -24,8 +25,13 @@ class EngineGenerator:
         config: RolloutConfig,
         watched: Watched[Any],
         revive: Callable[[], Awaitable[bool]] | None = None,
+        episodes: EpisodeLog | None = None,
     ) -> None:
-        """`revive` waits for an engine when none serves, and returns False if none will."""
+        """`revive` waits for an engine when none serves, and returns False if none will.
+
+        episodes   learns which groups begin, and why their episodes end
+        """
+        self._episodes = episodes or EpisodeLog()
         self._client = client
         self._config = config
         self._watched = watched
@@ -40,7 +46,9 @@ class EngineGenerator:
         self, prompts: Sequence[Prompt], num_samples: int, *, greedy: bool, seed: int
     ) -> list[AnySample]:
         sampling = make_sampling(self._config, greedy=greedy, seed=seed)
-        return self._watched(self._generate(prompts, num_samples, sampling))
+        with self._episodes.recording(prompts, num_samples, greedy=greedy) as samples:
+            samples += self._watched(self._generate(prompts, num_samples, sampling))
+        return samples
 
     def idle_share(self) -> float:
         """Return the share of the time since the last call in which an engine had no request."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.metrics.episode_log import ABORTED, EpisodeLog, reasons_of
 from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample, Prompt, WeightVersion
 
@@ -25,11 +26,13 @@ class SampleGroup:
 
     position   index of the prompt in its stream
     oldest     the version of the oldest token; `born` while there is none
+    number     of the group in the log of episodes
     """
 
     position: int
     prompt: Prompt
     born: WeightVersion
+    number: int
     samples: Sequence[AnySample] = ()
     scores: Scores = field(default_factory=lambda: Scores([]))
 
@@ -64,17 +67,22 @@ class GroupBuffer:
         *,
         in_order: bool,
         waits: bool,
+        log: EpisodeLog | None = None,
+        group_size: int = 1,
     ) -> None:
         """`bound`: the most versions between a sample's oldest token and the weights that train on
         it.
 
         in_order   a step takes the groups that were begun first, whatever else is finished
         waits      a step waits for groups that would otherwise be too stale before they had a place
+        log        learns when groups of `group_size` samples begin, and how their samples end
         """
         self._per_step = groups_per_step
         self._bound = bound
         self._in_order = in_order
         self._waits = waits
+        self._log = log or EpisodeLog()
+        self._group_size = group_size
         self.version = version
         """The version of the engines' weights; the next step trains on the same."""
         self._num_taken = groups_per_step * version
@@ -91,7 +99,8 @@ class GroupBuffer:
         return num_admitted - self._num_taken - len(self._groups)
 
     def begin(self, position: int, prompt: Prompt) -> SampleGroup:
-        group = SampleGroup(position, prompt, self.version)
+        number = self._log.begin(prompt, self._group_size)
+        group = SampleGroup(position, prompt, self.version, number)
         self._groups.append(group)
         return group
 
@@ -103,9 +112,19 @@ class GroupBuffer:
         group.oldest = min(versions, default=group.born)
         self.num_finished += 1
 
-    def remove(self, group: SampleGroup) -> None:
+    def remove(self, group: SampleGroup, ends: Sequence[str] | str = ABORTED) -> None:
+        """Forget a group that no step takes; `ends` says why its samples ended, all or each."""
         self._groups.remove(group)
         self.num_finished -= group.is_finished
+        if isinstance(ends, str):
+            self._log.end_all(group.number, ends)
+        else:
+            self._log.end(group.number, ends)
+
+    def close(self) -> None:
+        """Log why the samples of finished groups ended, which no step takes any more."""
+        for group in self.finished():
+            self.remove(group, reasons_of(group.samples))
 
     def finished(self) -> list[SampleGroup]:
         return [group for group in self._groups if group.is_finished]
@@ -135,6 +154,8 @@ class GroupBuffer:
         self._groups = remaining
         self.num_finished -= len(chosen)
         self._num_taken += len(chosen)
+        for group in chosen:
+            self._log.end(group.number, reasons_of(group.samples))
         return chosen
 
     def _have_places(self, groups: Sequence[SampleGroup]) -> bool:
@@ -151,7 +172,9 @@ class GroupBuffer:
         return True
 
 
-def make_buffer(rollout: RolloutConfig, version: WeightVersion) -> GroupBuffer:
+def make_buffer(
+    rollout: RolloutConfig, version: WeightVersion, log: EpisodeLog | None = None
+) -> GroupBuffer:
     """Return an empty buffer for the recipe's mode; the engines serve `version`."""
     return GroupBuffer(
         rollout.prompts_per_step,
@@ -159,4 +182,6 @@ def make_buffer(rollout: RolloutConfig, version: WeightVersion) -> GroupBuffer:
         version,
         in_order=rollout.mode == "one_step_off",
         waits=rollout.stale == "wait",
+        log=log,
+        group_size=rollout.samples_per_prompt,
     )

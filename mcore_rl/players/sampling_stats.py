@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.loops.sampling import groups_with_signal
 from mcore_rl.process.clock import now_s
 from mcore_rl.scores import Scores
 from mcore_rl.types import AnySample
@@ -32,6 +33,19 @@ class SamplingStats:
         self._num_samples += len(samples)
         self._num_tokens += sum(sample.response_len for sample in samples)
         self._reward_sum += sum(scores.rewards_N)
+
+    def is_replaced(self, scores: Scores, rollout: RolloutConfig) -> bool:
+        """Return whether to sample another group in place of one whose rewards are all equal.
+
+        At most as many are replaced per step as dynamic sampling would resample in max_rounds
+        rounds.
+        """
+        if not rollout.dynamic_sampling:
+            return False
+        if groups_with_signal(scores.rewards_N, rollout.samples_per_prompt):
+            return False
+        self.num_silent += 1
+        return self.num_silent <= (rollout.max_rounds - 1) * rollout.prompts_per_step
 
     def metrics(self, rollout: RolloutConfig) -> dict[str, float]:
         """Return the metrics so far; those of dynamic sampling only where the recipe has it."""

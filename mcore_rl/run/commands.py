@@ -78,15 +78,17 @@ def run_train(config: Config) -> None:
         watched = processes.watched
         weights = make_sync(config, inputs.policy, started, packed, processes, rollouts)
         weights.sync(WeightVersion(start_step), inputs.canary_probe)
-        background_sampler = sample_in_background(
-            config, start_step, prompts, rollouts, processes, weights
-        )
         log = make_log(config, folder, config.run.steps, start_step, rollouts.read)
+        background_sampler = sample_in_background(
+            config, start_step, prompts, rollouts, processes, weights, log.episodes
+        )
         with log, background_sampler as background:
             roles = Roles(
                 prompts=prompts,
                 held_out=inputs.held_out,
-                generator=EngineGenerator(rollouts.client, config.rollout, watched, weights.revive),
+                generator=EngineGenerator(
+                    rollouts.client, config.rollout, watched, weights.revive, log.episodes
+                ),
                 reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), gpus),
                 advantages=StoredAdvantages(
                     inputs.advantages, rollouts.on_tokens, has_teacher=needs.teacher
@@ -196,8 +198,10 @@ def run_eval(config: Config) -> None:
     correctness = Correctness.of(config.eval, config.reward)
     with _run(config, policy, "eval", collector) as (folder, _, processes):
         rollouts = connect_rollouts(config, processes, processes.start_engines())
-        generator = EngineGenerator(rollouts.client, config.rollout, processes.watched)
         with make_log(config, folder, None, 0, rollouts.read) as log:
+            generator = EngineGenerator(
+                rollouts.client, config.rollout, processes.watched, episodes=log.episodes
+            )
             metrics, samples, scores = evaluate(
                 generator,
                 held_out,

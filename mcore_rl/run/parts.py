@@ -15,6 +15,7 @@ from mcore_rl.cluster.trainer import TrainerGroup
 from mcore_rl.config import CheckpointConfig, Config
 from mcore_rl.config.secrets import written_config
 from mcore_rl.metrics import MetricsLogger
+from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.players.canary import Canary
@@ -128,6 +129,7 @@ def sample_in_background(
     rollouts: Rollouts,
     processes: RunProcesses,
     weights: EngineSync,
+    episodes: EpisodeLog,
 ) -> AbstractContextManager[BackgroundSampler | None]:
     """Return the sampler that works while the trainer trains, or a context manager that yields None
     when rollout.mode=sync.
@@ -144,6 +146,7 @@ def sample_in_background(
         processes.watched,
         processes.start_watched,
         weights.revive,
+        episodes,
         with_greedy=needs_of(config.algorithm).greedy_baseline,
     )
 
@@ -216,6 +219,7 @@ def make_log(
         mlflow_uri=log.mlflow_uri,
         config=written_config(config),
         read=read,
+        with_episodes=config.agents.is_used,
     )
 
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.lost_samples import SamplesLost
+from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.players.background import BackgroundSampler
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
@@ -17,6 +20,7 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.scores import Scores
 from mcore_rl.types import Prompt, Sample, WeightVersion
+from tests.support.episode_rows import reasons_by_group
 from tests.support.fake_sglang import FakeSGLang, loop_with_quick_retries
 
 PROMPTS = [Prompt(i, (1, 2 + i), (), "unit", "") for i in range(40)]
@@ -36,7 +40,14 @@ async def score_by_index(samples: Sequence[Sample]) -> Scores:
 class Sampler:
     """A background sampler with all that it calls."""
 
-    def __init__(self, loop: EventLoop, *, with_greedy: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        *,
+        with_greedy: bool = False,
+        episodes: EpisodeLog | None = None,
+        **options: Any,
+    ) -> None:
         sizes = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_response_len": 3}
         rollout = RolloutConfig(**{**sizes, "retries": 0, **options})
         self.engine = FakeSGLang(loop)
@@ -53,6 +64,7 @@ class Sampler:
             loop.run,
             loop.start,
             self.revive,
+            episodes,
             with_greedy=with_greedy,
         )
 
@@ -107,6 +119,40 @@ def test_groups_without_signal_are_replaced(loop: EventLoop) -> None:
         samples, _, metrics = sampler.background.take(WeightVersion(0))
         assert [s.prompt.index for s in samples[::2]] == [0, 2]
         assert 0 < metrics["sampling/kept_share"] < 1
+
+
+def test_the_log_of_episodes_tells_what_was_dropped_and_what_was_under_way(
+    loop: EventLoop, tmp_path: Path
+) -> None:
+    path = tmp_path / "episodes.jsonl"
+    log = EpisodeLog(path)
+    sampler = Sampler(loop, mode="async", max_staleness=1, stale="drop", episodes=log)
+    with sampler.background:
+        sampler.take(0)
+        sampler.move_to(1)
+        sampler.move_to(2)  # what was drawn from version 0 is too old now
+        sampler.take(2)
+        sampler.engine.num_free = 0
+        sampler.move_to(3)
+        sampler.take(3)
+    log.close()
+    ends = Counter(map(tuple, reasons_by_group(path).values()))
+    assert ends[("dropped_stale",) * 2] >= 2 and ends[("aborted",) * 2] >= 1
+    assert ends[("length",) * 2] >= 6 and len(ends) == 3
+
+
+def test_groups_that_no_step_takes_have_their_own_reasons(loop: EventLoop, tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    log = EpisodeLog(path)
+    options = {"dynamic_sampling": True, "max_rounds": 4, "with_greedy": True}
+    sampler = Sampler(loop, mode="one_step_off", episodes=log, **options)
+    with sampler.background:
+        sampler.take(0)
+        sampler.background.pause_for_sync()
+    log.close()
+    reasons = reasons_by_group(path)
+    assert Counter(map(len, reasons.values())) == {1: len(reasons) // 2, 2: len(reasons) // 2}
+    assert {reason for ends in reasons.values() for reason in ends} == {"length"}
 
 
 def test_lost_prompts_are_sampled_again_and_an_engine_is_revived_the_second_time(

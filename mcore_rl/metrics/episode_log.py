@@ -1,0 +1,126 @@
+"""Writes episodes.jsonl: which groups of episodes began, and why each of their episodes ended.
+
+begin -> row with the prompt and the number of episodes;  end -> row with a reason for each of them
+
+Rows are never taken back, so the file tells the episodes of all launches of a run.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from mcore_rl.metrics.rows import RowFile, read_rows
+from mcore_rl.process.redaction import redact
+from mcore_rl.types import AnySample, Prompt
+
+ABORTED = "aborted"
+DROPPED_STALE = "dropped_stale"
+
+
+class EpisodeLog:
+    """Writes two rows for each group: one when it begins, one when its episodes have ended.
+
+    Calls may come from several threads. A group that an earlier launch left open, because it was
+    killed, is ended as aborted.
+    """
+
+    def __init__(self, path: Path | None = None, last_step: int | None = None) -> None:
+        """Keep nothing without a path.
+
+        last_step   step of the checkpoint that the run continues from; None starts the file over
+        """
+        self.step = (last_step or 0) + 1
+        """The step under way, which rows tell."""
+        self._lock = Lock()
+        self._open: dict[int, int] = {}
+        """Group -> number of its episodes, until it ends."""
+        self._next = 0
+        self._is_closed = False
+        self._file: RowFile | None = None
+        if path is None:
+            return
+        self._file = RowFile(path, None if last_step is None else sys.maxsize)
+        if last_step is not None:
+            self._take_over(read_rows(path), last_step)
+
+    def begin(self, prompt: Prompt, num_episodes: int, *, greedy: bool = False) -> int:
+        """Note that episodes of a prompt begin; return the number of their group."""
+        with self._lock:
+            group = self._next
+            self._next += 1
+            if self._is_closed:
+                return group
+            self._open[group] = num_episodes
+            fields = {"prompt_index": prompt.index, "episodes": num_episodes, "greedy": greedy}
+            self._write(group, fields)
+        return group
+
+    def end(self, group: int, reasons: Sequence[str], detail: str = "") -> None:
+        """Note why the episodes of a group ended, once: a reason for each."""
+        with self._lock:
+            if self._is_closed:
+                return
+            num_episodes = self._open.pop(group)
+            assert len(reasons) == num_episodes, f"group {group}: {reasons} of {num_episodes}"
+            self._write(group, {"ends": list(reasons), **_detail(detail)})
+
+    def end_all(self, group: int, reason: str, detail: str = "") -> None:
+        """Note one reason for all episodes of a group."""
+        self.end(group, [reason] * self._open.get(group, 0), detail)
+
+    @contextmanager
+    def recording(
+        self, prompts: Sequence[Prompt], num_episodes: int, *, greedy: bool
+    ) -> Iterator[list[Any]]:
+        """Note the episodes of a block, which appends them to the list in the order of `prompts`.
+
+        If the block raises, they are aborted.
+        """
+        groups = [self.begin(prompt, num_episodes, greedy=greedy) for prompt in prompts]
+        samples: list[Any] = []
+        try:
+            yield samples
+        except BaseException as error:
+            for group in groups:
+                self.end_all(group, ABORTED, f"{type(error).__name__}: {error}")
+            raise
+        for place, group in enumerate(groups):
+            own = samples[place * num_episodes : (place + 1) * num_episodes]
+            self.end(group, reasons_of(own))
+
+    def close(self) -> None:
+        """End what is open as aborted, and close the file. Later calls do nothing."""
+        for group in list(self._open):
+            self.end_all(group, ABORTED, "the run ended")
+        with self._lock:
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
+
+    def _take_over(self, rows: Sequence[dict[str, Any]], last_step: int) -> None:
+        """Go on after an earlier launch."""
+        for row in rows:
+            if "episodes" in row:
+                self._open[row["group"]] = row["episodes"]
+                self._next = row["group"] + 1
+            elif "ends" in row:
+                del self._open[row["group"]]
+        for group in list(self._open):
+            self.end_all(group, ABORTED, "the run was killed")
+        assert self._file is not None
+        self._file.write({"step": self.step, "resumed_after": last_step})
+
+    def _write(self, group: int, fields: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write({"step": self.step, "group": group, **fields})
+
+
+def reasons_of(samples: Sequence[AnySample]) -> list[str]:
+    return [sample.finish_reason for sample in samples]
+
+
+def _detail(text: str) -> dict[str, str]:
+    return {"detail": redact(text)} if text else {}

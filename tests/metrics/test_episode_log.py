@@ -1,0 +1,105 @@
+"""Every episode that began has exactly one reason in episodes.jsonl, whatever ends the run."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_rl.metrics.episode_log import ABORTED, DROPPED_STALE, EpisodeLog
+from mcore_rl.metrics.rows import read_rows
+from mcore_rl.types import Prompt
+from tests.support.episode_rows import reasons_by_group
+from tests.support.samples import make_sample
+
+
+def prompt(index: int) -> Prompt:
+    return Prompt(index, (1,), (), "unit", "")
+
+
+def test_rows_say_what_began_and_how_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    log = EpisodeLog(path)
+    first, second = log.begin(prompt(4), 2), log.begin(prompt(5), 1, greedy=True)
+    log.step = 2
+    log.end(first, ["done", "max_turns"])
+    log.end_all(second, DROPPED_STALE, "too old")
+    log.close()
+    assert read_rows(path) == [
+        {"step": 1, "group": 0, "prompt_index": 4, "episodes": 2, "greedy": False},
+        {"step": 1, "group": 1, "prompt_index": 5, "episodes": 1, "greedy": True},
+        {"step": 2, "group": 0, "ends": ["done", "max_turns"]},
+        {"step": 2, "group": 1, "ends": ["dropped_stale"], "detail": "too old"},
+    ]
+
+
+def test_a_block_ends_with_its_samples_or_is_aborted(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    log = EpisodeLog(path)
+    with log.recording([prompt(0), prompt(1)], 2, greedy=False) as samples:
+        samples += [make_sample(i, "text") for i in range(4)]
+    with (
+        pytest.raises(KeyboardInterrupt),
+        log.recording([prompt(2)], 3, greedy=False) as samples,
+    ):
+        raise KeyboardInterrupt
+    log.close()
+    assert reasons_by_group(path) == {0: ["stop"] * 2, 1: ["stop"] * 2, 2: [ABORTED] * 3}
+
+
+def test_what_is_open_at_the_end_is_aborted_and_later_calls_do_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    log = EpisodeLog(path)
+    group = log.begin(prompt(0), 2)
+    log.close()
+    log.end(group, ["done", "done"])
+    log.end_all(log.begin(prompt(1), 2), "done")
+    assert reasons_by_group(path) == {0: [ABORTED] * 2}
+
+
+def test_a_fresh_run_starts_the_file_over(tmp_path: Path) -> None:
+    path = tmp_path / "episodes.jsonl"
+    for _ in range(2):
+        log = EpisodeLog(path)
+        log.begin(prompt(0), 1)
+        log.close()
+    assert reasons_by_group(path) == {0: [ABORTED]}
+
+
+def test_an_end_has_a_reason_for_each_episode() -> None:
+    log = EpisodeLog()
+    group = log.begin(prompt(0), 2)
+    with pytest.raises(AssertionError, match="group 0"):
+        log.end(group, ["done"])
+
+
+@given(
+    launches=st.lists(st.lists(st.sampled_from(["begin", "end"]), max_size=8), min_size=1),
+    torn=st.integers(0, 20),
+)
+def test_killed_launches_leave_one_reason_each(
+    tmp_path_factory: pytest.TempPathFactory, launches: list[list[str]], torn: int
+) -> None:
+    """A launch that is killed writes nothing more, and may tear its last row."""
+    path = tmp_path_factory.mktemp("log") / "episodes.jsonl"
+    EpisodeLog(path).begin(prompt(0), 1)
+    for step, calls in enumerate(launches):
+        whole = path.read_bytes()
+        *_, last = whole.splitlines(keepends=True)
+        if torn < len(last):
+            path.write_bytes(whole + last[:torn])
+        log = EpisodeLog(path, last_step=step)
+        open_groups: list[int] = []
+        for call in calls:
+            if call == "begin":
+                open_groups.append(log.begin(prompt(step), 2))
+            elif open_groups:
+                log.end(open_groups.pop(0), ["done", "env_error"])
+    EpisodeLog(path, last_step=len(launches)).close()
+    rows = read_rows(path)
+    begun = {row["group"]: row["episodes"] for row in rows if "episodes" in row}
+    ended = Counter(row["group"] for row in rows if "ends" in row)
+    assert ended == dict.fromkeys(begun, 1)
+    assert {g: len(ends) for g, ends in reasons_by_group(path).items()} == begun
+    assert sum("resumed_after" in row for row in rows) == len(launches) + 1
