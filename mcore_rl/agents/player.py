@@ -31,6 +31,8 @@ from mcore_rl.data.episodes import sample_of_episode
 from mcore_rl.types import Prompt, Sample
 
 _log = logging.getLogger(__name__)
+BY_THE_RUN = (EndReason.DROPPED_STALE, EndReason.ABORTED)
+TOLD_BY_ENVIRONMENTS = tuple(str(reason) for reason in EndReason if reason not in BY_THE_RUN)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class EpisodePlayer:
             await self._gateway.close_session(session.key)
         if result.reward is not None:
             recorder.add_reward(result.reward)
-        return Ending(EndReason(result.end_reason), result.detail, dict(result.metrics))
+        return Ending(_told(result.end_reason), result.detail, dict(result.metrics))
 
     def _text(self, recorder: EpisodeRecorder) -> str:
         """Return the conversation after the first context, as the last row shows it."""
@@ -199,7 +201,7 @@ class Talk:
             self._num_bad = 0
             step = await self._step(answer.message, completion.turn)
             if step.done:
-                end = EndReason(step.end_reason) if step.end_reason else EndReason.DONE
+                end = _told(step.end_reason) if step.end_reason else EndReason.DONE
                 return Ending(end, "", self.metrics)
             messages += [*step.messages, *told]
 
@@ -222,6 +224,16 @@ class Talk:
 
     def _add(self, name: str, value: float) -> None:
         self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+def _told(reason: str) -> EndReason:
+    """Return the reason that an environment gives; EpisodeError if it is none of theirs."""
+    if reason not in TOLD_BY_ENVIRONMENTS:
+        raise EpisodeError(
+            f"the environment ends an episode with end_reason={reason!r}: give one of"
+            f" {', '.join(TOLD_BY_ENVIRONMENTS)}"
+        )
+    return EndReason(reason)
 
 
 def complaints(answer: Answer) -> list[Message]:

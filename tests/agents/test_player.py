@@ -75,6 +75,9 @@ def test_an_episode_goes_on_until_its_environment_is_done() -> None:
     [
         (["RAISE now"], {}, "env_error", 1),
         (["go", "DIE"], {}, "env_error", 0),
+        (["END tool_error"], {}, "tool_error", 1),
+        (["END of the world"], {}, "env_error", 1),
+        (["END aborted"], {}, "env_error", 1),
         (["go"], {"limits": EpisodeLimits(2, 50, 10_000)}, "max_turns", 2),
         (["go on and on"], {"limits": EpisodeLimits(9, 50, 45)}, "max_tokens", 2),
         (["SLEEP 20"], {"deadline_s": 1.0}, "deadline", 1),

@@ -43,6 +43,8 @@ class Countdown:
                 subprocess.Popen(["sleep", argument], start_new_session=True)
             case "PRINT":
                 print(argument, flush=True)
+            case "END":
+                return Step(done=True, end_reason=argument)
             case "NAN":
                 return Step(reward=float("nan"))
         self.left -= 1
