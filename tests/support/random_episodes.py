@@ -30,7 +30,7 @@ from tests.support.conversations import TOOLS
 WITHOUT_CALLS = ("mixtral",)
 """Families whose templates refuse the results of tools."""
 KINDS = ("retry", "branch", "compaction", "rewritten", "sub_agent", *["continue"] * 5)
-"""What a request may do, as often as it is likely."""
+"""The kinds of requests, each as often as it is likely."""
 
 
 class Encoded(int):
@@ -114,7 +114,7 @@ class RandomEpisode:
             return str(tokenizer.decode(ids, skip_special_tokens=True))
 
         self._generator = random.Random(self.seed)
-        # Of its own, so that what is sampled does not change what is asked.
+        # Apart, so that what is sampled does not change what is asked.
         self._kinds = random.Random(f"kinds {self.seed}")
         chat = ChatFormat(
             tokenizer, stop_ids(self.family), reasoning=self._reasoning(), template_options={}
