@@ -151,8 +151,14 @@ that is not finite is `null`. Step 0 is the evaluation before training.
 A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`,
 `response`, `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
 where the reward failed, `reward_error`. An episode also has `turns`, and `detail` where an error
-ended it ([agents.md](agents.md)). Both files are UTF-8, one JSON object a line, and only
+ended it ([agents.md](agents.md)). All files are UTF-8, one JSON object a line, and only
 `\\n` ends a line. A lone surrogate, which UTF-8 lacks, is written as a JSON escape.
+
+A run of episodes has `episodes.jsonl`, too, with two rows for each group. The first is written when
+the group begins: `step`, `group`, `prompt_index`, `episodes` (how many) and `greedy`. The second has
+`step`, `group`, `ends` (a reason for each episode) and, where they were aborted, `detail`. A resume
+adds a row with `resumed_after`, the step of its checkpoint. It takes no row back, unlike that of the
+other files.
 
 This page is made from the list in `mcore_rl/metrics/names.py`:
 

@@ -13,6 +13,8 @@ import psutil
 
 from tests.support.runs import Run
 
+WAIT_S = 600.0
+"""For whatever a test waits for: machines are busy."""
 TOOL = "chaos_tool"
 PROGRAM = "chaos_program"
 ENVIRONMENT = '''
@@ -105,7 +107,7 @@ class Chaos:
 
     def strike(self, run: Run, budget: Mapping[str, int]) -> None:
         """Kill as many processes of each kind as `budget` says."""
-        run.wait_for("step 1: train" if not run.metrics() else ": train")
+        run.wait_for(": train", WAIT_S)
         order = [kind for kind, number in budget.items() for _ in range(number)]
         self._random.shuffle(order)
         for kind in order:
@@ -117,6 +119,7 @@ class Chaos:
                 run.wait_until(
                     lambda before=trained: run.log().count(": train") > before + 1,
                     f"steps after the death of {kind}",
+                    WAIT_S,
                 )
 
     def end(self, run: Run, how: signal.Signals) -> None:
@@ -124,13 +127,13 @@ class Chaos:
         time.sleep(self._random.uniform(0.0, 1.0))
         run.process.send_signal(how)
         self.kills["controller"] += how is signal.SIGKILL
-        status = run.finish(60)
+        status = run.finish(180)
         assert status == (-9 if how is signal.SIGKILL else 130), run.tail()
         run.assert_nothing_left()
 
     def _kill(self, run: Run, kind: str) -> list[psutil.Process]:
         """Kill a process, once there is one; return what must end with it."""
-        deadline_s = time.monotonic() + 100.0
+        deadline_s = time.monotonic() + WAIT_S
         while time.monotonic() < deadline_s:
             assert run.process.poll() is None, run.tail()
             found = run.find(*WORDS[kind])
@@ -143,7 +146,7 @@ class Chaos:
                 continue
             self.kills[kind] += 1
             return below
-        raise AssertionError(f"the test waited 100 s for a {kind} to kill:\n{run.tail()}")
+        raise AssertionError(f"the test waited {WAIT_S:g} s for a {kind} to kill:\n{run.tail()}")
 
 
 def assert_gone(processes: list[psutil.Process], within_s: float = 20.0) -> None:
