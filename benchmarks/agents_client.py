@@ -13,6 +13,7 @@ import orjson
 import uvloop
 
 from agents_http import Connection
+from agents_lag import Lag, percentiles
 from agents_workload import answer_text, user_text
 
 
@@ -31,21 +32,21 @@ class Client:
 
     async def run(self) -> dict[str, float]:
         job = self._job
+        lag = Lag()
         began_s = time.perf_counter()
+        began_cpu_s = time.process_time()
         starts_s = [self._random.uniform(0, job["ramp_s"]) for _ in job["targets"]]
         await asyncio.gather(*(self._episode(i, starts_s[i]) for i in range(len(starts_s))))
         seconds = time.perf_counter() - began_s
-        overheads_s = sorted(self.overheads_s)
-        num_turns = len(overheads_s)
+        num_turns = len(self.overheads_s)
         assert num_turns == len(job["targets"]) * job["turns"]
         return {
             "requests": num_turns,
             "seconds": seconds,
             "requests_per_s": num_turns / seconds,
-            "p50_ms": 1000 * overheads_s[num_turns // 2],
-            "p99_ms": 1000 * overheads_s[num_turns * 99 // 100],
-            "max_ms": 1000 * overheads_s[-1],
-            "client_cpu_s": time.process_time(),
+            **percentiles(self.overheads_s),
+            **lag.stop("client"),
+            "client_cpu_s": time.process_time() - began_cpu_s,
         }
 
     async def _episode(self, number: int, start_s: float) -> None:

@@ -48,11 +48,12 @@ async def main() -> None:
         targets = [["/v1/chat/completions", key] for key in keys]
         start = {"port": server.port, "targets": targets}
         print(orjson.dumps(start).decode(), flush=True)
+        began_s = time.process_time()
         await asyncio.to_thread(sys.stdin.read)
         grown_bytes = process.memory_info().rss - before_bytes
         figures = {
             "kib_per_episode": grown_bytes / args.episodes / 1024,
-            "gateway_cpu_s": time.process_time(),
+            "gateway_cpu_s": time.process_time() - began_s,
             "recorded_turns": sum(session.trace.num_turns for session in sessions),
         }
         print(orjson.dumps(figures).decode(), flush=True)

@@ -2,7 +2,6 @@
 
 TURN_LEN = 100
 """Tokens that a turn adds to the prompt before the policy speaks."""
-RESPONSE_LEN = 64
 
 
 def user_text(seed: int, episode: int, turn: int) -> str:
@@ -12,7 +11,3 @@ def user_text(seed: int, episode: int, turn: int) -> str:
 
 def answer_text() -> str:
     return "The policy looks again. " * 12
-
-
-def response_ids() -> tuple[int, ...]:
-    return tuple(range(1000, 1000 + RESPONSE_LEN))
