@@ -1,5 +1,7 @@
-"""The tokenizer of the benchmark of gateways: byte pairs of this project's documents, Qwen3's tokens
-and the chat template of Qwen3-Instruct-2507.
+"""The tokenizer of the benchmark of gateways.
+
+It has byte pairs of this project's documents, Qwen3's tokens, and the chat template of
+Qwen3-Instruct-2507.
 """
 
 from importlib.util import find_spec
@@ -40,7 +42,7 @@ def write_tokenizer(folder: Path) -> list[int]:
     fast.add_tokens([AddedToken(text, special=False) for text in MARKERS])
     fast.chat_template = read_template()
     fast.save_pretrained(folder)
-    return [*fast.encode(answer_text()), fast.convert_tokens_to_ids(STOP)]
+    return list(fast.encode(answer_text() + STOP))
 
 
 def read_template() -> str:

@@ -1,5 +1,6 @@
 """Makes the player of a collector's episodes, and draws groups of episodes with it."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -8,7 +9,7 @@ from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.compaction import keep_last_answers
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.gateway import Gateway, rare_collections
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
@@ -31,6 +32,7 @@ class EpisodeSampler:
         )
         self._pool = EnvironmentPool(environment_options(spec, name))
         self._gateway = None
+        self._until_close = ExitStack()
         if is_program(spec.agents.environment):
             self._gateway = Gateway(lambda token: decode([token]))
         limits = EpisodeLimits(spec.agents.max_turns, spec.max_turn_len, spec.max_tokens)
@@ -56,9 +58,11 @@ class EpisodeSampler:
         await self._parser.check()
         if self._gateway is not None:
             await self._gateway.start()
+            self._until_close.enter_context(rare_collections())
 
     async def close(self) -> None:
         """End the workers and whatever they started."""
+        self._until_close.close()
         if self._gateway is not None:
             await self._gateway.close()
         await self._pool.close()
