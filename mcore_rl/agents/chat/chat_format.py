@@ -19,7 +19,8 @@ from mcore_rl.agents.chat.marks import (
     without_reasoning,
 )
 from mcore_rl.agents.chat.probe import TemplateBehavior, probe_format
-from mcore_rl.agents.chat.template import ChatTemplate, RenderError
+from mcore_rl.agents.chat.shortcut import Shortcut
+from mcore_rl.agents.chat.template import TRIAL_TOOL, ChatTemplate, RenderError
 from mcore_rl.agents.chat.turn_end import TurnEnd
 from mcore_rl.agents.messages import Message, Tool
 
@@ -51,6 +52,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template_options)
         self._turn_end = TurnEnd(tokenizer, stop_token_ids)
+        self._shortcut = Shortcut(self._follow)
         hello = [{"role": "user", "content": "hello"}]
         without = self._template.render(hello, (), generation_prompt=False)
         text = self._template.render(hello, (), generation_prompt=True)
@@ -87,6 +89,39 @@ class ChatFormat:
         if not history or history[-1].get("role") != "assistant":
             roles = [message.get("role") for message in history]
             raise ValueError(f"no answer of the assistant ends the history; its roles are {roles}")
+        tail = self._shortcut.follow(history, answer_ids, new, tools)
+        return None if tail is None else self._encode_after(answer_ids, tail)
+
+    def allow_excerpts(self) -> bool:
+        """Have `appended` render excerpts of long conversations, if trials show no difference.
+
+        Returns whether it does. The time of `appended` then hardly grows with the conversation.
+        """
+        return self._shortcut.open(self._template.source, TRIAL_TOOL)
+
+    @property
+    def num_wrong_excerpts(self) -> int:
+        """Answers after which an excerpt was rendered otherwise than the whole conversation.
+
+        A share of them is checked; the first difference is logged and ends the use of excerpts.
+        """
+        return self._shortcut.num_wrong
+
+    def probe(self) -> TemplateBehavior:
+        """Return what happens to a row in the situations that episodes meet."""
+        kept = copy.copy(self)
+        kept.reasoning = "keep"
+        kept._shortcut = Shortcut(kept._follow)
+        return probe_format(self, kept, self._template.shows_calls)
+
+    def _follow(
+        self,
+        history: Sequence[Message],
+        answer_ids: Sequence[int],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> str | None:
+        """Return the text after the answer; None if another row begins. See `appended`."""
         keep = self.reasoning == "keep"
         if keep:
             text_too = self._template.text_is_reasoning
@@ -98,13 +133,7 @@ class ChatFormat:
             # The template may leave calls out. The row still shows them.
             answer, marks = mark_content(history[-1], marks[0])
             tail = self._tail([*history[:-1], answer], answer_ids, new, tools, marks, any_mark=True)
-        return None if tail is None else self._encode_after(answer_ids, tail)
-
-    def probe(self) -> TemplateBehavior:
-        """Return what happens to a row in the situations that episodes meet."""
-        kept = copy.copy(self)
-        kept.reasoning = "keep"
-        return probe_format(self, kept, self._template.shows_calls)
+        return tail
 
     def _tail(
         self,

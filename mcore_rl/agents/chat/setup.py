@@ -30,6 +30,8 @@ def make_format_and_parser(
         reasoning="keep" if agents.reasoning == "keep" else "template",
         template_options=agents.template,
     )
+    if not chat_format.allow_excerpts():
+        _log.info("the chat template is given whole conversations: excerpts would change the text")
     parsers = resolve_parsers(
         agents.tool_parser,
         agents.reasoning_parser,

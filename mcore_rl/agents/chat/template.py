@@ -40,6 +40,8 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._options = dict(options)
+        self.source: Any = tokenizer.chat_template
+        """Text of the template, or texts by name."""
         self.shows_calls = False
         """Whether the template shows tool calls."""
         self._as_text = False
