@@ -11,6 +11,7 @@ out anew. Nothing is ever realigned: what the engine was given and what it sampl
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 
 import numpy as np
 import torch
@@ -89,13 +90,15 @@ class TurnTree:
     def path(self, number: int) -> list[Turn]:
         """Return the turns whose tokens make the row that ends with a turn, in order."""
         turns = [self.turns[number]]
-        while turns[0].parent is not None:
-            turns.insert(0, self.turns[turns[0].parent])
+        while turns[-1].parent is not None:
+            turns.append(self.turns[turns[-1].parent])
+        turns.reverse()
         return turns
 
     def path_ids(self, number: int) -> tuple[int, ...]:
         """Return all tokens up to and with a turn's answer."""
-        return tuple(token for turn in self.path(number) for token in turn.new_ids)
+        parts = [ids for turn in self.path(number) for ids in (turn.context_ids, turn.token_ids)]
+        return tuple(chain.from_iterable(parts))
 
     def conversation(self, number: int) -> list[Message]:
         """Return all messages up to and with a turn's answer."""
