@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+
 from mcore_rl.agents.messages import Message, Tool
 
 
@@ -25,8 +27,14 @@ def with_message(before: bytes, message: Message) -> bytes:
 
 
 def _hash(before: bytes, value: Any) -> bytes:
-    text = json.dumps(value, sort_keys=True).encode()
-    return hashlib.blake2b(text, digest_size=16, key=before).digest()
+    return hashlib.blake2b(_json(value), digest_size=16, key=before).digest()
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # numbers beyond 64 bits, halves of surrogate pairs
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def normal(message: Message) -> dict[str, Any]:

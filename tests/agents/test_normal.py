@@ -36,3 +36,9 @@ def test_there_is_one_for_each_beginning() -> None:
     messages = [{"role": "user", "content": str(i)} for i in range(4)]
     hashes = fingerprints(messages, ())
     assert [fingerprints(messages[:k], ())[-1] for k in range(5)] == hashes
+
+
+def test_values_that_fast_json_refuses_have_fingerprints_too() -> None:
+    values = [2**70, 2**70 + 1, "\ud800", "\ud801"]
+    hashes = [fingerprints([], [{"function": {"default": value}}])[0] for value in values]
+    assert len(set(hashes)) == len(values)
