@@ -145,8 +145,8 @@ class HttpTransport:
 
     async def _post(self, engine: EngineAddress, body: dict[str, Any]) -> dict[str, Any]:
         url = f"{engine.url}/generate"
-        headers = user_headers(engine.keys)
-        async with self._http.post(url, json=body, headers=headers) as response:
+        headers = {**user_headers(engine.keys), "Content-Type": "application/json"}
+        async with self._http.post(url, data=orjson.dumps(body), headers=headers) as response:
             body_bytes = await response.read()
         if response.status != 200:
             text = body_bytes[:500].decode(errors="replace")
