@@ -146,10 +146,11 @@ class EpisodePlayer:
         try:
             result = await self._pool.run(fields)
         finally:
-            await self._gateway.close_session(session.key)
+            told = await self._gateway.close_session(session.key)
         if result.reward is not None:
             recorder.add_reward(result.reward)
-        return Ending(_told(result.end_reason), result.detail, dict(result.metrics))
+        ending = _told(result.end_reason)
+        return Ending(ending, result.detail, told | dict(result.metrics))
 
     def _text(self, recorder: EpisodeRecorder) -> str:
         """Return the conversation after the first context, as the last row shows it."""

@@ -120,13 +120,18 @@ class CollectorWorker:
         """Return how groups of episodes are drawn; their parts run until `close`."""
         from mcore_rl.cluster.episode_sampling import EpisodeSampler
         from mcore_rl.rollout.engine_asker import EngineAsker
+        from mcore_rl.rollout.engine_room import EngineRoom
 
         near = [engine for engine in engines if engine.url in own]
         stack = AsyncExitStack()
         http = await stack.enter_async_context(open_session(self._spec.rollout.request_timeout_s))
         ask = EngineAsker(http, near, health)
         name = f"collector_{self._number}"
-        sampler = EpisodeSampler(episodes, name, self._spec.decode, ask)
+        room = EngineRoom(http, near, health)
+        if episodes.agents.min_free_kv:
+            watching = asyncio.create_task(room.watch())
+            stack.callback(watching.cancel)
+        sampler = EpisodeSampler(episodes, name, self._spec.decode, ask, room.most_free)
         stack.push_async_callback(sampler.close)
         await sampler.start()
         self._close_episodes = stack.aclose

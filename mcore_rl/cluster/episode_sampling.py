@@ -9,10 +9,17 @@ from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.compaction import keep_last_answers
 from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.gateway import Gateway, rare_collections
+from mcore_rl.agents.gateway import (
+    AdmissionOptions,
+    FreeKv,
+    Gateway,
+    GatewayOptions,
+    rare_collections,
+)
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
+from mcore_rl.config import AgentsConfig
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.rollout.client import RolloutSession
@@ -24,8 +31,17 @@ from mcore_rl.types import Sample
 class EpisodeSampler:
     """Plays the episodes of one collector. Use it on the collector's event loop."""
 
-    def __init__(self, spec: EpisodeSpec, name: str, decode: Decode, ask: Ask) -> None:
-        """`ask` posts to an engine's own parsers. Starts nothing yet."""
+    def __init__(
+        self,
+        spec: EpisodeSpec,
+        name: str,
+        decode: Decode,
+        ask: Ask,
+        free_kv: FreeKv = lambda: None,
+    ) -> None:
+        """`ask` posts to an engine's own parsers; `free_kv` tells which share of their KV cache
+        the engines have free. Starts nothing yet.
+        """
         tokenizer = load_tokenizer(spec.model_path, "model.path", spec.trust_remote_code)
         chat_format, self._parser = make_format_and_parser(
             tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, ask
@@ -34,7 +50,9 @@ class EpisodeSampler:
         self._gateway = None
         self._until_close = ExitStack()
         if is_program(spec.agents.environment):
-            self._gateway = Gateway(lambda token: decode([token]))
+            self._gateway = Gateway(
+                lambda token: decode([token]), gateway_options(spec.agents), free_kv=free_kv
+            )
         limits = EpisodeLimits(spec.agents.max_turns, spec.max_turn_len, spec.max_tokens)
         history = spec.agents.history
         options = PlayOptions(
@@ -92,3 +110,9 @@ def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> 
         return await session.sample(asked, sampling)
 
     return sample_turn
+
+
+def gateway_options(agents: AgentsConfig) -> GatewayOptions:
+    """Return the options of a collector's gateway."""
+    admission = AdmissionOptions(agents.max_requests, agents.min_free_kv, agents.retry_after_s)
+    return GatewayOptions(admission=admission)

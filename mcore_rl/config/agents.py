@@ -45,6 +45,14 @@ class AgentsConfig(Options, group="agents"):
     episodes_per_worker: int = bounded(64, least=1)
     memory_gib: float = bounded(0.0, least=0)
     """Memory of a worker with its processes; beyond it, it is ended. 0: no bound."""
+    max_requests: int = bounded(0, least=0)
+    """Answers that programs wait for at once, on each node; further requests are told to come again
+    (HTTP 429). 0: no bound."""
+    min_free_kv: float = bounded(0.0, least=0, below=1)
+    """Share of the KV cache that some engine must have free for another request of a program, which
+    is otherwise told to come again; 0: requests wait in the engines."""
+    retry_after_s: float = bounded(1.0, above=0)
+    """When programs that were told so are to come again."""
     start_timeout_s: float = bounded(60.0, above=0)
     """For a worker to start and import what it needs."""
     reset_timeout_s: float = bounded(120.0, above=0)

@@ -1,9 +1,19 @@
 """An HTTP server that makes programs trainable which speak OpenAI's or Anthropic's API."""
 
+from mcore_rl.agents.gateway.admission import AdmissionOptions, FreeKv
 from mcore_rl.agents.gateway.episode_chat import EpisodeChat, Overloaded
 from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.pauses import rare_collections
 from mcore_rl.agents.gateway.sessions import Session
 
-__all__ = ["EpisodeChat", "Gateway", "GatewayOptions", "Overloaded", "Session", "rare_collections"]
+__all__ = [
+    "AdmissionOptions",
+    "EpisodeChat",
+    "FreeKv",
+    "Gateway",
+    "GatewayOptions",
+    "Overloaded",
+    "Session",
+    "rare_collections",
+]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import orjson
 from aiohttp import web
 
+from mcore_rl.agents.gateway.admission import Admission
 from mcore_rl.agents.gateway.api import Answered, Api, Call
 from mcore_rl.agents.gateway.attempts import Attempt, Mark, Rendered, read_mark
 from mcore_rl.agents.gateway.episode_chat import Overloaded
@@ -18,6 +19,7 @@ from mcore_rl.agents.gateway.fields import Body
 from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.sessions import OpenSession
 from mcore_rl.agents.messages import Completion, EndReason, EpisodeEnded
+from mcore_rl.process.clock import now_s
 
 _log = logging.getLogger(__name__)
 
@@ -29,8 +31,9 @@ TURN_HEADER = "X-Episode-Turn"
 class Exchange:
     """Answers requests for a message of the policy, by any of the APIs."""
 
-    def __init__(self, options: GatewayOptions) -> None:
+    def __init__(self, options: GatewayOptions, admission: Admission) -> None:
         self._options = options
+        self._admission = admission
 
     async def run(self, request: web.Request, api: Api, opened: OpenSession) -> web.StreamResponse:
         """Answer a request; ApiError and BadRequest say why there is no answer."""
@@ -42,9 +45,44 @@ class Exchange:
         is_connected = _connection_of(request)
         attempt = opened.attempts.claim(mark, is_connected)
         if attempt is None:
-            attempt = _begin(mark, opened, api, call, is_connected)
+            self._admit(opened)
+            attempt = self._begin(mark, opened, api, call, is_connected)
         answer = self._stream if call.is_streamed else self._answer
         return await answer(request, api, call, attempt)
+
+    def _admit(self, opened: OpenSession) -> None:
+        try:
+            self._admission.check()
+        except Overloaded as busy:
+            opened.num_refused += 1
+            raise overloaded(busy.retry_after_s) from busy
+
+    def _begin(
+        self,
+        mark: Mark,
+        opened: OpenSession,
+        api: Api,
+        call: Call,
+        is_connected: Callable[[], bool],
+    ) -> Attempt:
+        identity = secrets.token_hex(12)
+        created_s = int(time.time())
+
+        async def generate() -> Rendered:
+            began_s = now_s()
+            completion = await _complete(opened, call)
+            opened.note(completion, now_s() - began_s)
+            answered = Answered(identity, created_s, completion)
+            api.remember(call, answered, opened.memory)
+            if call.is_streamed:
+                return Rendered(completion.turn, b"".join(api.events(call, answered)))
+            return Rendered(completion.turn, orjson.dumps(api.answer(call, answered)))
+
+        task = asyncio.get_running_loop().create_task(generate())
+        self._admission.begin(task)
+        attempt = Attempt(mark, task, is_connected)
+        opened.attempts.add(attempt)
+        return attempt
 
     async def _answer(
         self, request: web.Request, api: Api, call: Call, attempt: Attempt
@@ -100,35 +138,13 @@ class Exchange:
             raise ApiError(504, "timeout", message)
 
 
-def _begin(
-    mark: Mark, opened: OpenSession, api: Api, call: Call, is_connected: Callable[[], bool]
-) -> Attempt:
-    async def generate() -> Rendered:
-        completion = await _complete(opened, call)
-        opened.num_turns += 1
-        opened.num_prompt_tokens += len(completion.prompt_ids)
-        opened.num_sampled_tokens += len(completion.token_ids)
-        answered = Answered(identity, created_s, completion)
-        api.remember(call, answered, opened.memory)
-        if call.is_streamed:
-            return Rendered(completion.turn, b"".join(api.events(call, answered)))
-        return Rendered(completion.turn, orjson.dumps(api.answer(call, answered)))
-
-    identity = secrets.token_hex(12)
-    created_s = int(time.time())
-
-    task = asyncio.get_running_loop().create_task(generate())
-    attempt = Attempt(mark, task, is_connected)
-    opened.attempts.add(attempt)
-    return attempt
-
-
 async def _complete(opened: OpenSession, call: Call) -> Completion:
     try:
         return await opened.chat.complete(call.request)
     except EpisodeEnded as ended:
         raise episode_over(ended) from ended
     except Overloaded as busy:
+        opened.num_refused += 1
         raise overloaded(busy.retry_after_s) from busy
     except Exception as error:  # the boundary to the policy: the client is told, the log has it all
         _log.exception("session %d: the policy gave no answer", opened.number)

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from mcore_rl.agents.gateway.admission import Admission, FreeKv
 from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
 from mcore_rl.agents.gateway.api import Api, DecodeToken
 from mcore_rl.agents.gateway.chat_completions import ChatCompletions
@@ -41,6 +42,7 @@ class Gateway:
     count_tokens   gives the length of a request's prompt, for count_tokens of Anthropic's API;
                    without it, that is answered with 404
     run_key        names any session together with X-Session-ID; empty: a random one
+    free_kv        says how much room the engines have, for GatewayOptions.admission
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Gateway:
         options: GatewayOptions | None = None,
         count_tokens: CountTokens | None = None,
         run_key: str = "",
+        free_kv: FreeKv = lambda: None,
     ) -> None:
         self._options = options or GatewayOptions()
         self._count_tokens = count_tokens
         self.run_key = run_key or f"sk-{secrets.token_urlsafe(32)}"
         self._sessions = SessionTable(self.run_key, self._options.retry_window_s)
-        self._exchange = Exchange(self._options)
+        admission = Admission(self._options.admission, free_kv)
+        self._exchange = Exchange(self._options, admission)
         self._anthropic = AnthropicMessages()
         self._apis: dict[str, Api] = {
             "/v1/chat/completions": ChatCompletions(decode_token),
@@ -106,9 +110,12 @@ class Gateway:
         assert self.url, "the gateway was not started"
         return self._sessions.open(chat, self.url)
 
-    async def close_session(self, key: str) -> None:
+    async def close_session(self, key: str) -> dict[str, float]:
         """Refuse the key from now on, and cancel what is generated for it; clients that wait are
         told that the episode is over. ValueError: no open session has this key.
+
+        Returns `refused`, the requests that were told to ask again later, and `answer_s`, the
+        seconds that answers took, together.
         """
         opened = self._sessions.remove(key)
         if opened is None:
@@ -116,6 +123,7 @@ class Gateway:
         running = opened.attempts.cancel()
         if running:
             await asyncio.wait(running)
+        return opened.metrics()
 
     @property
     def num_sessions(self) -> int:

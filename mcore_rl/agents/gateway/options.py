@@ -1,7 +1,8 @@
 """Where a gateway listens, and its bounds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from mcore_rl.agents.gateway.admission import AdmissionOptions
 from mcore_rl.process.network import is_loopback
 
 
@@ -18,6 +19,7 @@ class GatewayOptions:
     answer_s         an answer must be there by then; the generation goes on for a retry
     retry_window_s   a completion is kept so long for a retry of its request
     keep_alive_s     between signs of life on a stream while the policy generates
+    admission        when further requests are refused with 429
     """
 
     host: str = "127.0.0.1"
@@ -29,6 +31,7 @@ class GatewayOptions:
     answer_s: float = 3600.0
     retry_window_s: float = 120.0
     keep_alive_s: float = 5.0
+    admission: AdmissionOptions = field(default_factory=AdmissionOptions)
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "body_s", "answer_s", "retry_window_s", "keep_alive_s"):

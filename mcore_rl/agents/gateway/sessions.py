@@ -10,6 +10,7 @@ from mcore_rl.agents.gateway.api import Memory
 from mcore_rl.agents.gateway.attempts import Attempts
 from mcore_rl.agents.gateway.episode_chat import EpisodeChat
 from mcore_rl.agents.gateway.errors import ApiError
+from mcore_rl.agents.messages import Completion
 
 _NUM_BYTES = 32
 
@@ -45,8 +46,21 @@ class OpenSession:
     num_turns: int = 0
     num_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
+    num_refused: int = 0
+    answer_s: float = 0.0
     has_logged_ignored: bool = False
     is_closed: bool = False
+
+    def note(self, completion: Completion, seconds: float) -> None:
+        """Count an answer that took so long."""
+        self.num_turns += 1
+        self.num_prompt_tokens += len(completion.prompt_ids)
+        self.num_sampled_tokens += len(completion.token_ids)
+        self.answer_s += seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Return what an episode's metrics show of its session."""
+        return {"refused": float(self.num_refused), "answer_s": self.answer_s}
 
 
 class SessionTable:

@@ -1,0 +1,158 @@
+"""Requests beyond the bounds are refused in each API's own words, and come again."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from mcore_rl.agents.gateway import Gateway, GatewayOptions, Overloaded
+from mcore_rl.agents.gateway.admission import Admission, AdmissionOptions
+from tests.support.episode_chats import RecordingChat
+from tests.support.gateways import DEADLINE_S, in_session, openai_client, post, until
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": HELLO},
+    "responses": {"input": "hello"},
+    "messages": {"messages": HELLO, "max_tokens": 9},
+}
+
+
+async def nothing(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+def admission(free: float | None = None, **options: Any) -> Admission:
+    return Admission(AdmissionOptions(**options), lambda: free)
+
+
+async def with_running(chosen: Admission, number: int, check: Callable[[], None]) -> None:
+    event = asyncio.Event()
+    tasks = [asyncio.create_task(nothing(event)) for _ in range(number)]
+    for task in tasks:
+        chosen.begin(task)
+    try:
+        check()
+    finally:
+        event.set()
+        await asyncio.gather(*tasks)
+    await asyncio.sleep(0)
+    assert chosen.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "running", "is_refused"),
+    [
+        ({}, 0.0, 99, False),
+        ({"max_requests": 2}, None, 1, False),
+        ({"max_requests": 2}, None, 2, True),
+        ({"min_free_kv": 0.1}, 0.2, 5, False),
+        ({"min_free_kv": 0.1}, 0.05, 5, True),
+        ({"min_free_kv": 0.1}, 0.05, 0, False),
+        ({"min_free_kv": 0.1}, None, 5, False),
+    ],
+)
+def test_bounds(options: Any, free: float | None, running: int, is_refused: bool) -> None:
+    chosen = admission(free, retry_after_s=0.5, **options)
+
+    def check() -> None:
+        if not is_refused:
+            chosen.check()
+            return
+        with pytest.raises(Overloaded) as refused:
+            chosen.check()
+        assert refused.value.retry_after_s == 0.5
+
+    asyncio.run(with_running(chosen, running, check))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_requests": -1}, "max_requests=-1"),
+        ({"min_free_kv": 1.0}, r"min_free_kv=1\.0: must lie in \[0, 1\)"),
+        ({"retry_after_s": 0.0}, r"retry_after_s=0\.0"),
+    ],
+)
+def test_wrong_options_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdmissionOptions(**options)
+
+
+@pytest.mark.parametrize("path", REQUESTS)
+def test_each_api_refuses_in_its_own_words_and_then_takes_the_retry(path: str) -> None:
+    chat = RecordingChat(gate=asyncio.Event())
+    bounds = AdmissionOptions(max_requests=1, retry_after_s=0.25)
+
+    async def act(gateway: Gateway, session: Any) -> None:
+        assert chat.gate is not None
+        url, headers = f"{gateway.url}/v1/{path}", {"x-api-key": session.key}
+        first = asyncio.create_task(post(url, REQUESTS[path], headers))
+        await until(lambda: chat.num_running == 1)
+        body = {**REQUESTS[path], "model": "another request"}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(url, json=body, headers=headers) as raw,
+        ):
+            assert raw.status == 429
+            assert (raw.headers["Retry-After"], raw.headers["retry-after-ms"]) == ("1", "250")
+            told = await raw.json()
+        error = told["error"]
+        assert error["type"] == "rate_limit_error" and error["code"] == "overloaded"
+        assert ("param" in error) == (path != "messages")
+        assert (told.get("type") == "error") == (path == "messages")
+        assert len(chat.requests) == 1
+        chat.gate.set()
+        assert (await first)[0] == 200
+        assert (await post(url, body, headers))[0] == 200
+        metrics = await gateway.close_session(session.key)
+        assert metrics["refused"] == 1 and metrics["answer_s"] > 0
+
+    in_session(chat, act, admission=bounds)
+
+
+def test_a_client_of_openai_comes_again_until_it_is_taken() -> None:
+    chat = RecordingChat(gate=asyncio.Event())
+    bounds = AdmissionOptions(max_requests=1, retry_after_s=0.05)
+
+    async def act(gateway: Gateway, session: Any) -> None:
+        assert chat.gate is not None
+        async with openai_client(session, max_retries=500) as client:
+            asked = [
+                asyncio.create_task(client.chat.completions.create(model=name, messages=HELLO))
+                for name in ("a", "b")
+            ]
+            await until(lambda: chat.num_running == 1)
+            await asyncio.sleep(0.2)
+            assert len(chat.requests) == 1
+            chat.gate.set()
+            await asyncio.gather(*asked)
+        assert len(chat.requests) == 2
+        assert (await gateway.close_session(session.key))["refused"] >= 1
+
+    in_session(chat, act, admission=bounds)
+
+
+def test_a_gateway_asks_for_the_room_of_the_engines() -> None:
+    room = [0.5]
+    chat = RecordingChat(gate=asyncio.Event())
+
+    async def run() -> None:
+        options = GatewayOptions(admission=AdmissionOptions(min_free_kv=0.1))
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            Gateway(chr, options, free_kv=lambda: room[0]) as gateway,
+        ):
+            assert chat.gate is not None
+            session = gateway.open_session(chat)
+            url, headers = f"{session.openai_url}/chat/completions", {"x-api-key": session.key}
+            first = asyncio.create_task(post(url, {"messages": HELLO}, headers))
+            await until(lambda: chat.num_running == 1)
+            room[0] = 0.05
+            assert (await post(url, {"messages": HELLO, "seed": 1}, headers))[0] == 429
+            chat.gate.set()
+            assert (await first)[0] == 200
+
+    asyncio.run(run())
