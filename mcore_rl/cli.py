@@ -17,6 +17,7 @@ from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
+from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -95,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_doctor(commands)
     add_agent_arguments(commands.add_parser("agent", help="try an environment"), _load_settings)
+    add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))
     return parser
 
 
@@ -106,10 +108,7 @@ def _list_recipes() -> str:
 
 
 def _add_plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = (
-        "memory of every rank and traffic of a weight sync, from config.json alone;"
-        " nothing is started"
-    )
+    text = "memory of every rank and traffic of a weight sync, from config.json; starts nothing"
     command = commands.add_parser("plan", help=text, description=text)
     command.add_argument(
         "settings", nargs="*", metavar="key=value", help="recipe=<name> and overrides"

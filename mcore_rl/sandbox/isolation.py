@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from mcore_rl.sandbox import linux
 
 NOBODY, INNER_ID = 65534, 1000
-"""A program is INNER_ID in its namespace; where root started the sandbox, that is nobody outside."""
+"""A program is INNER_ID in its namespace. If root started the sandbox, that is nobody outside."""
 BOX = "/box"
 _DEVICES = ("null", "zero", "full", "urandom", "random")
 _ROOT = "/proc"

@@ -1,4 +1,4 @@
-"""Lends warm workers to callers from several threads; starts them when needed, replaces lost ones."""
+"""Lends warm workers to callers from several threads, starts them and replaces lost ones."""
 
 import os
 import threading
@@ -49,6 +49,11 @@ class Pool:
                 "busy": self._num_lent,
                 "waiting": self._num_waiting,
             }
+
+    def has_cgroups(self) -> bool:
+        """Return whether the idle workers have cgroups; False if there are none."""
+        with self._changed:
+            return bool(self._idle) and all(worker.cgroup is not None for worker in self._idle)
 
     def warm_up(self) -> None:
         """Start all workers; SandboxError if this machine allows no sandbox."""

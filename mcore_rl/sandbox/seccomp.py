@@ -1,4 +1,4 @@
-"""Assembles the filter of system calls: what is not on the list fails, foreign ABIs end the program.
+"""Assembles the filter of system calls: what is not listed fails, foreign ABIs end the program.
 
 The package that would do it (pyseccomp) had its last release in 2021 and needs libseccomp on every
 machine; the program here is a list of ranges of numbers and seven calls with checked arguments.

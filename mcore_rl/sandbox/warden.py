@@ -1,9 +1,9 @@
 """A process that keeps prepared namespaces and starts one box after another in them.
 
 It is started with the descriptor of its caller's socket and the caller's pid, and ends when the
-socket closes or the caller ends, whichever comes first. A box is a
-process that it clones into new namespaces of processes and mounts; namespaces of user, network, IPC and names serve all its boxes,
-as programs have no right to leave anything in them.
+socket closes or the caller ends, whichever comes first. A box is a process that it clones into new
+namespaces of processes and mounts. Namespaces of user, network, IPC and names serve all its boxes:
+programs have no right to leave anything in them.
 """
 
 import gc

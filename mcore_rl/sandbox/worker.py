@@ -24,11 +24,11 @@ START_S = 60.0
 """Time for a warden to start, or to end a box: far more than it takes on a busy machine."""
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 _START = (
-    "import sys; kept = frozenset(sys.modules); sys.path.insert(0, {folder!r});"
+    f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE_FOLDER)!r});"
     "from mcore_rl.sandbox.warden import main; del sys.path[0];"
     "found = main(int(sys.argv[1]), int(sys.argv[2]), kept);"
     "found and found()"
-).format(folder=str(_PACKAGE_FOLDER))
+)
 _NEEDS = (
     "It needs Linux 5.14 or later with user namespaces for this user (sysctl"
     " user.max_user_namespaces and, on some systems, kernel.unprivileged_userns_clone or"

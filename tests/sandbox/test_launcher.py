@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from mcore_rl.sandbox.launcher import _die_with_launcher
+
 from mcore_rl.sandbox.run import LAUNCHER, Limits, _job
 
 CALLER = """

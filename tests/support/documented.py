@@ -58,7 +58,7 @@ class Documented:
             return "elsewhere"
         if arguments[0] in (*QUICK, "report") or "rehearse=true" in arguments:
             return "run"
-        if arguments[0] == "serve" or any("recipe=tiny" in word for word in arguments):
+        if arguments[0] in ("serve", "sandbox") or any("recipe=tiny" in word for word in arguments):
             return "short"
         return "dry"
 
@@ -84,6 +84,8 @@ class Documented:
                 *(() if "--ask" in arguments else ("--ask", "hello")),
                 "--once",
             ]
+        if self.how == "short" and arguments[0] == "sandbox":
+            return [program, *arguments, "--once"]
         if self.how == "short":
             return [program, *arguments, *SHORT, *STEPS[arguments[0]]]
         return list(self.words)

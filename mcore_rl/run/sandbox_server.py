@@ -1,0 +1,68 @@
+"""Runs the server of `mcore-rl sandbox serve` until it is stopped."""
+
+import socket
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from mcore_rl.process.network import is_loopback
+from mcore_rl.process.server_keys import read_key_file
+from mcore_rl.sandbox.server import SandboxServer
+from mcore_rl.sandbox.service import Sandbox, SandboxOptions
+
+
+def serve(
+    options: SandboxOptions,
+    host: str,
+    port: int,
+    key_file: Path | None,
+    busy_status: int,
+    once: bool = False,
+) -> None:
+    """Serve a sandbox until Ctrl-C or SIGTERM; with `once`, stop when it is ready.
+
+    Raises ValueError without a key if other machines reach `host`, or if the port is taken, and
+    SandboxError if this machine allows no sandbox.
+    """
+    key = serving_key(key_file, host)
+    try:
+        listener = socket.create_server((host, port), backlog=1024)
+    except OSError as error:
+        raise ValueError(f"--host={host} --port={port}: {error.strerror}") from None
+    sandbox = Sandbox(options)
+    try:
+        sandbox.warm_up()
+        print(describe(sandbox, listener), file=sys.stderr, flush=True)
+        if once:
+            return
+        app = SandboxServer(sandbox, key, busy_status).make_app()
+        web.run_app(app, sock=listener, print=None, handle_signals=True)
+    finally:
+        sandbox.close()
+        listener.close()
+
+
+def serving_key(key_file: Path | None, host: str) -> str:
+    """Return the key in `key_file`, or an empty text; ValueError if others reach `host` then."""
+    if key_file is not None:
+        return read_key_file(key_file)
+    if not is_loopback(host):
+        raise ValueError(
+            f"--host={host}: whoever reaches it could run programs; give --key-file, or serve at"
+            " --host 127.0.0.1"
+        )
+    return ""
+
+
+def describe(sandbox: Sandbox, listener: socket.socket) -> str:
+    """Return what was found at start: the address, the languages, and what bounds memory."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    lines = [f"sandbox at {url}/run_code, {sandbox.options.workers} workers"]
+    lines += [f"  {name:12}{where}" for name, where in sandbox.found().items()]
+    if sandbox.has_cgroups():
+        lines.append("  memory and processes of a program are bounded together, by cgroups")
+    else:
+        lines.append("  cgroups cannot be written: memory is bounded for each process")
+    return "\n".join(lines)
