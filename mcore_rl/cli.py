@@ -18,6 +18,7 @@ from mcore_rl.process.redaction import redact, remember_environment
 from mcore_rl.process.stop_request import EXIT_STATUS, StoppedEarly, watch_for_stop_requests
 from mcore_rl.run.agent_command import add_arguments as add_agent_arguments
 from mcore_rl.run.sandbox_command import add_arguments as add_sandbox_arguments
+from mcore_rl.search.command import add_arguments as add_search_arguments
 
 RECIPE_COMMANDS = {
     "sft": "supervised fine-tuning on sft.data; writes <run.dir>/hf",
@@ -95,6 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_data(commands)
     _add_doctor(commands)
+    add_search_arguments(commands.add_parser("search", help="passages for agents, by an index"))
     add_agent_arguments(commands.add_parser("agent", help="try an environment"), _load_settings)
     add_sandbox_arguments(commands.add_parser("sandbox", help="run untrusted code for others"))
     return parser
@@ -175,11 +177,16 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def _add_report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    command = commands.add_parser(
-        "report", help="accuracy before and after, samples, reward curve of a run"
-    )
+    text = "accuracy before and after, samples, reward curve of a run"
+    command = commands.add_parser("report", help=text)
     command.add_argument("run_dir", type=Path)
     command.set_defaults(run=_report)
+
+
+def _report(args: argparse.Namespace) -> None:
+    from mcore_rl.report.run_report import make_report
+
+    make_report(args.run_dir)
 
 
 def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -282,12 +289,6 @@ def _serve(args: argparse.Namespace) -> None:
         keys=serving_keys(args.key_file, args.host),
     )
     run_server(spec, args.ask, args.once, args.startup_timeout_s)
-
-
-def _report(args: argparse.Namespace) -> None:
-    from mcore_rl.report.run_report import make_report
-
-    make_report(args.run_dir)
 
 
 def _fail(error: object, status: int) -> int:

@@ -11,6 +11,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("arithmetic", "word problems", _prepare_arithmetic),
         ("countdown", "numbers to reach from given ones", _prepare_countdown),
         ("calculator", "sums for a policy with a calculator", _prepare_calculator),
+        ("search", "questions over an encyclopedia to search", _prepare_search),
     ):
         made = kinds.add_parser(
             name, help=f"{what}, their tokenizer and a tiny model configuration"
@@ -36,6 +37,12 @@ def _prepare_calculator(args: argparse.Namespace) -> None:
     from mcore_rl.data.calculator import prepare_calculator
 
     prepare_calculator(args.out, seed=args.seed)
+
+
+def _prepare_search(args: argparse.Namespace) -> None:
+    from mcore_rl.data.search_questions import prepare_search
+
+    prepare_search(args.out, seed=args.seed)
 
 
 def _prepare_arithmetic(args: argparse.Namespace) -> None:

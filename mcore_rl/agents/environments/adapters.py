@@ -57,6 +57,8 @@ ADAPTERS: Mapping[str, Adapter] = {
         ("websockets",),
         ("openenv",),
     ),
+    "search_tags": Adapter(f"{_HERE}.search_tags", "SearchTagsEnvironment", "SearchTagsOptions"),
+    "search_tool": Adapter(f"{_HERE}.search_tool", "SearchToolEnvironment", "SearchToolOptions"),
     "verl_tools": Adapter(
         f"{_HERE}.verl_tools", "VerlToolsEnvironment", "VerlToolsOptions", ("verl",), ("verl",)
     ),

@@ -1,0 +1,124 @@
+"""The options that both environments with a search share, and the search itself."""
+
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_rl.agents.environments.search_rewards import SCORES
+from mcore_rl.search.client import SearchClient
+from mcore_rl.search.passages import Hit, title_and_text
+
+PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
+"""As Search-R1 shows passages, so that its models read what they were trained on."""
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Where a search goes, and what is shown of its results.
+
+    url          of a server's /retrieve
+    key_file     file with the server's key; empty: it needs none
+    topk         passages of a search
+    deadline_s   for a search; a server that is away or busy is asked again until then
+    passage      how a passage is shown: {rank}, {title}, {text}, {contents}
+    passage_len  characters of a passage; 0: any number
+    """
+
+    url: str
+    key_file: str = ""
+    topk: int = 3
+    deadline_s: float = 60.0
+    passage: str = PASSAGE
+    passage_len: int = 0
+
+    def __post_init__(self) -> None:
+        SearchClient(self.url, "", self.deadline_s)
+        if self.topk < 1 or self.passage_len < 0:
+            raise ValueError(
+                f"topk is {self.topk}, passage_len {self.passage_len}: at least 1 and 0"
+            )
+        _check_format("passage", self.passage, _passage_fields(Hit({"contents": ""}, 0.0), 1))
+        if self.key_file:
+            read_key(self.key_file)
+
+
+def check_score(score: str) -> None:
+    """Raise ValueError if there is no such score."""
+    if score not in SCORES:
+        raise ValueError(f"score is {score!r}: one of {', '.join(SCORES)}")
+
+
+def _check_format(option: str, text: str, fields: dict[str, object]) -> None:
+    try:
+        text.format(**fields)
+    except (KeyError, IndexError, ValueError) as error:
+        names = ", ".join(f"{{{name}}}" for name in fields)
+        raise ValueError(
+            f"{option} is {text!r}, which cannot be filled ({error!r}): it may have {names}"
+        ) from None
+
+
+def check_information(text: str) -> None:
+    """Raise ValueError if a text around results cannot be filled with them."""
+    _check_format("information", text, {"passages": ""})
+    if "{passages}" not in text:
+        raise ValueError(f"information is {text!r}: it needs {{passages}}, where the results go")
+
+
+def read_key(path: str) -> str:
+    """Return the key in a file. Raises ValueError if it cannot be read, or others may read it."""
+    try:
+        mode = os.stat(path).st_mode
+        key = Path(path).read_text().strip()
+    except OSError as error:
+        raise ValueError(f"key_file is {path!r}: {error}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ValueError(f"key_file is {path!r}: others may read it: chmod 600 {path}")
+    return key
+
+
+class Searcher:
+    """Searches for an episode, and counts."""
+
+    def __init__(self, options: SearchOptions) -> None:
+        self._options = options
+        key = read_key(options.key_file) if options.key_file else ""
+        self._client = SearchClient(options.url, key, options.deadline_s)
+        self.num_searches = 0
+        self.num_empty = 0
+
+    def show(self, query: str) -> str:
+        """Search, and return the passages as the policy sees them.
+
+        Raises SearchUnavailableError if the server does not answer in time.
+        """
+        options = self._options
+        hits = self._client.retrieve([query], options.topk)[0]
+        self.num_searches += 1
+        self.num_empty += not hits
+        return show_passages(hits, options.passage, options.passage_len)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Searches so far, and those that found nothing."""
+        return {"searches": float(self.num_searches), "searches_empty": float(self.num_empty)}
+
+
+def show_passages(hits: Sequence[Hit], passage: str, passage_len: int = 0) -> str:
+    """Return the text of hits, each in the form `passage`; see SearchOptions."""
+    shown = []
+    for rank, hit in enumerate(hits, start=1):
+        fields = _passage_fields(hit, rank)
+        if passage_len:
+            fields["text"] = str(fields["text"])[:passage_len]
+            fields["contents"] = str(fields["contents"])[:passage_len]
+        shown.append(passage.format(**fields))
+    return "".join(shown).strip()
+
+
+def _passage_fields(hit: Hit, rank: int) -> dict[str, object]:
+    title, text = title_and_text(hit.document)
+    contents = hit.document.get("contents", "")
+    return {"rank": rank, "title": title, "text": text, "contents": contents}

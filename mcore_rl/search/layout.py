@@ -1,0 +1,139 @@
+"""The files of an index: what lies where, and what says that all of it is there.
+
+index/
+  options.json       the options of the build; every shard has the same
+  shard-00000/       one per so many passages: offsets.npy, bm25/, dense/ and shard.json
+  manifest.json      written last: an index without it is not finished
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+OPTIONS = "options.json"
+MANIFEST = "manifest.json"
+SHARD = "shard.json"
+OFFSETS = "offsets.npy"
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """The model that turns texts into vectors.
+
+    model            HuggingFace directory or name on the hub
+    pooling          mean of all tokens' states, or cls: that of the first token
+    max_len          tokens of a text; the rest is cut off
+    query_prefix, passage_prefix
+                     said before each text, such as "query: " for E5
+    """
+
+    model: str
+    pooling: str = "mean"
+    max_len: int = 256
+    query_prefix: str = ""
+    passage_prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in ("mean", "cls"):
+            raise ValueError(f"--pooling={self.pooling}: mean or cls")
+        if self.max_len < 1:
+            raise ValueError(f"--max-len={self.max_len}: at least 1 token")
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """How an index is built.
+
+    shard_len   passages of a shard; memory grows with it
+    encoder     for dense vectors besides the words; None: words only
+    """
+
+    shard_len: int = 200_000
+    encoder: EncoderOptions | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard_len < 1:
+            raise ValueError(f"--shard-len={self.shard_len}: at least 1 passage")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "IndexOptions":
+        encoder = value["encoder"]
+        return IndexOptions(value["shard_len"], EncoderOptions(**encoder) if encoder else None)
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """A finished shard: the bytes and passages of the corpus that it holds, and its files.
+
+    corpus_digest   of those bytes
+    files           path in the shard's folder -> (bytes, digest)
+    """
+
+    start: int
+    stop: int
+    first_passage: int
+    num_passages: int
+    corpus_digest: str
+    files: Mapping[str, tuple[int, str]]
+
+    @staticmethod
+    def read(folder: Path) -> "ShardFacts":
+        value = json.loads((folder / SHARD).read_text())
+        value["files"] = {name: tuple(facts) for name, facts in value["files"].items()}
+        return ShardFacts(**value)
+
+
+def shard_folder(index: Path, number: int) -> Path:
+    return index / f"shard-{number:05d}"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file that is there whole or not at all, also after the power fails."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk keep the names in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Have the disk keep a file's bytes."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def digest_of(path: Path, start: int = 0, stop: int | None = None) -> str:
+    """Return the digest of a file's bytes from `start` to `stop`, or to its end."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        file.seek(start)
+        left = (path.stat().st_size if stop is None else stop) - start
+        while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+def file_facts(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return path -> (bytes, digest) of the files below a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SHARD)
+    return {str(path.relative_to(folder)): (path.stat().st_size, digest_of(path)) for path in files}
