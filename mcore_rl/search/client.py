@@ -86,12 +86,14 @@ def _exchange(ask: Ask, timeout_s: float) -> tuple[int, bytes]:
             connection.request("POST", target, json.dumps(ask.body).encode(), headers)
         response = connection.getresponse()
         data = bytearray()
-        while chunk := response.read(_CHUNK_BYTES):
+        while chunk := response.read1(_CHUNK_BYTES):  # read() would wait for all of them
             data += chunk
             if len(data) > _MOST_BYTES:
                 raise ValueError(f"{ask.url} answers with more than {_MOST_BYTES} bytes")
             if time.monotonic() > until_s:
                 raise TimeoutError("the answer did not end in time")
+        if response.length:
+            raise http.client.IncompleteRead(bytes(data[:100]), response.length)
         return response.status, bytes(data)
     finally:
         connection.close()

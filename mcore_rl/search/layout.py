@@ -86,9 +86,17 @@ class ShardFacts:
 
     @staticmethod
     def read(folder: Path) -> "ShardFacts":
-        value = json.loads((folder / SHARD).read_text())
-        value["files"] = {name: tuple(facts) for name, facts in value["files"].items()}
-        return ShardFacts(**value)
+        """Read those of a shard. Raises ValueError if its file is missing or damaged."""
+        path = folder / SHARD
+        try:
+            value = json.loads(path.read_text())
+            value["files"] = {name: tuple(facts) for name, facts in value["files"].items()}
+            return ShardFacts(**value)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is missing or not what the build wrote ({error!r}): delete"
+                f" {folder} and run the build again, which makes it anew"
+            ) from error
 
 
 def shard_folder(index: Path, number: int) -> Path:
