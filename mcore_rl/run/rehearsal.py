@@ -15,6 +15,7 @@ from typing import Any
 
 from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import (
+    AgentsConfig,
     ClusterConfig,
     Config,
     CriticConfig,
@@ -38,6 +39,7 @@ MOST_RANKS = 4
 PROMPTS = 8
 SAMPLES = 4
 MAX_PROMPT_LEN = 64
+MAX_FIRST_CONTEXT_LEN = 256  # of an episode, whose environment adds to the prompt
 MAX_RESPONSE_LEN = 16
 MAX_TOKENS = 1024
 KV_CACHE_LEN = 8192
@@ -88,6 +90,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
     inputs = _write_inputs(policy.config, layers, folder / "inputs")
+    max_prompt_len = MAX_FIRST_CONTEXT_LEN if config.agents.is_used else MAX_PROMPT_LEN
     num_gpus = parallel.world_size if config.cluster.colocated else None
     rehearsal = replace(
         config,
@@ -102,8 +105,9 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         parallel=parallel,
         train=_smallest_train(config.train),
         critic=critic,
-        data=config.data.reduced_to(str(inputs / "train.parquet"), MAX_PROMPT_LEN),
+        data=config.data.reduced_to(str(inputs / "train.parquet"), max_prompt_len),
         rollout=_smallest_rollout(config.rollout, num_gpus),
+        agents=_smallest_agents(config.agents),
         # Responses of a random model may all be cut off; filtered, they would move no weight.
         algorithm=replace(config.algorithm, filter_overlong=False),
         reward=_smallest_reward(config.reward),
@@ -149,10 +153,7 @@ def _smallest(size: int) -> int:
 
 
 def _smallest_layout(layout: ParallelConfig) -> ParallelConfig:
-    """Reduce every size above 1 to 2.
-
-    The data-parallel size is left at its least if that already makes MOST_RANKS ranks.
-    """
+    """Reduce sizes above 1 to 2, the data-parallel one only if that makes up to MOST_RANKS."""
     smallest = ParallelConfig(
         tp=_smallest(layout.tp),
         pp=_smallest(layout.pp),
@@ -215,6 +216,12 @@ def _smallest_rollout(rollout: RolloutConfig, num_gpus: int | None) -> RolloutCo
     )
 
 
+def _smallest_agents(agents: AgentsConfig) -> AgentsConfig:
+    if not agents.is_used:
+        return agents
+    return replace(agents, max_turn_len=min(agents.max_turn_len, MAX_RESPONSE_LEN), workers=1)
+
+
 def _smallest_reward(reward: RewardConfig) -> RewardConfig:
     return replace(
         reward,
@@ -237,10 +244,7 @@ def _smallest_critic(critic: CriticConfig) -> CriticConfig:
 
 
 def _smallest_engines(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """Shrink the engines.
-
-    `num_gpus` is the number of trainer GPUs if the engines share them, else None.
-    """
+    """`num_gpus`: number of trainer GPUs if the engines share them, else None."""
     engine_ranks = _smallest(rollout.tp) * _smallest(rollout.pp)
     room = SMALLEST if num_gpus is None else num_gpus // engine_ranks
     return replace(

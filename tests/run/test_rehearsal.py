@@ -57,6 +57,8 @@ CHANGED = {
     "rollout.samples_per_prompt",
     "rollout.max_response_len",
     "rollout.kv_cache_len",
+    "agents.workers",
+    "agents.max_turn_len",
     "cluster.cpus_per_rank",
     "cluster.object_store_mib",
     "sync.bucket_mib",
