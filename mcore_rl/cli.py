@@ -198,9 +198,8 @@ def _add_data(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _add_doctor(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     from mcore_rl.doctor.command import add_arguments, run_doctor
 
-    command = commands.add_parser(
-        "doctor", help="check this machine, or several, for a run; --gpu: try out its GPU"
-    )
+    text = "check this machine, or several, for a run; --gpu: try out its GPU"
+    command = commands.add_parser("doctor", help=text)
     add_arguments(command)
     command.set_defaults(run=run_doctor)
 
