@@ -11,6 +11,7 @@ from mcore_rl.slices.families import FAMILIES, family_of, hf_tensor_shapes, refu
 from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.hf.config import named_dtype, parse_hf_config, read_hf_config
+from mcore_rl.slices.hf.nested import with_text_settings
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that a family's functions may raise on settings of a wrong type or size."""
@@ -39,7 +40,7 @@ def check_against_config(folder: Path, tensors: Mapping[str, StoredTensor]) -> s
     path = folder / "config.json"
     if not path.is_file():
         return "no config.json: names and shapes were not compared with it"
-    config = parse_hf_config(folder)
+    config = with_text_settings(parse_hf_config(folder))
     try:
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in FAMILIES:

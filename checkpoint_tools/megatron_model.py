@@ -188,6 +188,9 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
     """Return (key, number of layers on its first axis, or 0) of each tensor of a rule."""
     if rule.where == "model":
         return [(rule.key, 0)]
+    if rule.where == "tower":
+        blocks = range(family_of(hf_config).sizes(hf_config)["tower_blocks"])
+        return [(rule.key.replace(".blocks.", f".blocks.{block}.", 1), 0) for block in blocks]
     moe = moe_layers(hf_config)
     layers = [
         layer

@@ -14,6 +14,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.families.settings import unquantized
 from mcore_rl.slices.hf.config import parse_hf_config
+from mcore_rl.slices.hf.nested import with_text_settings
 
 Merge = Callable[[Path, Path, Path], object]
 """(Megatron checkpoint, HuggingFace directory that the run began from, directory to write)."""
@@ -27,7 +28,8 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
     Raises ValueError if SGLang could not serve chats from it, or if a merge lacks `source_hf`.
     """
     if not (path / ".metadata").is_file():
-        refuse_unsupported(unquantized(parse_hf_config(path)), path / "config.json")
+        config = with_text_settings(parse_hf_config(path))
+        refuse_unsupported(unquantized(config), path / "config.json")
         if not (path / "tokenizer_config.json").is_file():
             raise ValueError(
                 f"{path} has no tokenizer_config.json: chats need the model's tokenizer"

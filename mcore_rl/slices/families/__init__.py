@@ -6,6 +6,7 @@ from mcore_rl.slices.families import (
     glm4_moe,
     gpt_oss,
     minimax_m2,
+    qwen2_5_vl,
     qwen2_moe,
     softmax_moe,
 )
@@ -30,7 +31,12 @@ CAUSAL = (
 )
 """The tables of causal language models; each has a twin with a value head."""
 
-FAMILIES = {family.architecture: family for family in (*CAUSAL, *map(classifier_of, CAUSAL))}
+VISION = (qwen2_5_vl.FAMILY,)
+"""The tables of models that see images."""
+
+FAMILIES = {
+    family.architecture: family for family in (*CAUSAL, *map(classifier_of, CAUSAL), *VISION)
+}
 
 
 def family_of(hf_config: HfConfig) -> Family:

@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 class HfTensor:
     """An HF tensor of the table; a model in which one of its axes has size 0 does not have it.
 
-    name    HF name, in which {layer} and {expert} stand for numbers
+    name    HF name, in which {layer} (or block of the tower) and {expert} stand for numbers
     axes    names of the axis sizes (see `Family.sizes`)
     dtype   torch name of the tensor's dtype if it differs from the model's
     """
@@ -39,9 +39,10 @@ class HfTensor:
 class Rule:
     """A Megatron tensor: on axis 0, every group holds a block of rows of each of `tensors` in turn.
 
-    key       Megatron's global key, without the layer number
+    key       Megatron's global key, without the layer or block number
     tensors   the HF tensors, in the order of their blocks
-    where     the layers that have the tensor; "model": it belongs to no layer
+    where     the layers that have the tensor; "model": it belongs to no layer; "tower": it belongs
+              to each block of the vision tower
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
     stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one
@@ -50,7 +51,7 @@ class Rule:
 
     key: str
     tensors: tuple[HfTensor, ...]
-    where: Literal["model", "layer", "dense", "moe"] = "layer"
+    where: Literal["model", "layer", "dense", "moe", "tower"] = "layer"
     groups: str | None = None
     padded: bool = False
     stacked: bool = False
@@ -106,18 +107,23 @@ class Family:
     )
 
     @property
+    def has_tower(self) -> bool:
+        """Return whether the model sees images."""
+        return any(rule.where == "tower" for rule in self.rules)
+
+    @property
     def stacks_experts(self) -> bool:
         """Return whether one HF tensor holds all experts of a layer."""
         return any(rule.stacked for rule in self.rules)
 
     def find(self, key: str) -> tuple[Rule, int | None]:
-        """Return the rule of a Megatron key, and the layer number in the key or None.
+        """Return the rule of a Megatron key, and the layer or block number in the key or None.
 
         Raises ValueError naming the key if the table does not have it.
         """
         plain = key
         layer = None
-        match = re.fullmatch(r"(.*\.layers\.)(\d+)\.(.*)", key)
+        match = re.fullmatch(r"(.*\.(?:layers|blocks)\.)(\d+)\.(.*)", key)
         if match:
             plain = match[1] + match[3]
             layer = int(match[2])
@@ -179,6 +185,9 @@ class Family:
         """Yield the (layer, expert) numbers at which the model has the rule's tensors."""
         if rule.where == "model":
             yield None, None
+            return
+        if rule.where == "tower":
+            yield from ((block, None) for block in range(sizes["tower_blocks"]))
             return
         experts = range(sizes["experts"]) if rule.numbers_experts else (None,)
         for layer in range(sizes["layers"]):

@@ -36,7 +36,16 @@ def has_value_head(config: HfConfig) -> bool:
 
 
 def with_value_head(config: HfConfig) -> dict[str, Any]:
-    """Return config.json of the same model with a value head, which it may already have."""
+    """Return config.json of the same model with a value head, which it may already have.
+
+    Raises ValueError naming an architecture that has no twin with a value head.
+    """
+    for name in config["architectures"]:
+        if not name.endswith((CAUSAL, CLASSIFIER)):
+            raise ValueError(
+                f"{name} cannot be a critic: only ...{CAUSAL} has a twin with a value head; choose"
+                " an algorithm without a critic, or a text model as critic.path"
+            )
     architectures = [name.replace(CAUSAL, CLASSIFIER) for name in config["architectures"]]
     return {
         **config,

@@ -10,17 +10,18 @@ from typing import Any
 
 from mcore_rl.slices.families import family_of, refuse_unsupported
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.hf.nested import with_text_settings
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of so many rows."""
 
 
 def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
-    """Return the parsed config.json of a supported model.
+    """Return the parsed config.json of a supported model, with its text_config at the top.
 
     Raises ValueError naming the file and the setting if the model is not supported.
     """
-    config = parse_hf_config(hf_dir)
+    config = with_text_settings(parse_hf_config(hf_dir))
     refuse_unsupported(config, Path(hf_dir) / "config.json")
     return config
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.checksums import MANIFEST
+from mcore_rl.slices.hf.nested import without_text_settings
 
 INDEX = "model.safetensors.index.json"
 TEMPORARY = ".part"
@@ -59,7 +60,7 @@ def write_small_files(
     """Copy tokenizer files from `side_files_from`, write config.json, and write the index last."""
     if side_files_from is not None:
         _copy_side_files(side_files_from, out_dir)
-    _write_json(out_dir / "config.json", config)
+    _write_json(out_dir / "config.json", without_text_settings(config))
     write_index(out_dir, weight_map, total_bytes)
 
 

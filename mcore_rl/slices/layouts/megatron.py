@@ -23,6 +23,8 @@ from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 ROWS, COLUMNS = 0, -1
+TOWER = "visual."
+"""Where the keys of a vision tower begin: every rank of the first stage holds the whole tower."""
 SPLIT_AXIS: Mapping[str, int | None] = {
     "embedding.word_embeddings": ROWS,
     "output_layer": ROWS,
@@ -135,6 +137,8 @@ class MegatronLayout(StagedLayout):
 
         An embedding that the output layer is tied to lies on the first and on the last stage.
         """
+        if rule.key.startswith(TOWER):
+            return [0]
         if not rule.key.startswith("embedding."):
             return [self._sizes.pp - 1]
         return [0, self._sizes.pp - 1] if self._tensors.tied and self._sizes.pp > 1 else [0]
@@ -211,6 +215,8 @@ def _split_axis(rule: Rule) -> int | None:
     module, _, kind = rule.key.rpartition(".")
     is_value_head = rule.tensors[0].axes[0] == "one"
     if kind in ("layer_norm_weight", "expert_bias", "gate_weight") or is_value_head:
+        return None
+    if rule.key.startswith(TOWER):
         return None
     for known, axis in SPLIT_AXIS.items():
         if module == known or module.endswith("." + known):

@@ -8,9 +8,12 @@ It also cuts shapes into the boxes of equal parts.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule, Shape
+
+OUTSIDE_LAYERS = ("model", "tower")
+"""The values of Rule.where of tensors that belong to no layer of the language model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,20 +58,28 @@ class Tensors:
         for rule in family.rules:
             for tensor in rule.tensors:
                 shape = tuple(self.sizes[axis] for axis in tensor.axes)
-                if tensor.name not in left_out and all(shape):
-                    entries.append(Entry(rule, tensor, shape, tensor.dtype or dtype))
-        self.model_entries = [entry for entry in entries if entry.rule.where == "model"]
+                if tensor.name in left_out or not all(shape):
+                    continue
+                for named in self._blocks_of(rule, tensor):
+                    entries.append(Entry(rule, named, shape, tensor.dtype or dtype))
+        self.model_entries = [entry for entry in entries if entry.rule.where in OUTSIDE_LAYERS]
+        """The entries outside the layers; each block of a vision tower has entries of its own."""
         self.layer_entries = {
             False: [entry for entry in entries if entry.rule.where in ("layer", "dense")],
             True: [entry for entry in entries if entry.rule.where in ("layer", "moe")],
         }
         """The entries of a dense layer (key False) and of a layer with experts (key True)."""
         self._by_pattern: dict[str, list[Entry]] = defaultdict(list)
+        self._by_name = {entry.tensor.name: entry for entry in self.model_entries}
         for entry in entries:
-            self._by_pattern[entry.tensor.name.format(layer="#", expert="#")].append(entry)
+            if entry.rule.where not in OUTSIDE_LAYERS:
+                pattern = entry.tensor.name.format(layer="#", expert="#")
+                self._by_pattern[pattern].append(entry)
 
     def find(self, name: str) -> NumberedEntry | None:
         """Return the tensor of this name, or None if the model has none."""
+        if name in self._by_name:
+            return NumberedEntry(self._by_name[name])
         parts = name.split(".")
         numbers: list[int] = []
         for i, part in enumerate(parts):
@@ -78,14 +89,24 @@ class Tensors:
         candidates = self._by_pattern.get(".".join(parts), ())
         for entry in candidates:
             layer, expert = (*numbers, None, None)[:2]
-            if layer is None:
-                return NumberedEntry(entry)
-            if layer >= self.num_layers or (expert or 0) >= max(self.num_experts, 1):
+            if (
+                layer is None
+                or layer >= self.num_layers
+                or (expert or 0) >= max(self.num_experts, 1)
+            ):
                 continue
             where = entry.rule.where
             if where == "layer" or self._is_moe[layer] == (where == "moe"):
                 return NumberedEntry(entry, layer, expert)
         return None
+
+    def _blocks_of(self, rule: Rule, tensor: HfTensor) -> Iterator[HfTensor]:
+        """Yield the tensor itself, or that of every block if it is one of a vision tower."""
+        if rule.where != "tower":
+            yield tensor
+            return
+        for block in range(self.sizes["tower_blocks"]):
+            yield replace(tensor, name=tensor.name.format(layer=block))
 
     def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
         """Yield the HF names of a layer's tensors; its routed experts are limited to `experts`."""

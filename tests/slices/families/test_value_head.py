@@ -49,3 +49,8 @@ def test_the_head_is_one_row_and_the_output_layer_is_gone() -> None:
 def test_a_head_of_several_labels_is_refused(labels: dict[str, str] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse_unsupported(with_value_head(model_config()) | {"id2label": labels})
+
+
+def test_a_vision_language_model_cannot_be_a_critic() -> None:
+    with pytest.raises(ValueError, match="Qwen2_5_VLForConditionalGeneration cannot be a critic"):
+        with_value_head({"architectures": ["Qwen2_5_VLForConditionalGeneration"]})

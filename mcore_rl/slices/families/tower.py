@@ -1,0 +1,94 @@
+"""Rules of the vision towers of Qwen2.5-VL, which Megatron holds under transformers' own names.
+
+    Megatron key (without block number)      HF name
+    visual.blocks.attn.qkv.weight        <-  visual.blocks.{layer}.attn.qkv.weight
+    visual.merger.mlp.0.weight           <-  visual.merger.mlp.0.weight
+
+docs/vision.md says why the tower is transformers' module.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_rl.slices.families.settings import need
+from mcore_rl.slices.families.table import HfConfig, HfTensor, Rule
+
+PREFIX = "visual."
+"""Where the names of a tower's tensors begin, Megatron's keys and HF names alike."""
+PROJECTOR = PREFIX + "merger."
+"""Where the names of the projector into the language model's embeddings begin."""
+
+
+def block_rule(name: str, *axes: str) -> Rule:
+    """Return the rule of a tensor that every block of the tower has."""
+    tensor = HfTensor(f"{PREFIX}blocks.{{layer}}.{name}", axes)
+    return Rule(f"{PREFIX}blocks.{name}", (tensor,), where="tower")
+
+
+def tower_rule(name: str, *axes: str) -> Rule:
+    """Return the rule of a tensor of the tower outside its blocks."""
+    return Rule(PREFIX + name, (HfTensor(PREFIX + name, axes),), where="model")
+
+
+def linear_rules(name: str, rows: str, columns: str) -> tuple[Rule, Rule]:
+    """Return the rules of weight and bias of a linear layer of every block."""
+    return block_rule(f"{name}.weight", rows, columns), block_rule(f"{name}.bias", rows)
+
+
+RULES = (
+    tower_rule(
+        "patch_embed.proj.weight",
+        *("tower_hidden", "channels", "patch_frames", "patch", "patch"),
+    ),
+    block_rule("norm1.weight", "tower_hidden"),
+    block_rule("norm2.weight", "tower_hidden"),
+    *linear_rules("attn.qkv", "tower_qkv", "tower_hidden"),
+    *linear_rules("attn.proj", "tower_hidden", "tower_hidden"),
+    *linear_rules("mlp.gate_proj", "tower_ffn", "tower_hidden"),
+    *linear_rules("mlp.up_proj", "tower_ffn", "tower_hidden"),
+    *linear_rules("mlp.down_proj", "tower_hidden", "tower_ffn"),
+    tower_rule("merger.ln_q.weight", "tower_hidden"),
+    tower_rule("merger.mlp.0.weight", "merged", "merged"),
+    tower_rule("merger.mlp.0.bias", "merged"),
+    tower_rule("merger.mlp.2.weight", "hidden", "merged"),
+    tower_rule("merger.mlp.2.bias", "hidden"),
+)
+
+
+def vision_settings(config: HfConfig) -> Mapping[str, Any]:
+    """Return `vision_config` of config.json. Raises ValueError if there is none."""
+    return need(config, "vision_config")
+
+
+def tower_sizes(config: HfConfig) -> dict[str, int]:
+    """Return the sizes of a tower. Raises ValueError naming a key that vision_config lacks."""
+    vision = vision_settings(config)
+    hidden = _need(vision, "hidden_size")
+    return {
+        "tower_blocks": _need(vision, "depth"),
+        "tower_hidden": hidden,
+        "tower_qkv": 3 * hidden,
+        "tower_ffn": _need(vision, "intermediate_size"),
+        "merged": hidden * vision.get("spatial_merge_size", 2) ** 2,
+        "channels": vision.get("in_channels", vision.get("in_chans", 3)),
+        "patch_frames": vision.get("temporal_patch_size", 2),
+        "patch": vision.get("patch_size", 14),
+    }
+
+
+def tower_refusal(config: HfConfig) -> str:
+    """Return why the tower of config.json cannot be carried; "" if it can."""
+    vision = vision_settings(config)
+    width = _need(vision, "out_hidden_size")
+    if width != need(config, "hidden_size"):
+        return (
+            f"vision_config.out_hidden_size={width} is not hidden_size={config['hidden_size']} of"
+            " the language model"
+        )
+    return ""
+
+
+def _need(vision: Mapping[str, Any], key: str) -> int:
+    if vision.get(key) is None:
+        raise ValueError(f"vision_config of config.json lacks {key!r}")
+    return int(vision[key])

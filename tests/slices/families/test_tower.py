@@ -1,0 +1,41 @@
+"""The rules of a tower give each block the tensors that transformers saves."""
+
+import pytest
+
+from mcore_rl.slices.families.tower import RULES, tower_refusal, tower_sizes, vision_settings
+
+VISION = {
+    "depth": 2,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "out_hidden_size": 16,
+    "patch_size": 4,
+}
+CONFIG = {"hidden_size": 16, "vision_config": VISION}
+
+
+def test_keys_and_names_are_the_same() -> None:
+    for rule in RULES:
+        [tensor] = rule.tensors
+        assert tensor.name.replace("{layer}.", "") == rule.key
+        assert ("{layer}" in tensor.name) == (rule.where == "tower")
+
+
+def test_sizes_follow_the_vision_config() -> None:
+    sizes = tower_sizes(CONFIG)
+    assert sizes["tower_blocks"] == 2
+    assert sizes["tower_qkv"] == 24
+    assert sizes["merged"] == 32
+    assert (sizes["channels"], sizes["patch_frames"], sizes["patch"]) == (3, 2, 4)
+
+
+def test_a_tower_of_another_width_is_refused() -> None:
+    assert not tower_refusal(CONFIG)
+    assert "out_hidden_size=16" in tower_refusal({**CONFIG, "hidden_size": 32})
+
+
+def test_missing_settings_are_named() -> None:
+    with pytest.raises(ValueError, match=r"vision_config of config\.json lacks 'depth'"):
+        tower_sizes({**CONFIG, "vision_config": {**VISION, "depth": None}})
+    with pytest.raises(ValueError, match="lacks 'vision_config'"):
+        vision_settings({})
