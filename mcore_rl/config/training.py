@@ -92,6 +92,9 @@ class OptimizerConfig(Options):
     lr: float = bounded(1e-6, above=0)
     min_lr: float = bounded(0.0, least=0)
     """Learning rate at the end of schedule=linear or cosine."""
+    vision_lr: float | None = bounded(None, above=0)
+    """Learning rate of a model's vision tower, projector included, on the same schedule; None:
+    lr."""
     warmup_steps: int = bounded(0, least=0)
     schedule: str = one_of("constant", ("constant", "linear", "cosine"))
     weight_decay: float = bounded(0.0, least=0)
@@ -138,6 +141,9 @@ class TrainConfig(Options, group="train"):
     router_bias_rate: float = bounded(0.0, least=0)
     """How far each optimizer step moves the experts' bias toward an even load, in models with
     such a bias."""
+    vision: str = one_of("all", ("all", "projector", "none"))
+    """Which weights of a model's vision tower are trained. all; projector: those that turn the
+    tower's output into embeddings; none. Without a tower it has no effect."""
     freeze_router: bool = False
     """Train all weights except the routers', which stay bit for bit as they were loaded."""
     megatron: dict[str, Any] = field(default_factory=dict)

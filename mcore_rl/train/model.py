@@ -1,6 +1,8 @@
 """Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as ps
@@ -21,6 +23,7 @@ from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.value_head import ValueHead
+from mcore_rl.train.vision.model import VisionLanguageModel
 
 
 def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel]:
@@ -35,7 +38,10 @@ def make_chunks(config: TransformerConfig, hf_config: HfConfig) -> list[GPTModel
 def _make_chunk(config: TransformerConfig, hf_config: HfConfig, vp_stage: int | None) -> GPTModel:
     value_head = has_value_head(hf_config)
     tied = not value_head and hf_config.get("tie_word_embeddings", False)
-    chunk = GPTModel(
+    kind: Any = GPTModel
+    if family_of(hf_config).has_tower:
+        kind = partial(VisionLanguageModel, hf_config=hf_config)
+    chunk = kind(
         config,
         _make_spec(config, hf_config, vp_stage),
         vocab_size=padded_vocab_size(hf_config, config.tensor_model_parallel_size),

@@ -10,12 +10,18 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from mcore_rl.config import OptimizerConfig
+from mcore_rl.slices.families.tower import PREFIX
 from mcore_rl.train.optimizer_state import write_whole_parameters
 
 DDP_DEFAULTS: Mapping[str, Any] = {
@@ -87,13 +93,24 @@ def make_optimizer(
         store_param_remainders=False,
         **{**config.megatron, **dtypes},
     )
-    optimizer = get_megatron_optimizer(options, list(chunks))
+    optimizer = get_megatron_optimizer(options, list(chunks), _overrides(config, options))
     for part in parts_of(optimizer):
         part.init_state_fn(part.optimizer, options)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
         write_whole_parameters(part)
     return optimizer
+
+
+def _overrides(config: OptimizerConfig, options: MegatronOptimizerConfig) -> Any:
+    """Return megatron-core's settings of groups of parameters; None for its standard ones.
+
+    It tells the groups of a checkpoint apart by `lr_mult`, among others.
+    """
+    if config.vision_lr is None:
+        return None
+    tower: Any = {"lr_mult": config.vision_lr / config.lr}
+    return {**get_standard_config_overrides(options), ParamKey(name=f"*{PREFIX}*"): tower}
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
@@ -117,7 +134,7 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, rate: float) -> None:
-    """Set the rate of every parameter group."""
+    """Set the rate of every parameter group, times the group's own factor."""
     groups: list[dict[str, Any]] = optimizer.param_groups
     for group in groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_mult", 1.0)

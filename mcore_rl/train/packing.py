@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from mcore_rl.device import on_device
+from mcore_rl.train.vision.places import ImageTokens
+from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
 from mcore_rl.types import OwnExperts, TrainBatch
 
 
@@ -42,6 +44,7 @@ class RankBatch:
                          0 where there is none
     named                the experts that the micro-batch names for its tokens, in host memory; None
                          if it names none. See `experts`
+    vision               images and rotary positions; None for a model that sees text alone
     """
 
     tokens_T: Tensor
@@ -55,6 +58,7 @@ class RankBatch:
     num_tokens: int
     batch: TrainBatch
     named: OwnExperts | None = None
+    vision: RankImages | None = None
 
     @property
     def labels_T(self) -> Tensor:
@@ -84,13 +88,16 @@ class RankBatch:
         experts_TLK[is_real_T] = named_MLK[row_T]
         return experts_TLK
 
-    def on_device(self, *, targets: bool) -> "RankBatch":
+    def on_device(self, *, targets: bool, images: bool = False) -> "RankBatch":
         """Return a copy of what the model reads, and with `targets` of what the loss reads.
 
-        The copies are asynchronous. sources_T, targets_T and `named` stay on the host.
+        `images`: the first stage reads them. The copies are asynchronous. sources_T, targets_T and
+        `named` stay on the host.
         """
         read = ("tokens_T", "positions_T", "sequences_T", "padding_T", "cu_seqlens_N1")
-        moved = {name: _moved(getattr(self, name)) for name in read}
+        moved: dict[str, Any] = {name: _moved(getattr(self, name)) for name in read}
+        if self.vision is not None:
+            moved["vision"] = self.vision.on_device(images=images)
         return replace(self, batch=fields_on_device(self.batch) if targets else self.batch, **moved)
 
 
@@ -110,30 +117,47 @@ def padded_lens(
 
 
 def make_rank_batch(
-    batch: TrainBatch, cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
+    batch: TrainBatch,
+    cp_rank: int,
+    cp_size: int,
+    tp_size: int,
+    rows: int = 1,
+    image_tokens: ImageTokens | None = None,
 ) -> RankBatch:
     """Return the padded part of the micro-batch on context-parallel rank `cp_rank` of `cp_size`.
 
-    Each of its tensor-parallel ranks gets a multiple of `rows` tokens.
+    Each of its tensor-parallel ranks gets a multiple of `rows` tokens. `image_tokens`: of a model
+    that sees images. Raises ValueError if the micro-batch has images and the model sees none, or if
+    an image has fewer placeholders than it takes.
     """
+    if image_tokens is None and batch.images is not None:
+        raise ValueError(
+            f"a micro-batch has {len(batch.images.grids_I3)} images, but the model sees only text:"
+            " train a vision-language model, or leave the images out of the data"
+        )
     padded_N = padded_lens(batch.lens_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
     first_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]
     source_T = _indices(batch.lens_N, sequence_T, position_T)
     targets_T = _indices(batch.lens_N, sequence_T, position_T + 1)
     real_T = (source_T >= 0) & (not batch.is_filler)
+    own_T = torch.where(real_T, source_T, -1)
+    vision = None
+    if image_tokens is not None:
+        vision = make_rank_images(batch, padded_N, own_T, image_tokens)
     return RankBatch(
         tokens_T=batch.token_ids_T[torch.where(source_T >= 0, source_T, first_T)],
         positions_T=position_T,
         sequences_T=sequence_T,
         padding_T=None if padded_N == batch.lens_N and not batch.is_filler else ~real_T,
-        sources_T=torch.where(real_T, source_T, -1),
+        sources_T=own_T,
         targets_T=targets_T,
         cu_seqlens_N1=torch.tensor((0, *padded_N)).cumsum(0).int(),
         max_len=max(padded_N),
         num_tokens=int(real_T.sum()),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
         named=_named(batch),
+        vision=vision,
     )
 
 

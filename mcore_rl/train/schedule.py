@@ -85,12 +85,15 @@ def _forward_step(
     model: torch.nn.Module,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Report]]]:
     batch = enter(next(batches), model)
+    vision = batch.vision
+    positions = batch.positions_T[None] if vision is None else vision.rotary_3P[:, None]
     out = model(
         batch.tokens_T[None],
-        batch.positions_T[None],
+        positions,
         None,
         packed_seq_params=_packed_seq_params(batch),
         padding_mask=_padding_mask(batch, model),
+        **({} if vision is None else {"vision": vision}),
     )
     return out, partial(_report, output_fn, batch)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.device import device, forget_peak, peak_bytes
 from mcore_rl.slices.box import Shard
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -36,6 +37,8 @@ from mcore_rl.train.shards import local_tensors, weight_layout
 from mcore_rl.train.stats import reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
+from mcore_rl.train.vision.places import ImageTokens
+from mcore_rl.train.vision.tower import train_only
 from mcore_rl.train.weights import fill_weights
 from mcore_rl.types import StepStats, TrainBatch
 
@@ -79,6 +82,10 @@ class TrainedModel:
         self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
+        self._image_tokens: ImageTokens | None = None
+        if family_of(self.hf_config).has_tower:
+            self._image_tokens = ImageTokens.of(self.hf_config)
+            train_only(chunks, train.vision)
         self.chunks = wrap_chunks(self._config, chunks, train.ddp)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
@@ -233,13 +240,13 @@ class TrainedModel:
     def _enter(self, batch: RankBatch, model: torch.nn.Module) -> RankBatch:
         """Bring to the device what a chunk needs of a micro-batch, and tell its routers."""
         chunk = unwrap_model(model)
-        placed = batch.on_device(targets=chunk.post_process)
+        placed = batch.on_device(targets=chunk.post_process, images=chunk.pre_process)
         self._routing.enter(batch, placed, chunk)
         return placed
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
         part = self._rank_part()
-        return [make_rank_batch(batch, *part) for batch in microbatches]
+        return [make_rank_batch(batch, *part, self._image_tokens) for batch in microbatches]
 
     def _rank_part(self) -> tuple[int, int, int, int]:
         """Return the arguments of make_rank_batch that say which part of a micro-batch is here."""

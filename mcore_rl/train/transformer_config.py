@@ -62,8 +62,9 @@ def make_transformer_config(
     if "num_moe_experts" in options:
         settings |= _experts(config, train)
     yarn = _yarn(config)
-    if options.get("rope_type") == "rope" or yarn:
-        # The fused kernel for latent attention needs yarn; the one for other attention has no yarn.
+    if options.get("rope_type") == "rope" or yarn or options.get("mrope_section"):
+        # The fused kernel for latent attention needs yarn; the one for other attention has no yarn,
+        # and counts the positions of packed sequences itself.
         settings["apply_rope_fusion"] = False
     settings |= {**_recompute(train, options), **_typed(train.megatron)}
     transformer_config = _built(kind, settings, train.megatron)
@@ -97,6 +98,8 @@ def rotary_options(config: HfConfig) -> dict[str, Any]:
         options |= {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}
     if _yarn(config):
         options["position_embedding_type"] = "yarn"
+    if rope.get("mrope_section"):
+        options["position_embedding_type"] = "mrope"
     return options
 
 

@@ -16,6 +16,7 @@ from mcore_rl.types.episodes import (
     VersionSpan,
     has_outcome,
 )
+from mcore_rl.types.images import Images
 from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, StoredSample
 from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
@@ -26,6 +27,7 @@ __all__ = [
     "Array",
     "EpisodeRecord",
     "GroupLease",
+    "Images",
     "LogprobOptions",
     "OwnExperts",
     "Prompt",

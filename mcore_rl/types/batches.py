@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from mcore_rl.types.arrays import Array, WeightVersion
+from mcore_rl.types.images import Images
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class TrainBatch:
     router_flips_T       int32, layers in which trainer and engine chose other experts; as log-probs
     sample_N             which sequences are of the same sample, by equal numbers; None: each is one
     is_filler            True for a batch that only keeps a rank busy; it counts nowhere
+    images               the images of the sequences; None: they are text alone
     """
 
     token_ids_T: Tensor
@@ -55,9 +57,15 @@ class TrainBatch:
     turn_T: Tensor | None = None
     sample_N: tuple[int, ...] | None = None
     is_filler: bool = False
+    images: Images | None = None
 
     def __post_init__(self) -> None:
         num_tokens = sum(self.lens_N)
+        if self.images is not None and len(self.images.nums_N) != len(self.lens_N):
+            raise ValueError(
+                f"TrainBatch.images is of {len(self.images.nums_N)} sequences, lens_N names"
+                f" {len(self.lens_N)}"
+            )
         for name, value in self.token_fields().items():
             if len(value) != num_tokens or value.dim() != len(name.rpartition("_")[2]):
                 raise ValueError(

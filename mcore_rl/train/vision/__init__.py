@@ -1,0 +1,1 @@
+"""Vision towers in Megatron: images become embeddings at the places of their placeholder tokens."""

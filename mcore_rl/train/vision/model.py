@@ -1,0 +1,91 @@
+"""A GPTModel that sees images: its first stage replaces the embeddings of placeholder tokens.
+
+    token ids --> embedding --> [t, 1, H] --+
+    pixels ----> tower ------> [R, H] ------+--> decoder_input [t, 1, H]
+
+t are the tokens of this tensor-parallel rank: sequence parallelism has cut the embeddings already.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as ps
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.train.vision.rank_images import RankImages
+from mcore_rl.train.vision.tower import embed_images, make_tower, zero_of
+
+
+class WholePositions(MultimodalRotaryEmbedding):
+    """The rotary angles of the whole packed micro-batch on every context-parallel rank.
+
+    megatron-core's class would cut them as if the micro-batch were one sequence. Its attention cuts
+    them once more, sequence by sequence (rope_utils, "exact mapping").
+    """
+
+    def forward(self, position_ids: Tensor, mrope_section: list[int], cp_group: Any = None) -> Any:
+        """Return the angles [P, 1, 1, head] of `position_ids` [3, 1, P]."""
+        assert self.cp_group is None and cp_group is None
+        return super().forward(position_ids, mrope_section)
+
+
+class VisionLanguageModel(GPTModel):
+    """One chunk of the model; the first chunk has the tower under the name `visual`."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, hf_config: HfConfig, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.rotary_pos_emb = WholePositions(
+            kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
+            rotary_percent=kwargs["rotary_percent"],
+            rotary_base=kwargs["rotary_base"],
+        )
+        self.rotary_pos_emb.cp_group = None
+        if self.pre_process:
+            self.visual = make_tower(config, hf_config)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        *,
+        vision: RankImages,
+        padding_mask: Tensor | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """Return what GPTModel does. `position_ids` are RankImages.rotary_3P, [3, 1, P]."""
+        if self.pre_process:
+            assert decoder_input is None
+            decoder_input = self._with_images(self.embedding(input_ids, position_ids), vision)
+            padding_mask = self._own_part(padding_mask, 1)
+        return super().forward(
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            padding_mask=padding_mask,
+            **more,
+        )
+
+    def _with_images(self, embeddings_t1H: Tensor, vision: RankImages) -> Tensor:
+        if vision.images is None:
+            return embeddings_t1H + zero_of(self.visual).to(embeddings_t1H)
+        images_RH = embed_images(self.visual, vision.images).to(embeddings_t1H.dtype)
+        rows_t = self._own_part(vision.rows_T, 0)
+        assert rows_t is not None
+        own_t1H = images_RH[rows_t.clamp(min=0), None]
+        return torch.where((rows_t >= 0)[:, None, None], own_t1H, embeddings_t1H)
+
+    def _own_part(self, values: Tensor | None, axis: int) -> Tensor | None:
+        """Return the part on this tensor-parallel rank if sequence parallelism cuts the tokens."""
+        if values is None or not self.config.sequence_parallel:
+            return values
+        parts = values.chunk(ps.get_tensor_model_parallel_world_size(), axis)
+        return parts[ps.get_tensor_model_parallel_rank()].contiguous()

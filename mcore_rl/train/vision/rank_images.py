@@ -1,0 +1,68 @@
+"""The images of a micro-batch on one context-parallel rank: pixels, and places of their tokens.
+
+Every rank of the first stage runs the whole tower on all images of the micro-batch, and takes the
+embeddings of the tokens that it holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mcore_rl.device import on_device
+from mcore_rl.train.vision.places import ImageTokens, split_grids
+from mcore_rl.types import Images, TrainBatch
+
+
+@dataclass(frozen=True)
+class RankImages:
+    """A micro-batch as the vision part of a model reads it; T local tokens.
+
+    rotary_3P   int64, rotary positions of the whole micro-batch's P tokens, padding included
+    rows_T      int64, row of the merged embeddings of the micro-batch's images that replaces the
+                embedding of a local token; -1 for text
+    images      the images of the micro-batch; None if it has none
+    """
+
+    rotary_3P: Tensor
+    rows_T: Tensor
+    images: Images | None
+
+    def on_device(self, *, images: bool) -> "RankImages":
+        """Return a copy on the device, made asynchronously; pixels only if `images` says so.
+
+        grids_I3 stays in host memory, where the tower computes its indices.
+        """
+        moved = replace(self, rotary_3P=on_device(self.rotary_3P), rows_T=on_device(self.rows_T))
+        if self.images is None or not images:
+            return replace(moved, images=None)
+        pixels_PD = on_device(self.images.pixels_PD)
+        return replace(moved, images=replace(self.images, pixels_PD=pixels_PD))
+
+
+def make_rank_images(
+    batch: TrainBatch, padded_N: Sequence[int], sources_T: Tensor, tokens: ImageTokens
+) -> RankImages:
+    """Return the part of a micro-batch's images on one rank.
+
+    padded_N    padded lengths of the whole sequences
+    sources_T   index in the micro-batch of each local token, -1 on padding
+    Raises ValueError if an image has fewer placeholders than it takes.
+    """
+    images = batch.images
+    parts_N = batch.token_ids_T.split(list(batch.lens_N))
+    if images is None:
+        grids_N = [torch.empty(0, 3, dtype=torch.int64)] * len(parts_N)
+    else:
+        grids_N = list(split_grids(images.grids_I3, images.nums_N))
+    rotary: list[Tensor] = []
+    rows: list[Tensor] = []
+    first = 0
+    for ids_T, grids_I3, padded in zip(parts_N, grids_N, padded_N, strict=True):
+        rotary.append(tokens.rotary(ids_T, grids_I3, padded))
+        rows_T = tokens.rows(ids_T, grids_I3)
+        rows.append(torch.where(rows_T >= 0, rows_T + first, -1))
+        first += sum(tokens.nums_tokens(grids_I3))
+    local_T = torch.where(sources_T >= 0, torch.cat(rows)[sources_T.clamp(min=0)], -1)
+    return RankImages(torch.cat(rotary, dim=1), local_T, images if first else None)

@@ -1,0 +1,93 @@
+"""Builds a vision tower: transformers' own module, marked for Megatron's gradients and checkpoints.
+
+    pixels_PD --> blocks --> projector (merger) --> embeddings_RH, R = P / merge**2
+
+docs/vision.md says why it is not megatron-core's vision model.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.families.tower import PREFIX, PROJECTOR, vision_settings
+from mcore_rl.types import Images
+
+TRAINED: dict[str, tuple[str, ...]] = {"all": (PREFIX,), "projector": (PROJECTOR,), "none": ()}
+"""train.vision -> where the names of those parameters of the tower begin that are trained."""
+
+
+class Float32Buffers(torch.nn.Module):
+    """A module whose buffers are computed from config.json, kept in float32 when weights are not.
+
+    A rotary embedding's frequencies in bfloat16 would turn patches by wrong angles.
+    """
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        assert not list(inner.parameters()), "parameters take the model's dtype"
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Float32Buffers":
+        """Let `fn` move the buffers to another device, but not cast them."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.to(fn(tensor).device)
+
+        super()._apply(moved, recurse)
+        return self
+
+
+def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Module:
+    """Return the tower of a Qwen2.5-VL, parameters not yet filled.
+
+    Every tensor-parallel rank holds the whole tower. Under sequence parallelism each rank takes the
+    embeddings of its own tokens, so the ranks' gradients are added up, as those of norms are.
+    """
+    from transformers import Qwen2_5_VLConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+        Qwen2_5_VisionTransformerPretrainedModel,
+    )
+
+    whole: Any = Qwen2_5_VLConfig(vision_config=dict(vision_settings(hf_config)))
+    with torch.random.fork_rng(devices=[]):
+        tower: Any = Qwen2_5_VisionTransformerPretrainedModel._from_config(
+            whole.vision_config, dtype=config.params_dtype
+        )
+    tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
+    for parameter in tower.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return tower
+
+
+def embed_images(tower: torch.nn.Module, images: Images) -> Tensor:
+    """Return the embeddings [R, hidden] of all images, one after another."""
+    grids_I3 = images.grids_I3.to(images.pixels_PD.device)
+    return tower(images.pixels_PD, grid_thw=grids_I3).pooler_output
+
+
+def zero_of(tower: torch.nn.Module) -> Tensor:
+    """Return 0 in a way that gives every trained parameter of the tower a gradient, of 0.
+
+    Megatron's overlapped reduction waits for the gradient of every parameter, in micro-batches
+    without images, too.
+    """
+    trained = [p for p in tower.parameters() if p.requires_grad]
+    return sum((p.view(-1)[:1].sum() * 0.0 for p in trained), torch.zeros(()))
+
+
+def train_only(chunks: Iterable[torch.nn.Module], part: str) -> None:
+    """Stop training those parameters of towers that train.vision=`part` leaves out.
+
+    Call it before DDP and the optimizer are made.
+    """
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.startswith(PREFIX) and not name.startswith(TRAINED[part]):
+                parameter.requires_grad_(False)

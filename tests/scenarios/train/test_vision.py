@@ -1,0 +1,172 @@
+"""A vision-language model computes what transformers does, in every layout, gradients included."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_rl.algo.sequences import sequence_sum
+from mcore_rl.config import ModelConfig, ParallelConfig
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf.config import read_hf_config
+from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.types import LogprobOptions
+from tests.support.distributed import run_each, run_ranks
+from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_training import make_actor, my_batches, token_loss
+from tests.support.tiny_vision import (
+    load_vision_model,
+    make_vision_batches,
+    num_tokens,
+    split_batch,
+    transformers_vision_logprobs,
+    write_vision_model,
+)
+
+Layout = dict[str, Any]
+TWO_RANKS: list[Layout] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}]
+FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}]
+SCALE = 0.8
+
+
+def run_layout(
+    rank: int, world_size: int, port: int, model: ModelConfig, layout: Layout
+) -> dict[str, Any]:
+    """Score, export and take a step in a layout; return this rank's reports and gradients."""
+    from megatron.core import parallel_state as ps
+
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    batches = make_vision_batches()
+    mine = my_batches(batches)
+    scores = actor.compute_logprobs(mine, LogprobOptions(temperature=SCALE))
+    shards, _ = actor.weight_layout()
+    name = "-".join(f"{key}{value}" for key, value in layout.items()) or "whole"
+    actor.export_hf(Path(model.path) / f"export-{name}")
+    stats = actor.train_step(mine, token_loss, temperature=SCALE, num_tokens=num_tokens(batches))
+    return {
+        "dp": ps.get_data_parallel_rank(),
+        "stats": stats,
+        "logprobs": scores and [score.logprobs_T for score in scores],
+        "boxes": [shard.box for shard in shards],
+        "gradients": boxed_gradients(actor),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_vision_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def one_process(folder: Path) -> dict[str, Any]:
+    return run_ranks(run_layout, 1, ModelConfig(path=str(folder)), {})[0]
+
+
+@pytest.mark.gloo
+def test_one_process_computes_what_transformers_does(
+    folder: Path, one_process: dict[str, Any]
+) -> None:
+    model = load_vision_model(folder)
+    with torch.no_grad():
+        wanted = transformers_vision_logprobs(model, make_vision_batches(), SCALE)
+    for got, want in zip(one_process["logprobs"], wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    gradients = transformers_gradients(model)
+    assert gradients["visual.patch_embed.proj.weight"].abs().max() > 0
+    check_gradients([one_process["gradients"]], gradients, "one process", tolerance=1e-5)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two_ranks", "four_ranks"])
+def test_layouts_agree_with_one_process(
+    folder: Path, one_process: dict[str, Any], layouts: list[Layout]
+) -> None:
+    wanted = whole_gradients(one_process["gradients"])
+    world_size = ParallelConfig(**layouts[0]).world_size
+    model = ModelConfig(path=str(folder))
+    per_layout = run_each(run_layout, world_size, layouts, model, timeout_s=300.0)
+    for layout, ranks in zip(layouts, per_layout, strict=True):
+        check_gradients([rank["gradients"] for rank in ranks], wanted, layout)
+        owners = {rank["dp"]: rank for rank in ranks if rank["stats"] is not None}
+        assert len(owners) == ParallelConfig(**layout).dp_size, layout
+        for dp, owner in owners.items():
+            step = one_process["stats"]
+            assert owner["stats"].loss == pytest.approx(step.loss, abs=1e-6), layout
+            assert owner["stats"].grad_norm == pytest.approx(step.grad_norm, rel=1e-6), layout
+            expected = one_process["logprobs"][dp :: len(owners)]
+            for got, want in zip(owner["logprobs"], expected, strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=3e-6)
+        check_boxes(folder, layout, ranks)
+
+
+def check_boxes(folder: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
+    """Check that the elements read off Megatron are those that the layout computes."""
+    config = read_hf_config(folder)
+    sizes = MegatronSizes.of(ParallelConfig(**layout), config)
+    shapes = family_of(config).shapes(config)
+    computed = MegatronLayout(family_of(config), config, sizes, "float32")
+    for number, rank in enumerate(ranks):
+        found = [(box.name, box.start, box.stop) for box in rank["boxes"]]
+        wanted = [
+            (name, piece.start, piece.stop)
+            for name in computed.names(number)
+            for piece in computed.placement(name).pieces
+            if number in piece.ranks
+        ]
+        held, expected = held_elements(found, shapes), held_elements(wanted, shapes)
+        assert held.keys() == expected.keys(), layout
+        assert all(torch.equal(held[name], expected[name]) for name in held), layout
+
+
+def held_elements(boxes: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return HF name -> how many of the boxes hold each element."""
+    held: dict[str, Tensor] = {}
+    for name, start, stop in boxes:
+        counts = held.setdefault(name, torch.zeros(shapes[name], dtype=torch.int64))
+        counts[tuple(map(slice, start, stop))] += 1
+    return held
+
+
+@pytest.mark.gloo
+def test_weights_come_back_byte_for_byte(folder: Path, one_process: dict[str, Any]) -> None:
+    source = load_file(folder / "model.safetensors")
+    exports = sorted(folder.glob("export-*"))
+    assert exports
+    for export in exports:
+        exported: dict[str, Tensor] = {}
+        for file in export.glob("*.safetensors"):
+            exported |= load_file(file)
+        assert exported.keys() == source.keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in source.items())
+        load_vision_model(export)
+
+
+def transformers_gradients(model: Any) -> dict[str, Tensor]:
+    """Return HF name -> gradient of the step's loss, computed by transformers alone."""
+    for batch in make_vision_batches():
+        parts = []
+        for ids_T, images in split_batch(batch):
+            kinds = (ids_T == model.config.image_token_id).int()[None]
+            more = {"mm_token_type_ids": kinds, **images} if images else {}
+            logits_TV = model(ids_T[None], **more).logits[0] / SCALE
+            log_p_TV = logits_TV.log_softmax(-1)[:-1]
+            zero = torch.zeros(1)
+            logprobs_T = torch.cat([zero, log_p_TV.gather(-1, ids_T[1:, None])[:, 0]])
+            entropy_T = torch.cat([zero, -(log_p_TV.exp() * log_p_TV).sum(-1)])
+            parts.append((logprobs_T, entropy_T))
+        logprobs_T, entropy_T = (torch.cat(values) for values in zip(*parts, strict=True))
+        sums = sequence_sum(batch.lens_N, logprobs_T.device, None)
+        loss_T, _ = token_loss(logprobs_T, entropy_T, batch, sums)
+        assert batch.loss_weights_T is not None
+        (loss_T * batch.loss_weights_T).sum().backward()
+    names = {"model.visual.": "visual.", "model.language_model.": "model."}
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        for new, old in names.items():
+            name = name.replace(new, old, 1)
+        gradients[name] = parameter.grad
+    return gradients
