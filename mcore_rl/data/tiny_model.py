@@ -91,9 +91,13 @@ def write_tiny_model(
     vocabulary: Sequence[str],
     chat_template: str = CHAT_TEMPLATE,
     roles: Sequence[str] = (),
+    **sizes: Any,
 ) -> None:
-    """Write config.json and the tokenizer; weights are drawn by `model.init=random`."""
+    """Write config.json and the tokenizer; weights are drawn by `model.init=random`.
+
+    `sizes` replaces or adds entries of config.json, see qwen3_moe_config.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    config = qwen3_moe_config(len(vocabulary))
+    config = qwen3_moe_config(len(vocabulary), **sizes)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     make_word_tokenizer(vocabulary, chat_template, roles).save_pretrained(folder)

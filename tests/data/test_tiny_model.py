@@ -44,3 +44,10 @@ def test_the_folder_holds_a_supported_model_of_the_vocabularys_size(tmp_path: Pa
     assert config["vocab_size"] == len(VOCABULARY) == len(AutoTokenizer.from_pretrained(tmp_path))
     assert VOCABULARY[config["eos_token_id"]] == "<|end|>"
     assert ModelFacts.read(str(tmp_path)).has_experts
+
+
+def test_a_model_may_be_smaller(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, VOCABULARY, num_hidden_layers=1, hidden_size=64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 64)
+    assert config["num_experts"] == 8

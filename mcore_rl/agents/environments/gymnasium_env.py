@@ -27,6 +27,8 @@ class GymnasiumOptions:
                       one of `symbols` per number, for the number of bounds below it; a number
                       without bounds is left out
     symbols           of the buckets
+    labels            written before each number or its symbol, and words of their own then:
+                      "x3 v0" instead of "30"; for models whose tokenizer knows such words
     actions           names of discrete actions, in their order; empty: numbers
     action_pattern    regular expression that finds the action in an answer, by its first group if
                       it has one; the last match counts; empty: any name or number
@@ -45,6 +47,7 @@ class GymnasiumOptions:
     decimals: int = 3
     buckets: Sequence[Sequence[float]] = ()
     symbols: str = "0123456789abcdefghijklmnopqrstuvwxyz"
+    labels: Sequence[str] = ()
     actions: Sequence[str] = ()
     action_pattern: str = ""
     parse_penalty: float = 0.0
@@ -93,18 +96,37 @@ class GymnasiumOptions:
         return int(near) if math.isfinite(near) and near == int(near) else near
 
     def bucket_text(self, values: Sequence[float]) -> str:
-        """Return a symbol for each number that has bounds."""
+        """Return a symbol for each number that has bounds, with its label."""
         if len(values) != len(self.buckets):
             raise ValueError(
                 f"{self.id} observes {len(values)} numbers, buckets has bounds for "
                 f"{len(self.buckets)}: give a list for each number, [] to leave it out"
             )
-        pairs = zip(values, self.buckets, strict=True)
-        return "".join(
-            self.symbols[sum(bound < value for bound in bounds)]
-            for value, bounds in pairs
+        words = [
+            label + self.symbols[sum(bound < value for bound in bounds)]
+            for value, bounds, label in zip(
+                values, self.buckets, self.labels_of(values), strict=True
+            )
             if bounds
-        )
+        ]
+        return (" " if self.labels else "").join(words)
+
+    def number_text(self, values: Sequence[float]) -> str:
+        """Return the rounded numbers, with their labels."""
+        labels = self.labels_of(values)
+        pairs = zip(labels, values, strict=True)
+        return " ".join(f"{label}{self.rounded(value)}" for label, value in pairs)
+
+    def labels_of(self, values: Sequence[float]) -> Sequence[str]:
+        """Return a label for each number, empty ones without `labels`."""
+        if not self.labels:
+            return [""] * len(values)
+        if len(values) != len(self.labels):
+            raise ValueError(
+                f"{self.id} observes {len(values)} numbers, labels has {len(self.labels)}: give one"
+                " for each number"
+            )
+        return self.labels
 
 
 class GymnasiumEnvironment:
@@ -166,7 +188,7 @@ class GymnasiumEnvironment:
         elif isinstance(observation, str):
             text = observation
         else:
-            text = " ".join(str(self._options.rounded(value)) for value in values)
+            text = self._options.number_text(values)
         rounded = [self._options.rounded(value) for value in values]
         return self._options.describe(rounded, text, self._num_steps, reward)
 

@@ -70,6 +70,16 @@ def test_buckets_describe_an_observation_by_few_symbols_after_the_tasks_own_word
     assert steps[1].messages[0]["content"][1] == "a", "pushed to the right, the pole turns left"
 
 
+def test_labels_make_a_word_of_each_number_or_symbol():
+    labels = ["x", "v", "a"]
+    options = GymnasiumOptions("Game-v0", labels=labels, decimals=2)
+    assert options.number_text([0.123, -1.0, 2.5]) == "x0.12 v-1 a2.5"
+    options = GymnasiumOptions("Game-v0", labels=labels, buckets=[[0.0], [], [1.0, 2.0]])
+    assert options.bucket_text([0.1, 9.0, 1.5]) == "x1 a1"
+    with pytest.raises(ValueError, match="Game-v0 observes 2 numbers, labels has 3"):
+        options.number_text([0.0, 1.0])
+
+
 @needs_agents_venv()
 def test_answers_without_an_action_cost_a_penalty_and_then_the_episode():
     options = {**CARTPOLE, "parse_penalty": 0.25, "max_parse_errors": 2}
