@@ -12,6 +12,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("countdown", "numbers to reach from given ones", _prepare_countdown),
         ("calculator", "sums for a policy with a calculator", _prepare_calculator),
         ("search", "questions over an encyclopedia to search", _prepare_search),
+        ("cartpole", "starts of the game CartPole", _prepare_cartpole),
     ):
         made = kinds.add_parser(
             name, help=f"{what}, their tokenizer and a tiny model configuration"
@@ -43,6 +44,12 @@ def _prepare_search(args: argparse.Namespace) -> None:
     from mcore_rl.data.search_questions import prepare_search
 
     prepare_search(args.out, seed=args.seed)
+
+
+def _prepare_cartpole(args: argparse.Namespace) -> None:
+    from mcore_rl.data.cartpole import prepare_cartpole
+
+    prepare_cartpole(args.out, seed=args.seed)
 
 
 def _prepare_arithmetic(args: argparse.Namespace) -> None:
