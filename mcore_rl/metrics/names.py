@@ -36,8 +36,6 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "episodes/row_tokens": "tokens of these sequences together, trained or not, mean",
         "episodes/forks": "turns that do not simply continue the one before, mean",
         "episodes/environment_s": "seconds that the environment took for its steps, mean",
-        "episodes/refused": "requests of programs that were told to come again later, mean",
-        "episodes/answer_s": "seconds that a program waited for answers, mean over episodes",
         "episodes/calls/<status>": "attempts to call a tool that ended so, mean",
         "episodes/end/<reason>": "share of episodes that ended for this reason",
         "episodes/<name>": "a number that the environment gives, mean over episodes",
@@ -159,8 +157,7 @@ ended it ([agents.md](agents.md)). All files are UTF-8, one JSON object a line, 
 A run of episodes has `episodes.jsonl`, too, with two rows for each group. The first is written
 when the group begins: `step`, `group`, `prompt_index`, `episodes` (how many) and `greedy`. The
 second has `step`, `group`, `ends` (a reason for each episode) and, where they were aborted,
-`detail`. A resume adds a row with `resumed_after`, the step of its checkpoint. It takes no row
-back, unlike that of the other files.
+`detail`. A resume takes no row back, and adds one with `resumed_after`, the step of its checkpoint.
 
 This page is made from the list in `mcore_rl/metrics/names.py`:
 
