@@ -16,6 +16,7 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
+from mcore_rl.data.episodes import TOKEN_IDS
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.data.sample_store import LostSampleError, SampleStore
 from mcore_rl.data.spill import SpillFiles
@@ -28,7 +29,16 @@ from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.scores import Scores
-from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TrainBatch
+from mcore_rl.types import (
+    Array,
+    Prompt,
+    Sample,
+    StoredBatch,
+    StoredColumn,
+    TrainBatch,
+    VersionSpan,
+    WeightVersion,
+)
 
 if TYPE_CHECKING:
     from mcore_rl.rollout.engine_health import EngineHealth
@@ -157,16 +167,24 @@ class CollectorWorker:
         assert self._scorer is not None, "this command has no rewards"
         return self._scorer(self._found(group_N, index_N))
 
-    def ask_teacher(self, group_N: Sequence[int], index_N: Sequence[int]) -> None:
-        """Keep the teacher's log-probs of samples beside them."""
-        samples = self._found(group_N, index_N)
-        answers = self._teacher(samples)
-        values = [
-            np.concatenate([np.zeros(len(sample.prompt.token_ids)), np.array(logprobs)])
-            for sample, logprobs in zip(samples, answers, strict=True)
+    def ask_teacher(
+        self, group_N: Sequence[int], row_N: Sequence[int], lens_N: Sequence[int]
+    ) -> None:
+        """Keep the teacher's log-probs of rows beside them; the first token of a row has 0.
+
+        row_N    numbers of the rows in their groups; of a single response, its index
+        lens_N   their lengths in tokens
+        """
+        groups, rows = np.array(group_N), np.array(row_N)
+        token_ids = self.read(ReadRequest(groups, rows, (TOKEN_IDS,)))[TOKEN_IDS]
+        parts = np.split(token_ids, np.cumsum(lens_N)[:-1])
+        first_of = {group: self._found([group], [0])[0] for group in set(group_N)}
+        asked = [
+            _as_response(first_of[group].prompt, row, part.tolist())
+            for group, row, part in zip(group_N, row_N, parts, strict=True)
         ]
-        column = np.concatenate(values).astype(np.float32)
-        self.write(np.array(group_N), np.array(index_N), {TEACHER_LOGPROBS: column})
+        values = [np.array([0.0, *logprobs], np.float32) for logprobs in self._teacher(asked)]
+        self.write(groups, rows, {TEACHER_LOGPROBS: np.concatenate(values)})
 
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
         """Return whole samples, without their experts."""
@@ -218,3 +236,17 @@ class CollectorWorker:
             self._loop.run(self._close_episodes())
         if self._scorer is not None:
             self._scorer.__exit__(None, None, None)
+
+
+def _as_response(prompt: Prompt, row: int, token_ids: Sequence[int]) -> Sample:
+    """Return a row as the response to its first token, all of which a teacher scores."""
+    first, *rest = token_ids
+    return Sample(
+        prompt=replace(prompt, token_ids=(first,)),
+        sample_index=row,
+        response_ids=tuple(rest),
+        logprobs=(0.0,) * len(rest),
+        finish_reason="",
+        versions=(VersionSpan(0, len(rest), WeightVersion(0)),),
+        text="",
+    )

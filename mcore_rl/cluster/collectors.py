@@ -135,8 +135,14 @@ class CollectorGroup:
         return scores if len(parts) == 1 else scores.select(order)
 
     async def ask_teacher(self, samples: Sequence[StoredSample]) -> None:
-        """Have the stores keep the teacher's log-probs of samples."""
-        parts, _ = _by_store(samples)
+        """Have the stores keep the teacher's log-probs of samples, episodes among them."""
+        parts: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        for sample in samples:
+            for row in sample.rows:
+                group_N, row_N, lens_N = parts.setdefault(sample.lease.store, ([], [], []))
+                group_N.append(sample.lease.group)
+                row_N.append(row.index)
+                lens_N.append(row.num_tokens)
         await self._of_stores("ask_teacher", parts)
 
     async def samples(self, samples: Sequence[StoredSample]) -> list[Sample]:

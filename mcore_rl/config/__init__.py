@@ -157,7 +157,7 @@ class Config(Options, group=""):
         check_overlong(self.reward, self.rollout)
         check_replay(self.train, self.drift)
         check_colocated_models(self.served_models, self.parallel, self.rollout)
-        check_agents(self.agents, self.rollout, self.teacher)
+        check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)

@@ -17,17 +17,12 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
         )
 
 
-def check_agents(agents: AgentsConfig, rollout: RolloutConfig, teacher: ServedModelConfig) -> None:
+def check_agents(agents: AgentsConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError if episodes cannot be played as the recipe says."""
     if agents.max_turn_len > rollout.max_response_len:
         raise ValueError(
             f"agents.max_turn_len={agents.max_turn_len} exceeds rollout.max_response_len="
             f"{rollout.max_response_len}, which bounds all turns together: raise the latter"
-        )
-    if agents.is_used and teacher.is_used:
-        raise ValueError(
-            f"agents.environment={agents.environment} with a teacher: a teacher scores single"
-            " responses only; leave teacher out"
         )
 
 

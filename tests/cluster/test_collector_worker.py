@@ -1,5 +1,6 @@
 """The worker of a collector without Ray: rewards, a teacher's column, whole samples."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,11 +8,14 @@ import numpy as np
 
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.config import RolloutConfig
+from mcore_rl.data.episodes import TOKEN_IDS
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
+from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process import redaction
 from mcore_rl.scores import Scores
-from mcore_rl.types import Sample
+from mcore_rl.types import Prompt, Sample
 from tests.support.stored import make_stored
+from tests.support.turn_trees import random_tree, sample_of
 
 
 def lengths(samples: list[Sample]) -> Scores:
@@ -39,17 +43,48 @@ def test_samples_are_scored_in_the_order_that_is_asked_for() -> None:
     assert all(sample.routed_experts is None for sample in whole)
 
 
-def test_a_teachers_log_probs_become_a_column() -> None:
-    worker, rows = make_worker()
-    worker._teacher = lambda samples: [[-1.0 - i] * s.response_len for i, s in enumerate(samples)]
-    group_N, index_N = where(rows[:3])
-    worker.ask_teacher(group_N, index_N)
-    request = ReadRequest(np.array(group_N), np.array(index_N), (TEACHER_LOGPROBS,))
+def score_ids(samples: list[Sample]) -> list[list[float]]:
+    """A teacher to whom the log-prob of token t is -t."""
+    return [[-float(token) for token in sample.response_ids] for sample in samples]
+
+
+def check_teacher(worker: CollectorWorker, rows: list[tuple[int, int, int]]) -> None:
+    """`rows` are (group, number, length); the first token of a row has no log-prob."""
+    group_N, row_N, lens_N = (list(column) for column in zip(*rows, strict=True))
+    worker.ask_teacher(group_N, row_N, lens_N)
+    request = ReadRequest(np.array(group_N), np.array(row_N), (TOKEN_IDS, TEACHER_LOGPROBS))
     columns: Mapping[str, Any] = worker.read(request)
-    expected: list[float] = []
-    for i, row in enumerate(rows[:3]):
-        expected += [0.0] * len(row.prompt.token_ids) + [-1.0 - i] * row.response_len
-    assert columns[TEACHER_LOGPROBS].tolist() == expected
+    expected = -columns[TOKEN_IDS].astype(np.float32)
+    expected[np.cumsum([0, *lens_N[:-1]])] = 0.0
+    assert columns[TEACHER_LOGPROBS].tolist() == expected.tolist()
+
+
+def test_a_teachers_log_probs_become_a_column() -> None:
+    worker, samples = make_worker()
+    worker._teacher = score_ids
+    facts = [(s.lease.group, row) for s in samples[:5] for row in s.rows]
+    check_teacher(worker, [(group, row.index, row.num_tokens) for group, row in facts])
+
+
+def test_a_teacher_scores_all_rows_of_episodes() -> None:
+    worker, _ = make_worker()
+    worker._teacher = score_ids
+    worker._store = SampleStore()
+    generator = random.Random(5)
+    for group in (3, 4):
+        prompt = Prompt(group, (1,), (), "unit", None)
+        trees = [random_tree(generator, 8, with_experts=False) for _ in range(2)]
+        worker._store.put(group, [sample_of(tree, prompt, i) for i, tree in enumerate(trees)])
+    groups = {group: worker._store._find(group, 0).rows for group in (3, 4)}
+    assert all(len(rows) > 2 for rows in groups.values())
+    check_teacher(
+        worker,
+        [
+            (group, number, len(row.columns[TOKEN_IDS]))
+            for group, rows in groups.items()
+            for number, row in enumerate(rows)
+        ],
+    )
 
 
 def test_the_runs_secrets_are_hidden_here_too() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mcore_rl.config import Config, ServedModelConfig
+from mcore_rl.config import Config
 from mcore_rl.config.agents import AgentsConfig
 
 
@@ -18,6 +18,3 @@ def test_options_without_an_environment_are_refused() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"agents.max_turn_len=513 exceeds rollout.max_response"):
         Config(agents=AgentsConfig(environment="tools", max_turn_len=513))
-    teacher = ServedModelConfig(path="some/model")
-    with pytest.raises(ValueError, match=r"agents.environment=tools with a teacher"):
-        Config(agents=AgentsConfig(environment="tools"), teacher=teacher)
