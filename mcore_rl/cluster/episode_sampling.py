@@ -114,5 +114,7 @@ def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> 
 
 def gateway_options(agents: AgentsConfig) -> GatewayOptions:
     """Return the options of a collector's gateway."""
-    admission = AdmissionOptions(agents.max_requests, agents.min_free_kv, agents.retry_after_s)
+    admission = AdmissionOptions(
+        agents.max_requests, agents.min_free_kv, agents.max_wait_s, agents.retry_after_s
+    )
     return GatewayOptions(admission=admission)

@@ -46,11 +46,13 @@ class AgentsConfig(Options, group="agents"):
     memory_gib: float = bounded(0.0, least=0)
     """Memory of a worker with its processes; beyond it, it is ended. 0: no bound."""
     max_requests: int = bounded(0, least=0)
-    """Answers that programs wait for at once, on each node; further requests are told to come again
-    (HTTP 429). 0: no bound."""
+    """Answers of the policy that are made for programs at once, on each node; 0: no bound."""
     min_free_kv: float = bounded(0.0, least=0, below=1)
-    """Share of the KV cache that some engine must have free for another request of a program, which
-    is otherwise told to come again; 0: requests wait in the engines."""
+    """Share of the KV cache that some engine must have free for another request of a program; 0:
+    requests wait in the engines."""
+    max_wait_s: float = bounded(30.0, least=0)
+    """How long a request beyond max_requests or min_free_kv waits for its turn, before the program
+    is told to come again (HTTP 429)."""
     retry_after_s: float = bounded(1.0, above=0)
     """When programs that were told so are to come again."""
     start_timeout_s: float = bounded(60.0, above=0)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.agents.gateway.episode_chat import Overloaded
+from mcore_rl.process.clock import now_s
 
+_POLL_S = 0.02
 FreeKv = Callable[[], float | None]
 """Returns the free share of the KV cache of the engine that has most; None: it is not known."""
 
@@ -17,11 +19,13 @@ class AdmissionOptions:
 
     max_requests    generations at once, those that wait for an engine included; 0: no bound
     min_free_kv     share of its KV cache that some engine must have free; 0: no bound
+    wait_s          for which a request waits here for its turn, before it is refused
     retry_after_s   what refused clients are told to wait
     """
 
     max_requests: int = 0
     min_free_kv: float = 0.0
+    wait_s: float = 0.0
     retry_after_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -29,6 +33,8 @@ class AdmissionOptions:
             raise ValueError(f"max_requests={self.max_requests}: must be 0 (no bound) or more")
         if not 0 <= self.min_free_kv < 1:
             raise ValueError(f"min_free_kv={self.min_free_kv}: must lie in [0, 1)")
+        if self.wait_s < 0:
+            raise ValueError(f"wait_s={self.wait_s}: must be 0 or more")
         if self.retry_after_s <= 0:
             raise ValueError(f"retry_after_s={self.retry_after_s}: must be greater than 0")
 
@@ -50,6 +56,20 @@ class Admission:
         # Whatever the engines say, one request goes on: they may count what nobody uses any more.
         if free is not None and free < options.min_free_kv and self.num_running:
             raise Overloaded(options.retry_after_s)
+
+    async def enter(self) -> None:
+        """Wait until a new request may be taken; raise Overloaded if that takes too long.
+
+        The caller must `begin` its generation before it awaits anything else.
+        """
+        until_s = now_s() + self._options.wait_s
+        while True:
+            try:
+                return self.check()
+            except Overloaded:
+                if now_s() >= until_s:
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     def begin(self, generation: "asyncio.Task[Any]") -> None:
         """Count a generation, from now until it is done."""

@@ -45,17 +45,23 @@ class Exchange:
         is_connected = _connection_of(request)
         attempt = opened.attempts.claim(mark, is_connected)
         if attempt is None:
-            self._admit(opened)
+            await self._admit(opened, is_connected)
             attempt = self._begin(mark, opened, api, call, is_connected)
         answer = self._stream if call.is_streamed else self._answer
         return await answer(request, api, call, attempt)
 
-    def _admit(self, opened: OpenSession) -> None:
+    async def _admit(self, opened: OpenSession, is_connected: Callable[[], bool]) -> None:
+        """Return once a generation may begin, for a client that is still there."""
         try:
-            self._admission.check()
+            await self._admission.enter()
         except Overloaded as busy:
             opened.num_refused += 1
             raise overloaded(busy.retry_after_s) from busy
+        if opened.is_closed:
+            raise episode_over(EpisodeEnded(EndReason.ABORTED, "the session was closed"))
+        if not is_connected():
+            # Its retry, which may be here already, is a request of its own.
+            raise ApiError(408, "client_gone", "the client left before its turn came")
 
     def _begin(
         self,

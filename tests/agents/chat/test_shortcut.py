@@ -74,8 +74,8 @@ def test_a_template_that_counts_messages_gets_whole_conversations():
 
 
 def count(history: Any, ids: Any, new: Any, tools: Any) -> str:
-    """Follow as if the text depended on the number of messages from the 20th on."""
-    return f"{len(history)}" if len(history) >= 20 else "few"
+    """Follow as if the text depended on the number of messages from the 40th on."""
+    return f"{len(history)}" if len(history) >= 40 else "few"
 
 
 def long_talk(num_turns: int) -> list[Message]:
@@ -92,14 +92,14 @@ def test_a_difference_is_found_and_ends_the_use_of_excerpts(
     monkeypatch.setattr(shortcut, "CHECK_EVERY", 3)
     chosen = Shortcut(count)
     assert chosen.open("{{ messages }}", TRIAL_TOOL)
-    history = long_talk(10)
+    history = long_talk(20)
     assert make_excerpt(history, ()) is not None
     new: list[Message] = [{"role": "user", "content": "more"}]
     with caplog.at_level(logging.ERROR):
         found = [chosen.follow(history, (), new, ()) for _ in range(4)]
-    assert found == ["few", "few", "20", "20"]
+    assert found == ["few", "few", "40", "40"]
     assert chosen.num_wrong == 1
-    assert "after 20 others as '20'" in caplog.text
+    assert "after 40 others as '40'" in caplog.text
 
 
 def test_several_templates_by_name_get_whole_conversations():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import openai
 import pytest
 
 from mcore_rl.agents.gateway import Gateway, GatewayOptions, Overloaded
@@ -73,6 +74,7 @@ def test_bounds(options: Any, free: float | None, running: int, is_refused: bool
     [
         ({"max_requests": -1}, "max_requests=-1"),
         ({"min_free_kv": 1.0}, r"min_free_kv=1\.0: must lie in \[0, 1\)"),
+        ({"wait_s": -1.0}, r"wait_s=-1\.0"),
         ({"retry_after_s": 0.0}, r"retry_after_s=0\.0"),
     ],
 )
@@ -131,6 +133,49 @@ def test_a_client_of_openai_comes_again_until_it_is_taken() -> None:
             await asyncio.gather(*asked)
         assert len(chat.requests) == 2
         assert (await gateway.close_session(session.key))["refused"] >= 1
+
+    in_session(chat, act, admission=bounds)
+
+
+def test_a_request_waits_for_its_turn_and_is_then_answered() -> None:
+    """Neither needs the client to come again: some, such as that of verifiers, never do."""
+    chat = RecordingChat(gate=asyncio.Event())
+    bounds = AdmissionOptions(max_requests=1, wait_s=DEADLINE_S)
+
+    async def act(gateway: Gateway, session: Any) -> None:
+        assert chat.gate is not None
+        async with openai_client(session) as client:
+            asked = [
+                asyncio.create_task(client.chat.completions.create(model=name, messages=HELLO))
+                for name in "abc"
+            ]
+            await until(lambda: chat.num_running == 1)
+            await asyncio.sleep(0.2)
+            assert len(chat.requests) == 1
+            chat.gate.set()
+            await asyncio.gather(*asked)
+        assert (await gateway.close_session(session.key))["refused"] == 0
+
+    in_session(chat, act, admission=bounds)
+
+
+def test_a_client_that_leaves_while_it_waits_costs_no_generation() -> None:
+    chat = RecordingChat(gate=asyncio.Event())
+    bounds = AdmissionOptions(max_requests=1, wait_s=DEADLINE_S)
+
+    async def act(gateway: Gateway, session: Any) -> None:
+        assert chat.gate is not None
+        async with openai_client(session) as client, openai_client(session) as hasty:
+            first = asyncio.create_task(client.chat.completions.create(model="a", messages=HELLO))
+            await until(lambda: chat.num_running == 1)
+            with pytest.raises(openai.APITimeoutError):
+                await hasty.with_options(timeout=0.2).chat.completions.create(
+                    model="b", messages=HELLO
+                )
+            chat.gate.set()
+            await first
+            await client.chat.completions.create(model="c", messages=HELLO)
+        assert len(chat.requests) == 2
 
     in_session(chat, act, admission=bounds)
 
