@@ -1,5 +1,7 @@
 """Groups of episodes are drawn from engines, with a seed and an engine's prefix for each turn."""
 
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,16 +41,24 @@ def engine(loop: EventLoop) -> Iterator[FakeSGLang]:
     engine.stop()
 
 
+@pytest.fixture
+def second_engine(loop: EventLoop) -> Iterator[FakeSGLang]:
+    engine = FakeSGLang(loop)
+    yield engine
+    engine.stop()
+
+
 def play(
-    loop: EventLoop, engine: FakeSGLang, folder: Path, num_samples: int, **changes: Any
+    loop: EventLoop,
+    engine: FakeSGLang,
+    folder: Path,
+    num_samples: int,
+    *others: FakeSGLang,
+    **changes: Any,
 ) -> list[Sample]:
     write_tiny_model(folder / "model", vocabulary(), CHAT_TEMPLATE, ("<|tool|>",))
-    agents = AgentsConfig(
-        environment=f"{episodes.HERE}:Countdown",
-        tool_parser="none",
-        reasoning_parser="none",
-        **changes,
-    )
+    changes = {"environment": f"{episodes.HERE}:Countdown", **changes}
+    agents = AgentsConfig(tool_parser="none", reasoning_parser="none", **changes)
     spec = EpisodeSpec(
         agents, str(folder / "model"), False, "Qwen3MoeForCausalLM", (1,), 200, 4, folder / "logs"
     )
@@ -61,7 +71,8 @@ def play(
     async def run() -> list[Sample]:
         sampler = EpisodeSampler(spec, "collector_0", decode, ask_nobody)
         await sampler.start()
-        client = RolloutClient([engine.address], rollout, HttpOptions.of(rollout, [1], decode).open)
+        engines = [one.address for one in (engine, *others)]
+        client = RolloutClient(engines, rollout, HttpOptions.of(rollout, [1], decode).open)
         try:
             async with client.open() as session:
                 request = GroupRequest(0, 5, PROMPT, num_samples, Sampling(4, seed=2))
@@ -95,3 +106,70 @@ def test_a_history_of_one_answer_makes_a_row_of_each(
 ) -> None:
     [sample] = play(loop, engine, tmp_path, 1, history=1)
     assert sample.episode is not None and len(sample.episode.rows) == 2
+
+
+TALKER = """
+import hashlib, json, os, urllib.request
+name = int(hashlib.sha256(os.environ["OPENAI_API_KEY"].encode()).hexdigest(), 16) % 10**9
+messages = []
+for number in range(4):
+    messages.append({"role": "user", "content": " ".join(f"{name}{number}")})
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "policy", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    answer = json.load(urllib.request.urlopen(request))
+    messages.append(answer["choices"][0]["message"])
+print(json.dumps({"reward": 1.0}))
+"""
+"""A program that talks with the policy for four turns, in words that differ between episodes."""
+
+
+def contexts_of(*engines: FakeSGLang) -> list[list[tuple[int, ...]]]:
+    return [[tuple(body["input_ids"]) for body in engine.sampled] for engine in engines]
+
+
+def continues(context: tuple[int, ...], earlier: list[tuple[int, ...]]) -> bool:
+    """Return whether an earlier context, of any turn before, begins this one."""
+    return any(context[: len(one)] == one for one in earlier if len(one) < len(context))
+
+
+def test_a_programs_session_stays_on_the_engine_that_has_its_prefix(
+    loop: EventLoop, engine: FakeSGLang, second_engine: FakeSGLang, tmp_path: Path
+) -> None:
+    """Each program asks at its own pace, so the engines differ in load all the time."""
+    before = gc.get_threshold()
+    within: set[tuple[int, int, int]] = set()
+
+    def note(body: Any) -> None:
+        within.add(gc.get_threshold())
+
+    engine.answer = second_engine.answer = note
+    options = {"command": [sys.executable, "-c", TALKER]}
+    samples = play(loop, engine, tmp_path, 4, second_engine, environment="command", options=options)
+    assert [sample.finish_reason for sample in samples] == ["done"] * 4
+    assert gc.get_threshold() == before and before not in within
+    firsts: list[tuple[int, ...]] = []
+    for contexts in contexts_of(engine, second_engine):
+        assert len(contexts) % 4 == 0
+        firsts += [one for one in contexts if not continues(one, contexts)]
+    assert len(firsts) == len(set(firsts)) == 4
+    for sample in samples:
+        assert sample.episode is not None and len(sample.episode.rows) == 1
+        assert sample.episode.metrics["refused"] == 0
+
+
+def test_a_session_leaves_an_engine_that_fails(
+    loop: EventLoop, engine: FakeSGLang, second_engine: FakeSGLang, tmp_path: Path
+) -> None:
+    def fail_from_the_third(body: Any) -> tuple[int, str] | None:
+        return (500, "dead") if len(engine.sampled) > 2 else None
+
+    engine.answer = fail_from_the_third
+    options = {"command": [sys.executable, "-c", TALKER]}
+    [sample] = play(
+        loop, engine, tmp_path, 1, second_engine, environment="command", options=options
+    )
+    assert sample.finish_reason == "done"
+    assert [len(contexts) for contexts in contexts_of(engine, second_engine)] == [3, 2]
