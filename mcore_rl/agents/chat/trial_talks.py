@@ -21,7 +21,7 @@ class TrialTalk:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What an answer has, and whether the user speaks after the results of its calls."""
+    """The parts of an answer, and whether the user speaks after the results of its calls."""
 
     has_reasoning: bool
     has_content: bool
