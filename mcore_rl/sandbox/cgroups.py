@@ -7,12 +7,14 @@ import contextlib
 import itertools
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PREFIX = "mcore_rl_sandbox_"
+_REMOVE_S = 5.0
 _PERIOD_US = 100_000
 _counter = itertools.count()
 
@@ -108,9 +110,16 @@ class Cgroup:
         return max(self._read(self._names.peak) - self._held_before, 0)
 
     def remove(self) -> None:
+        """Remove the folders; those whose processes have not ended in time stay for a sweep."""
+        deadline = time.monotonic() + _REMOVE_S
         for folder in set(self._folders.values()):
-            with contextlib.suppress(OSError):  # processes that still end; the next sweep does it
-                folder.rmdir()
+            while folder.exists():
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                    break
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
 
     def _read(self, name: str) -> int:
         path = self._folders["memory"] / name

@@ -6,7 +6,7 @@ import os
 import signal
 import struct
 
-from mcore_rl.sandbox.syscalls import NEEDED
+from mcore_rl.sandbox.syscalls import ALLOWED, NEEDED
 
 NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
 NEW_USER, NEW_PIDS, NEW_NET = 0x10000000, 0x20000000, 0x40000000
@@ -107,7 +107,7 @@ def open_beneath(folder_fd: int, path: str, flags: int, mode: int = 0) -> int:
     Raises OSError if it would: ELOOP for a link, EXDEV for a mount or "..".
     """
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, SAFE)
-    number = NEEDED[MACHINE]["openat2"]
+    number = ALLOWED[MACHINE]["openat2"]
     result = _libc.syscall(number, folder_fd, os.fsencode(path), how, len(how))
     if result < 0:
         code = ctypes.get_errno()

@@ -39,7 +39,7 @@ def become_program(step: dict[str, Any], call_filter: bytes) -> None:
     Raises OSError if the machine refuses, and ValueError if its own limit is lower.
     """
     os.setsid()
-    _reset_signals()
+    _reset_signals(bool(step["command"]))
     linux.drop_bounding_rights()
     if os.geteuid() == 0:
         os.setgroups([])
@@ -53,10 +53,13 @@ def become_program(step: dict[str, Any], call_filter: bytes) -> None:
         os.execve(step["command"][0], step["command"], {**os.environ, **step["environment"]})
 
 
-def _reset_signals() -> None:
+def _reset_signals(is_command: bool) -> None:
+    """Set the signals that the sandbox changed as a new process finds them."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    # A Python program finds SIGPIPE ignored, as the interpreter does that at its start.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL if is_command else signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -4,12 +4,12 @@ From Linux's tables (arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-ge
 """
 
 _NEEDED_X86_64 = """
-capset=126 clone=56 clone3=435 ioctl=16 keyctl=250 mount_setattr=442 openat2=437 personality=135
+capset=126 clone=56 clone3=435 ioctl=16 keyctl=250 mount_setattr=442 personality=135
 pivot_root=155 prctl=157 prlimit64=302 socket=41 socketpair=53
 """
 """Calls of ours, and those whose arguments the filter looks at."""
 _NEEDED_AARCH64 = """
-capset=91 clone=220 clone3=435 ioctl=29 keyctl=219 mount_setattr=442 openat2=437 personality=92
+capset=91 clone=220 clone3=435 ioctl=29 keyctl=219 mount_setattr=442 personality=92
 pivot_root=41 prctl=167 prlimit64=261 socket=198 socketpair=199
 """
 _ALLOWED_X86_64 = """
@@ -37,7 +37,7 @@ rt_sigaction=13 rt_sigpending=127 rt_sigprocmask=14 rt_sigqueueinfo=129 rt_sigre
 rt_sigsuspend=130 rt_sigtimedwait=128 rt_tgsigqueueinfo=297 sched_get_priority_max=146
 sched_get_priority_min=147 sched_getaffinity=204 sched_getattr=315 sched_getparam=143
 sched_getscheduler=145 sched_rr_get_interval=148 sched_setaffinity=203 sched_setattr=314
-sched_setparam=142 sched_setscheduler=144 sched_yield=24 select=23 semtimedop=220 sendfile=40
+sched_setparam=142 sched_setscheduler=144 sched_yield=24 select=23 sendfile=40
 sendmmsg=307 sendmsg=46 sendto=44 set_robust_list=273 set_tid_address=218 setfsgid=123
 setfsuid=122 setgid=106 setgroups=116 setitimer=38 setpgid=109 setpriority=141 setregid=114
 setresgid=119 setresuid=117 setreuid=113 setrlimit=160 setsid=112 setsockopt=54 setuid=105
@@ -70,7 +70,7 @@ rt_sigpending=136 rt_sigprocmask=135 rt_sigqueueinfo=138 rt_sigreturn=139 rt_sig
 rt_sigtimedwait=137 rt_tgsigqueueinfo=240 sched_get_priority_max=125 sched_get_priority_min=126
 sched_getaffinity=123 sched_getattr=275 sched_getparam=121 sched_getscheduler=120
 sched_rr_get_interval=127 sched_setaffinity=122 sched_setattr=274 sched_setparam=118
-sched_setscheduler=119 sched_yield=124 semtimedop=192 sendfile=71 sendmmsg=269 sendmsg=211
+sched_setscheduler=119 sched_yield=124 sendfile=71 sendmmsg=269 sendmsg=211
 sendto=206 set_robust_list=99 set_tid_address=96 setfsgid=152 setfsuid=151 setgid=144
 setgroups=159 setitimer=103 setpgid=154 setpriority=140 setregid=143 setresgid=149 setresuid=147
 setreuid=145 setrlimit=164 setsid=157 setsockopt=208 setuid=146 setxattr=5 shutdown=210

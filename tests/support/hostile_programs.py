@@ -86,7 +86,8 @@ PROGRAMS = {
     "if seen: bad(seen)",
     "cgroups and sysfs": "lists('/sys'); lists('/sys/fs/cgroup'); lists('/run'); lists('/var')",
     "inherited descriptors": "n = [i for i in range(3, 60) if libc.fcntl(i, 1) >= 0]\nif n: bad(n)",
-    "memory of the parent": "call(310, 1, None, 0, None, 0, 0); call(310, os.getppid(), 0, 0, 0, 0)",
+    "memory of the parent": "call(310, 1, None, 0, None, 0, 0)\n"
+    "call(310, os.getppid(), 0, 0, 0, 0)",
     # Reaching.
     "engine on loopback": "connects(socket.AF_INET, ('127.0.0.1', PORT))",
     "engine on IPv6": "connects(socket.AF_INET6, ('::1', PORT))",
@@ -102,14 +103,16 @@ PROGRAMS = {
     # Numbers are those of x86_64, which is what the machine of the test must have.
     "io_uring": "call(425, 4, ctypes.create_string_buffer(256))",
     "bpf": "call(321, 0, ctypes.create_string_buffer(128), 128)",
-    "keyctl": "call(250, 0, -3, 1); call(248, b'user', b'x', b'y', 1, -3); call(249, b'a', b'b', 0, 0)",
+    "keyctl": "call(250, 0, -3, 1)\ncall(248, b'user', b'x', b'y', 1, -3)\n"
+    "call(249, b'a', b'b', 0, 0)",
     "ptrace": "call(101, 0, 0, 0, 0); call(101, 16, 1, 0, 0)",
     "perf_event": "call(298, ctypes.create_string_buffer(128), 0, -1, -1, 0)",
     "userfaultfd": "call(323, 1)",
     "user namespace": "call(272, 0x10000000); call(56, 0x10000000 | 17, 0, 0, 0, 0)",
     "clone3": "call(435, ctypes.create_string_buffer(88), 88)",
     "other namespaces": "call(272, 0x20000); call(272, 0x40000000); call(308, 0, 0)",
-    "mount": "call(165, b'none', b'/box', b'tmpfs', 0, 0); call(166, b'/box', 2); call(428, 0, b'/', 0)",
+    "mount": "call(165, b'none', b'/box', b'tmpfs', 0, 0); call(166, b'/box', 2)\n"
+    "call(428, 0, b'/', 0)",
     "chroot": "call(161, b'/box'); call(155, b'/box', b'/box')",
     "modules and kexec": "call(175, 0, 0, b''); call(313, 0, b'', 0); call(246, 0, 0, 0, 0)",
     "handles": "call(304, -100, ctypes.create_string_buffer(64), 0); call(438, 3, 0, 0)",
