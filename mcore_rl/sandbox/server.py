@@ -5,13 +5,14 @@ them, so the server answers however programs behave.
 """
 
 import asyncio
+import base64
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from aiohttp import BasicAuth, web
+from aiohttp import web
 
 from mcore_rl.sandbox import wire
 from mcore_rl.sandbox.limits import SandboxError, SandboxFull
@@ -147,8 +148,8 @@ def _key_in(header: str) -> str:
         return given.strip()
     if scheme.lower() == "basic":
         try:
-            return BasicAuth.decode(header).password
-        except ValueError:
+            return base64.b64decode(given, validate=True).decode().partition(":")[2]
+        except ValueError:  # not base64, or not UTF-8
             return ""
     return ""
 

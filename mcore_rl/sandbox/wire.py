@@ -43,7 +43,7 @@ def read_limits(body: Body, defaults: Limits, ceiling_mib: int) -> Limits:
         return limits
     if not isinstance(memory_mib, int) or not 1 <= memory_mib <= ceiling_mib:
         raise ValueError(
-            f"memory_limit_MB={memory_mib!r}: -1 for {defaults.memory_mib}, or 1 to {ceiling_mib}"
+            f"memory_limit_MB={_shown(memory_mib)}: -1 for {defaults.memory_mib}, or 1 to {ceiling_mib}"
             " (--max-memory-mib of the server)"
         )
     return replace(limits, memory_mib=memory_mib)
@@ -60,13 +60,13 @@ def read_files(given: object) -> dict[str, bytes]:
         try:
             files[path] = base64.b64decode(encoded or "", validate=True)
         except (binascii.Error, TypeError, ValueError):
-            raise ValueError(f"files[{path[:64]!r}] is not base64") from None
+            raise ValueError(f"files[{_shown(path)}] is not base64") from None
     return files
 
 
 def read_paths(given: object, name: str) -> list[str]:
     if not isinstance(given, list) or not all(isinstance(path, str) for path in given):
-        raise ValueError(f"{name}={str(given)[:64]}: give a list of paths")
+        raise ValueError(f"{name}={_shown(given)}: give a list of paths")
     return given
 
 
@@ -124,7 +124,7 @@ def text(body: Body, name: str) -> str:
     """Return a text in a body; ValueError if it is none."""
     value = body.get(name)
     if not isinstance(value, str):
-        raise ValueError(f"{name}={str(value)[:64]!r}: give a text")
+        raise ValueError(f"{name}={_shown(value)}: give a text")
     return value
 
 
@@ -134,7 +134,11 @@ def seconds(body: Body, name: str, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise ValueError(f"{name}={str(value)[:64]!r}: give seconds, more than 0")
+        raise ValueError(f"{name}={_shown(value)}: give seconds, more than 0")
     if value > MAX_TIMEOUT_S:
         raise ValueError(f"{name}={value}: at most {MAX_TIMEOUT_S:g} seconds")
     return float(value)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:64]
