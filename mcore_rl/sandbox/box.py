@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from mcore_rl.sandbox.box_files import read_bundle, write_bundle
-from mcore_rl.sandbox.limits import MIB, Limits, Record, SandboxError, Step, Verdict
+from mcore_rl.sandbox.limits import MIB, BoxStep, Limits, RunRecord, RunVerdict, SandboxError
 from mcore_rl.sandbox.messages import Message, memory_file, receive, send, wait_readable
 from mcore_rl.sandbox.worker import Worker
 
@@ -73,7 +73,7 @@ class Streams:
         self.texts.clear()
 
 
-class Box:
+class ProgramBox:
     """A folder in memory and the processes that work in it, gone when it closes.
 
     Steps run one after another. Files go in and out before, during and after a step.
@@ -85,7 +85,7 @@ class Box:
         self._kills_before = 0 if worker.cgroup is None else worker.cgroup.num_memory_kills()
         self._call: socket.socket = worker.begin_box(limits)
 
-    def __enter__(self) -> "Box":
+    def __enter__(self) -> "ProgramBox":
         return self
 
     def __exit__(
@@ -124,7 +124,7 @@ class Box:
             stream.seek(0)
             return read_bundle(stream)
 
-    def run(self, step: Step, stdin: bytes = b"") -> Record:
+    def run(self, step: BoxStep, stdin: bytes = b"") -> RunRecord:
         """Run a step to its end, or kill it at a limit.
 
         Raises SandboxError if the sandbox failed, which says nothing about the program.
@@ -137,7 +137,7 @@ class Box:
             streams.close()
 
     def start(
-        self, step: Step, streams: Streams, stdin: bytes = b"", further: Sequence[int] = ()
+        self, step: BoxStep, streams: Streams, stdin: bytes = b"", further: Sequence[int] = ()
     ) -> None:
         """Start a step that prints to `streams`; it has `further` as descriptors 3, 4, ..."""
         outputs = [streams.open(), streams.open()]
@@ -148,7 +148,7 @@ class Box:
                 for fd in outputs:
                     os.close(fd)
 
-    def _follow(self, step: Step, streams: Streams) -> Record:
+    def _follow(self, step: BoxStep, streams: Streams) -> RunRecord:
         wall_s = step.limits.wall_s
         began_s = time.monotonic()
         deadline = began_s + wall_s + GRACE_S
@@ -168,29 +168,29 @@ class Box:
                 streams.read(streams.open_fds)
                 return self.record(step, self.hear(), streams, killed)
 
-    def record(self, step: Step, used: Message, streams: Streams, killed: str) -> Record:
+    def record(self, step: BoxStep, used: Message, streams: Streams, killed: str) -> RunRecord:
         """Return the record of a step that ended as `used` says, with its output."""
         if streams.is_over and not killed:
             killed = f"more than {step.limits.output_kib} KiB of output"
         stdout, stderr = streams.take()
         peak_bytes = used.get("memory_bytes", 0)
         status = used["status"]
-        verdict = Verdict.WRONG if status else Verdict.OK
+        verdict = RunVerdict.WRONG if status else RunVerdict.OK
         if killed:
-            verdict = Verdict.KILLED
+            verdict = RunVerdict.KILLED
         cgroup = self._worker.cgroup
         if cgroup is not None:
             peak_bytes = cgroup.peak_bytes() or peak_bytes
             if cgroup.num_memory_kills() > self._kills_before:
-                verdict = Verdict.MEMORY
+                verdict = RunVerdict.MEMORY
                 killed = f"more than {step.limits.memory_mib} MiB of memory"
         cpu_s = used.get("cpu_s", 0.0)
         if used["is_late"]:
-            verdict = Verdict.TIMEOUT
+            verdict = RunVerdict.TIMEOUT
             killed = f"no end within {step.limits.wall_s:g} s"
-        elif status == 137 and cpu_s >= step.limits.cpu_s and verdict == Verdict.WRONG:
-            verdict = Verdict.TIMEOUT
-        return Record(
+        elif status == 137 and cpu_s >= step.limits.cpu_s and verdict == RunVerdict.WRONG:
+            verdict = RunVerdict.TIMEOUT
+        return RunRecord(
             verdict, status, stdout, stderr, killed, used["wall_s"], cpu_s, peak_bytes, step.limits
         )
 
@@ -236,7 +236,7 @@ class Box:
             raise FilesRefused(f"files of the box: {refused}")
 
 
-def _message(step: Step) -> Message:
+def _message(step: BoxStep) -> Message:
     limits = step.limits
     memory = "RLIMIT_DATA" if step.reserves_memory else "RLIMIT_AS"
     return {

@@ -5,11 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.process.text import make_encodable
-from mcore_rl.sandbox.box import Box, FilesRefused
+from mcore_rl.sandbox.box import FilesRefused, ProgramBox
 from mcore_rl.sandbox.isolation import BOX
 from mcore_rl.sandbox.languages import Language, choose
-from mcore_rl.sandbox.limits import Limits, Record, SandboxError, SandboxFull, Step, Verdict
-from mcore_rl.sandbox.pool import Pool
+from mcore_rl.sandbox.limits import (
+    BoxStep,
+    Limits,
+    RunRecord,
+    RunVerdict,
+    SandboxError,
+    SandboxFull,
+)
+from mcore_rl.sandbox.pool import WorkerPool
 
 _MAX_PATHS = 256
 _MAX_PATH_LEN = 200
@@ -53,9 +60,9 @@ class CodeResult:
     message   what failed if the verdict is sandbox_error, or why files were not returned
     """
 
-    verdict: Verdict
-    compiled: Record | None = None
-    ran: Record | None = None
+    verdict: RunVerdict
+    compiled: RunRecord | None = None
+    ran: RunRecord | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     message: str = ""
 
@@ -72,7 +79,7 @@ def check_path(path: str) -> None:
         raise ValueError(f"path {path[:40]!r}... has {len(path)} letters, at most {_MAX_PATH_LEN}")
 
 
-def execute(pool: Pool, languages: dict[str, Language], request: CodeRequest) -> CodeResult:
+def execute(pool: WorkerPool, languages: dict[str, Language], request: CodeRequest) -> CodeResult:
     """Run a request on a worker of the pool.
 
     Raises ValueError for a language that is not there and for files that do not fit, SandboxFull
@@ -80,12 +87,12 @@ def execute(pool: Pool, languages: dict[str, Language], request: CodeRequest) ->
     """
     language = choose(languages, request.language)
     try:
-        with pool.lend() as worker, Box(worker, _box_limits(language, request)) as box:
+        with pool.lend() as worker, ProgramBox(worker, _box_limits(language, request)) as box:
             found = _run(box, language, request)
     except SandboxFull:
         raise
     except SandboxError as error:
-        return CodeResult(Verdict.SANDBOX_ERROR, message=str(error))
+        return CodeResult(RunVerdict.SANDBOX_ERROR, message=str(error))
     if isinstance(found, FilesRefused):
         raise found
     return found
@@ -99,7 +106,7 @@ def _box_limits(language: Language, request: CodeRequest) -> Limits:
     return language.compile_limits(limits, request.compile_s)
 
 
-def _run(box: Box, language: Language, request: CodeRequest) -> CodeResult | FilesRefused:
+def _run(box: ProgramBox, language: Language, request: CodeRequest) -> CodeResult | FilesRefused:
     """Return the result, or why the request's files are refused; the box is sound in both cases."""
     source = make_encodable(request.code).encode()
     try:
@@ -110,14 +117,14 @@ def _run(box: Box, language: Language, request: CodeRequest) -> CodeResult | Fil
     if language.compile:
         limits = _box_limits(language, request)
         compiled = box.run(
-            Step(language.compile, "", language.environment, limits, language.reserves_memory)
+            BoxStep(language.compile, "", language.environment, limits, language.reserves_memory)
         )
-        if compiled.verdict != Verdict.OK:
+        if compiled.verdict != RunVerdict.OK:
             return CodeResult(compiled.verdict, compiled)
     limits = language.run_limits(request.limits)
     if compiled is not None:
         box.limit(limits)
-    step = Step(
+    step = BoxStep(
         language.run_command(limits.memory_mib),
         "" if language.run else f"{BOX}/{language.source}",
         language.environment,

@@ -22,7 +22,7 @@ _SYSTEM = (
     *(f"/usr/local/{name}" for name in ("bin", "lib", "include")),
 )
 _OF_PREFIX = ("bin", "lib", "lib64", "include", "pyvenv.cfg")
-"""What programs see of a Python; beside these lie files such as pip.conf, with its passwords."""
+"""Programs see only these of a Python: beside them lie files such as pip.conf, with passwords."""
 _PLACES = ("~/.cargo/bin", "/usr/local/go/bin", "~/go/bin")
 _STRIPS_TYPES = (22, 6)
 """The first version of Node that runs TypeScript by leaving the types out."""

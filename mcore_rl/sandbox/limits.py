@@ -47,7 +47,7 @@ class Limits:
                 raise ValueError(f"{name}={value}: a limit of a sandbox must be greater than 0")
 
 
-class Verdict(enum.StrEnum):
+class RunVerdict(enum.StrEnum):
     """How an execution ended; `sandbox_error` says nothing about the program."""
 
     OK = "ok"
@@ -59,7 +59,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Step:
+class BoxStep:
     """One command, or one Python program, in a box.
 
     command          what to execute; empty: `program` runs in a Python that is already started
@@ -76,7 +76,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """One execution: how it ended, what it used, and its limits.
 
     status        exit status, or 128 + signal
@@ -85,7 +85,7 @@ class Record:
     memory_bytes  the most that it held: all its processes with cgroups, else the largest process
     """
 
-    verdict: Verdict
+    verdict: RunVerdict
     status: int
     stdout: bytes
     stderr: bytes

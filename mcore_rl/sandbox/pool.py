@@ -10,7 +10,7 @@ from mcore_rl.sandbox.limits import SandboxError, SandboxFull
 from mcore_rl.sandbox.worker import Worker
 
 
-class Pool:
+class WorkerPool:
     """At most `num_workers` workers, and at most `max_waiting` callers that wait for one.
 
     paths   folders and files of the machine that programs may read

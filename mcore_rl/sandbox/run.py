@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from mcore_rl.sandbox.execution import CodeRequest, execute
 from mcore_rl.sandbox.languages import Language, readable_paths
-from mcore_rl.sandbox.limits import Limits, SandboxError, Verdict
-from mcore_rl.sandbox.pool import Pool
+from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxError
+from mcore_rl.sandbox.pool import WorkerPool
 
 __all__ = ["Limits", "Outcome", "SandboxError", "run_program"]
 _PYTHON = {"python": Language("python", "program.py")}
@@ -43,20 +43,20 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
         pool = _pool_of(os.getpid())
     result = execute(pool, _PYTHON, request)
     ran = result.ran
-    if result.verdict == Verdict.SANDBOX_ERROR or ran is None:
+    if result.verdict == RunVerdict.SANDBOX_ERROR or ran is None:
         raise SandboxError(result.message)
     out, err = (text.decode(errors="replace") for text in (ran.stdout, ran.stderr))
     return Outcome(ran.status, out, err, ran.killed)
 
 
 @lru_cache
-def _pool_of(pid: int) -> Pool:
+def _pool_of(pid: int) -> WorkerPool:
     """Return the pool of this process; a fork must not use that of its parent."""
-    pool = Pool(readable_paths({}), num_workers=os.cpu_count() or 1)
+    pool = WorkerPool(readable_paths({}), num_workers=os.cpu_count() or 1)
     atexit.register(_close, pool)
     return pool
 
 
-def _close(pool: Pool) -> None:
+def _close(pool: WorkerPool) -> None:
     if pool.owner_pid == os.getpid():
         pool.close()

@@ -4,12 +4,13 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult, execute
 from mcore_rl.sandbox.languages import find_languages, readable_paths
 from mcore_rl.sandbox.limits import Limits
-from mcore_rl.sandbox.pool import Pool
-from mcore_rl.sandbox.session import Session
+from mcore_rl.sandbox.pool import WorkerPool
+from mcore_rl.sandbox.session import BoxSession
 from mcore_rl.sandbox.sessions import Sessions
 
 
@@ -58,7 +59,7 @@ class Sandbox:
         self.languages = find_languages()
         paths = readable_paths(self.languages)
         use_cgroups = self.options.use_cgroups
-        self._pool = Pool(paths, self.options.workers, self.options.max_waiting, use_cgroups)
+        self._pool = WorkerPool(paths, self.options.workers, self.options.max_waiting, use_cgroups)
         self.sessions = Sessions(paths, self.options.max_sessions, self.options.idle_s, use_cgroups)
 
     def warm_up(self) -> None:
@@ -75,7 +76,7 @@ class Sandbox:
 
     def open_session(
         self, kind: str, limits: Limits | None = None, files: Mapping[str, bytes] | None = None
-    ) -> tuple[str, Session]:
+    ) -> tuple[str, BoxSession]:
         """Open a notebook ("python") or a shell ("bash"); return its name and the session."""
         name = self.sessions.open(kind, limits or self.session_limits(self.options.limits), files)
         return name, self.sessions.find(name)
@@ -84,7 +85,7 @@ class Sandbox:
         """Return the limits of a whole session whose calls have `limits`."""
         return replace(limits, wall_s=self.options.session_s, cpu_s=int(self.options.session_s))
 
-    def health(self) -> dict[str, object]:
+    def health(self) -> dict[str, Any]:
         """Return the languages, and how many workers and sessions there are."""
         return {
             "languages": sorted(self.languages),

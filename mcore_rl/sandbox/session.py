@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mcore_rl.process.text import make_encodable
-from mcore_rl.sandbox.box import Box, Streams
+from mcore_rl.sandbox.box import ProgramBox, Streams
 from mcore_rl.sandbox.execution import check_path
-from mcore_rl.sandbox.limits import MIB, Limits, Record, SandboxError, Step
+from mcore_rl.sandbox.limits import MIB, BoxStep, Limits, RunRecord, SandboxError
 from mcore_rl.sandbox.messages import wait_readable
 from mcore_rl.sandbox.worker import Worker
 
@@ -32,7 +32,7 @@ done
 
 @dataclass(frozen=True)
 class CallResult:
-    """What one call in a session printed, and how it ended.
+    """The output of one call in a session, and how it ended.
 
     status    exit status of a shell's last command; for a notebook 1 after an error
     error     name of the notebook's exception, or the limit that ended the call
@@ -47,7 +47,7 @@ class CallResult:
     wall_s: float = 0.0
 
 
-class Session:
+class BoxSession:
     """A box with a running notebook ("python") or shell ("bash"). Its calls run one at a time.
 
     limits   of the whole session; wall_s is its longest life, output_kib holds for each call
@@ -62,17 +62,17 @@ class Session:
             check_path(path)
         self.kind = kind
         self.last_used = time.monotonic()
-        self.record: Record | None = None
+        self.record: RunRecord | None = None
         self._lock = threading.Lock()
         self._worker = worker
-        self._box = Box(worker, limits)
+        self._box = ProgramBox(worker, limits)
         if files:
             self._box.put(files)
         self._streams = Streams(limits.output_kib << 10)
         cells, self._cells = os.pipe()
         self._answers, answers = os.pipe()
         command = ("/bin/bash", "--norc", "-c", _SHELL) if kind == "bash" else ()
-        self._step = Step(command, "" if command else NOTEBOOK, limits=limits)
+        self._step = BoxStep(command, "" if command else NOTEBOOK, limits=limits)
         try:
             self._box.start(self._step, self._streams, further=(cells, answers))
         finally:
@@ -125,7 +125,7 @@ class Session:
             self._streams.close()
             self._box.close()
 
-    def _box_of_living(self) -> Box:
+    def _box_of_living(self) -> ProgramBox:
         if self.record is not None:
             raise SandboxError(f"the session has ended ({self.record.killed or 'exit'})")
         return self._box

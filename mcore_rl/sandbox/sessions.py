@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mcore_rl.sandbox.limits import Limits, SandboxError, SandboxFull
-from mcore_rl.sandbox.session import NOTEBOOK, Session
+from mcore_rl.sandbox.session import NOTEBOOK, BoxSession
 from mcore_rl.sandbox.worker import Worker
 
 _SWEEP_S = 1.0
@@ -30,7 +30,7 @@ class Sessions:
         self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._use_cgroups = use_cgroups
-        self._sessions: dict[str, tuple[Session, Worker]] = {}
+        self._sessions: dict[str, tuple[BoxSession, Worker]] = {}
         self._num_opening = 0
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -51,7 +51,7 @@ class Sessions:
         try:
             worker = Worker(self._paths, self._use_cgroups)
             try:
-                session = Session(worker, kind, limits, files)
+                session = BoxSession(worker, kind, limits, files)
             except BaseException:
                 worker.close()
                 raise
@@ -63,7 +63,7 @@ class Sessions:
             with self._lock:
                 self._num_opening -= 1
 
-    def find(self, name: str) -> Session:
+    def find(self, name: str) -> BoxSession:
         """Return a session; ValueError if there is none of this name, or no longer."""
         with self._lock:
             if name not in self._sessions:
@@ -103,7 +103,7 @@ class Sessions:
                 _end(session, worker)
 
 
-def _end(session: Session, worker: Worker) -> None:
+def _end(session: BoxSession, worker: Worker) -> None:
     worker.retire()  # first, so that a call that still runs ends at once
     try:
         session.close()

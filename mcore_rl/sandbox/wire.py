@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult, with_wall
-from mcore_rl.sandbox.limits import Limits, Record, Verdict
+from mcore_rl.sandbox.limits import Limits, RunRecord, RunVerdict
 from mcore_rl.sandbox.session import CallResult
 
 Body = Mapping[str, Any]
@@ -43,8 +43,8 @@ def read_limits(body: Body, defaults: Limits, ceiling_mib: int) -> Limits:
         return limits
     if not isinstance(memory_mib, int) or not 1 <= memory_mib <= ceiling_mib:
         raise ValueError(
-            f"memory_limit_MB={_shown(memory_mib)}: -1 for {defaults.memory_mib}, or 1 to {ceiling_mib}"
-            " (--max-memory-mib of the server)"
+            f"memory_limit_MB={_shown(memory_mib)}: -1 for {defaults.memory_mib}, or 1 to"
+            f" {ceiling_mib} (--max-memory-mib of the server)"
         )
     return replace(limits, memory_mib=memory_mib)
 
@@ -76,7 +76,7 @@ def write_files(files: Mapping[str, bytes]) -> dict[str, str]:
 
 def write_result(result: CodeResult) -> dict[str, Any]:
     """Return the answer of /run_code."""
-    status = {Verdict.OK: "Success", Verdict.SANDBOX_ERROR: "SandboxError"}
+    status = {RunVerdict.OK: "Success", RunVerdict.SANDBOX_ERROR: "SandboxError"}
     return {
         "status": status.get(result.verdict, "Failed"),
         "message": result.message,
@@ -93,16 +93,16 @@ def write_result(result: CodeResult) -> dict[str, Any]:
     }
 
 
-def write_record(record: Record | None) -> dict[str, Any] | None:
+def write_record(record: RunRecord | None) -> dict[str, Any] | None:
     """Return a record as SandboxFusion's CommandRunResult."""
     if record is None:
         return None
-    is_late = record.verdict == Verdict.TIMEOUT
+    is_late = record.verdict == RunVerdict.TIMEOUT
     return {
         "status": _LATE if is_late else _FINISHED,
         "execution_time": record.wall_s,
         # A killed program has a status of its own even where its own exit was 0.
-        "return_code": None if is_late else record.status or int(record.verdict != Verdict.OK),
+        "return_code": None if is_late else record.status or int(record.verdict != RunVerdict.OK),
         "stdout": record.stdout.decode(errors="replace"),
         "stderr": record.stderr.decode(errors="replace"),
     }

@@ -7,59 +7,59 @@ import pytest
 from mcore_rl.sandbox.box import FilesRefused
 from mcore_rl.sandbox.execution import CodeRequest, check_path, execute, with_wall
 from mcore_rl.sandbox.languages import find_languages, readable_paths
-from mcore_rl.sandbox.limits import Limits, SandboxFull, Verdict
-from mcore_rl.sandbox.pool import Pool
+from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxFull
+from mcore_rl.sandbox.pool import WorkerPool
 
 LANGUAGES = find_languages()
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(readable_paths(LANGUAGES), num_workers=1, max_waiting=0)
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool(readable_paths(LANGUAGES), num_workers=1, max_waiting=0)
     yield made
     made.close()
 
 
-def test_files_go_in_and_out(pool: Pool) -> None:
+def test_files_go_in_and_out(pool: WorkerPool) -> None:
     source = "open('out/b', 'w').write(open('in/a').read() * 2)"
     request = CodeRequest(
         source, files={"in/a": b"x", "out/keep": b""}, fetch=("out/b", "out/none", "in/a")
     )
     result = execute(pool, LANGUAGES, request)
-    assert (result.verdict, result.files) == (Verdict.OK, {"out/b": b"xx", "in/a": b"x"})
+    assert (result.verdict, result.files) == (RunVerdict.OK, {"out/b": b"xx", "in/a": b"x"})
 
 
-def test_files_are_there_after_a_failure(pool: Pool) -> None:
+def test_files_are_there_after_a_failure(pool: WorkerPool) -> None:
     source = "open('a', 'w').write('x')\nraise SystemExit(1)"
     result = execute(pool, LANGUAGES, CodeRequest(source, fetch=("a",)))
-    assert (result.verdict, result.files) == (Verdict.WRONG, {"a": b"x"})
+    assert (result.verdict, result.files) == (RunVerdict.WRONG, {"a": b"x"})
 
 
-def test_files_that_do_not_fit_are_the_callers_error(pool: Pool) -> None:
+def test_files_that_do_not_fit_are_the_callers_error(pool: WorkerPool) -> None:
     request = CodeRequest("", files={"a": bytes(2 << 20)}, limits=Limits(files_mib=1))
     with pytest.raises(FilesRefused, match="No space left"):
         execute(pool, LANGUAGES, request)
-    assert execute(pool, LANGUAGES, CodeRequest("")).verdict == Verdict.OK
+    assert execute(pool, LANGUAGES, CodeRequest("")).verdict == RunVerdict.OK
 
 
-def test_a_full_queue_is_no_result(pool: Pool) -> None:
+def test_a_full_queue_is_no_result(pool: WorkerPool) -> None:
     with pool.lend(), pytest.raises(SandboxFull):
         execute(pool, LANGUAGES, CodeRequest(""))
 
 
 def test_an_error_of_the_sandbox_is_a_result_of_its_own() -> None:
-    broken = Pool(["/none/such"], num_workers=1)
+    broken = WorkerPool(["/none/such"], num_workers=1)
     result = execute(broken, LANGUAGES, CodeRequest("print(1)"))
-    assert (result.verdict, result.ran) == (Verdict.SANDBOX_ERROR, None)
+    assert (result.verdict, result.ran) == (RunVerdict.SANDBOX_ERROR, None)
     assert "no sandbox for programs on this machine" in result.message
     assert broken.counts()["busy"] == 0
 
 
 @pytest.mark.skipif("cpp" not in LANGUAGES, reason="no g++")
-def test_a_compiler_has_a_deadline(pool: Pool) -> None:
+def test_a_compiler_has_a_deadline(pool: WorkerPool) -> None:
     source = "#include <bits/stdc++.h>\nint main() {}"
     result = execute(pool, LANGUAGES, CodeRequest(source, "cpp", compile_s=0.05))
-    assert (result.verdict, result.ran) == (Verdict.TIMEOUT, None)
+    assert (result.verdict, result.ran) == (RunVerdict.TIMEOUT, None)
 
 
 @pytest.mark.parametrize(

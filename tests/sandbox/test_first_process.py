@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from mcore_rl.sandbox import first_process
-from mcore_rl.sandbox.limits import Limits, Verdict
+from mcore_rl.sandbox.limits import Limits, RunVerdict
 from mcore_rl.sandbox.worker import Worker
 from tests.support.sandboxes import make_worker, run
 
@@ -44,4 +44,4 @@ def test_processor_time_of_a_step_is_its_own(worker: Worker) -> None:
 
 def test_a_program_that_stops_itself_ends_at_its_deadline(worker: Worker) -> None:
     record = run(worker, "import os; os.kill(os.getpid(), 19)", limits=Limits(wall_s=0.5))
-    assert record.verdict == Verdict.TIMEOUT
+    assert record.verdict == RunVerdict.TIMEOUT

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.sandbox import isolation
-from mcore_rl.sandbox.box import Box
+from mcore_rl.sandbox.box import ProgramBox
 from mcore_rl.sandbox.languages import readable_paths
-from mcore_rl.sandbox.limits import Limits, Record, SandboxError, Step
+from mcore_rl.sandbox.limits import BoxStep, Limits, RunRecord, SandboxError
 from mcore_rl.sandbox.worker import Worker
 
 
@@ -23,10 +23,10 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     made.close()
 
 
-def run(worker: Worker, source: str) -> Record:
-    with Box(worker, Limits()) as box:
+def run(worker: Worker, source: str) -> RunRecord:
+    with ProgramBox(worker, Limits()) as box:
         box.put({"program.py": source.encode()})
-        return box.run(Step(program=f"{isolation.BOX}/program.py"))
+        return box.run(BoxStep(program=f"{isolation.BOX}/program.py"))
 
 
 def test_the_root_has_only_runtimes(worker: Worker) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.sandbox.execution import CodeRequest
 from mcore_rl.sandbox.languages import choose, find_languages, readable_paths
-from mcore_rl.sandbox.limits import Limits, Verdict
+from mcore_rl.sandbox.limits import Limits, RunVerdict
 from mcore_rl.sandbox.service import Sandbox, SandboxOptions
 
 DOUBLE = {
@@ -43,14 +43,14 @@ def test_a_program_of_each_language_runs(sandbox: Sandbox, name: str) -> None:
     request = CodeRequest(DOUBLE[name], name, "21\n", compile_s=120, limits=LIMITS)
     result = sandbox.run_code(request)
     assert result.ran is not None, result
-    assert (result.verdict, result.ran.stdout) == (Verdict.OK, b"42\n"), result
+    assert (result.verdict, result.ran.stdout) == (RunVerdict.OK, b"42\n"), result
     assert (result.compiled is not None) == bool(FOUND[name].compile)
 
 
 @pytest.mark.parametrize("name", [name for name in FOUND if FOUND[name].compile])
 def test_what_does_not_compile_is_not_run(sandbox: Sandbox, name: str) -> None:
     result = sandbox.run_code(CodeRequest("none of this", name, compile_s=120, limits=LIMITS))
-    assert (result.verdict, result.ran) == (Verdict.WRONG, None)
+    assert (result.verdict, result.ran) == (RunVerdict.WRONG, None)
     assert result.compiled is not None
     assert result.compiled.status != 0
     assert result.compiled.stdout + result.compiled.stderr

@@ -9,18 +9,18 @@ import pytest
 
 from mcore_rl.sandbox.languages import readable_paths
 from mcore_rl.sandbox.limits import SandboxError, SandboxFull
-from mcore_rl.sandbox.pool import Pool
+from mcore_rl.sandbox.pool import WorkerPool
 from tests.support.sandboxes import run, wait_until
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    made = Pool(readable_paths({}), num_workers=1, max_waiting=1)
+def pool() -> Iterator[WorkerPool]:
+    made = WorkerPool(readable_paths({}), num_workers=1, max_waiting=1)
     yield made
     made.close()
 
 
-def test_a_worker_is_used_again(pool: Pool) -> None:
+def test_a_worker_is_used_again(pool: WorkerPool) -> None:
     with pool.lend() as worker:
         first = worker.pid
     with pool.lend() as worker:
@@ -28,7 +28,7 @@ def test_a_worker_is_used_again(pool: Pool) -> None:
     assert pool.counts() == {"idle": 1, "busy": 0, "waiting": 0}
 
 
-def test_the_queue_is_bounded(pool: Pool) -> None:
+def test_the_queue_is_bounded(pool: WorkerPool) -> None:
     done = threading.Event()
 
     def wait() -> None:
@@ -46,7 +46,7 @@ def test_the_queue_is_bounded(pool: Pool) -> None:
     assert done.is_set()
 
 
-def test_a_wait_has_a_deadline(pool: Pool) -> None:
+def test_a_wait_has_a_deadline(pool: WorkerPool) -> None:
     with (
         pool.lend(),
         pytest.raises(SandboxError, match=r"waited 0.1 s for one of 1"),
@@ -55,9 +55,11 @@ def test_a_wait_has_a_deadline(pool: Pool) -> None:
         pass
 
 
-def test_a_lost_worker_is_replaced(pool: Pool) -> None:
-    with pytest.raises(SandboxError), pool.lend() as worker:
+def test_a_lost_worker_is_replaced(pool: WorkerPool) -> None:
+    with pool.lend() as worker:
         first = worker.pid
+    with pytest.raises(SandboxError), pool.lend() as worker:
+        assert worker.pid == first
         os.kill(first, signal.SIGKILL)
         run(worker, "print(1)")
     with pool.lend() as worker:
@@ -67,7 +69,7 @@ def test_a_lost_worker_is_replaced(pool: Pool) -> None:
         assert run(worker, "print(2)").stdout == b"2\n"
 
 
-def test_a_closed_pool_refuses(pool: Pool) -> None:
+def test_a_closed_pool_refuses(pool: WorkerPool) -> None:
     pool.warm_up()
     assert pool.counts()["idle"] == 1
     pool.close()
@@ -77,6 +79,6 @@ def test_a_closed_pool_refuses(pool: Pool) -> None:
 
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="num_workers=0"):
-        Pool([], 0)
+        WorkerPool([], 0)
     with pytest.raises(ValueError, match="max_waiting=-1"):
-        Pool([], 1, -1)
+        WorkerPool([], 1, -1)

@@ -23,7 +23,8 @@ KEY = "0123456789abcdef"
 async def serving(
     key: str = "", busy_status: int = 429, **options: Any
 ) -> AsyncIterator[TestClient[Any, Any]]:
-    sandbox = Sandbox(SandboxOptions(**{"workers": 1, "max_sessions": 1} | options))
+    numbers: dict[str, Any] = {"workers": 1, "max_sessions": 1}
+    sandbox = Sandbox(SandboxOptions(**numbers | options))
     app = SandboxServer(sandbox, key, busy_status).make_app()
     async with TestClient(TestServer(app)) as client:
         yield client

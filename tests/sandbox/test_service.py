@@ -1,6 +1,7 @@
 """A sandbox in this process runs code and sessions, and tells how it is."""
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def test_code_and_sessions_run_side_by_side() -> None:
         ({"max_memory_mib": 100}, "max_memory_mib=100"),
     ],
 )
-def test_wrong_options_are_named(options: dict[str, float], message: str) -> None:
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SandboxOptions(**options)
 

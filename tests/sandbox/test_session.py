@@ -7,7 +7,7 @@ import pytest
 
 from mcore_rl.sandbox.languages import readable_paths
 from mcore_rl.sandbox.limits import Limits, SandboxError
-from mcore_rl.sandbox.session import NOTEBOOK, CallResult, Session
+from mcore_rl.sandbox.session import NOTEBOOK, BoxSession, CallResult
 from mcore_rl.sandbox.worker import Worker
 from tests.support.sandboxes import descendants, wait_until
 
@@ -22,12 +22,12 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def outputs(session: Session, *sources: str) -> list[bytes]:
+def outputs(session: BoxSession, *sources: str) -> list[bytes]:
     return [session.call(source, CALL_S).stdout for source in sources]
 
 
 def test_a_notebook_keeps_names_files_and_modules(worker: Worker) -> None:
-    session = Session(worker, "python", LIMITS, {"data/a.txt": b"7"})
+    session = BoxSession(worker, "python", LIMITS, {"data/a.txt": b"7"})
     assert outputs(session, "x = int(open('data/a.txt').read())", "x * 6") == [b"", b"42\n"]
     assert outputs(session, "import helper") == [b""]
     session.put({"helper.py": b"y = 9"})
@@ -36,7 +36,7 @@ def test_a_notebook_keeps_names_files_and_modules(worker: Worker) -> None:
 
 
 def test_a_shell_keeps_its_folder_names_and_functions(worker: Worker) -> None:
-    session = Session(worker, "bash", LIMITS)
+    session = BoxSession(worker, "bash", LIMITS)
     assert outputs(session, "mkdir d; cd d; X=4", "pwd; echo $X", "f() { echo in $1; }", "f a") == [
         b"",
         b"/box/d\n4\n",
@@ -49,12 +49,12 @@ def test_a_shell_keeps_its_folder_names_and_functions(worker: Worker) -> None:
 
 
 def test_a_snapshot_begins_another_session(worker: Worker) -> None:
-    first = Session(worker, "bash", LIMITS)
+    first = BoxSession(worker, "bash", LIMITS)
     first.call("mkdir d; echo 1 > d/a; ln -s /usr/bin/env b", CALL_S)
     files = first.get()
     first.close()
     assert files == {"d/a": b"1\n"}
-    second = Session(worker, "python", LIMITS, files)
+    second = BoxSession(worker, "python", LIMITS, files)
     assert outputs(second, "open('d/a').read()") == [b"'1\\n'\n"]
     second.close()
 
@@ -70,7 +70,7 @@ def test_a_snapshot_begins_another_session(worker: Worker) -> None:
 def test_a_call_is_interrupted_at_its_deadline_and_the_session_goes_on(
     worker: Worker, kind: str, source: str, after: str, wanted: bytes
 ) -> None:
-    session = Session(worker, kind, LIMITS)
+    session = BoxSession(worker, kind, LIMITS)
     session.call("1", CALL_S)
     late = session.call(source, 1.0)
     assert (late.error, late.is_alive) == ("no end within 1 s", True)
@@ -94,7 +94,7 @@ DEAF = "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass"
 def test_a_session_ends_with_its_processes(
     worker: Worker, kind: str, source: str, error: str
 ) -> None:
-    session = Session(worker, kind, LIMITS)
+    session = BoxSession(worker, kind, LIMITS)
     last = session.call(source, 1.0)
     assert (last.error, last.is_alive) == (error, False)
     assert len(last.stdout) <= 16 << 10
@@ -106,14 +106,14 @@ def test_a_session_ends_with_its_processes(
 
 
 def test_memory_of_a_session_is_bounded(worker: Worker) -> None:
-    session = Session(worker, "python", replace(LIMITS, memory_mib=64))
+    session = BoxSession(worker, "python", replace(LIMITS, memory_mib=64))
     result = session.call("held = [b'x' * (1 << 20) for _ in range(500)]", CALL_S)
     assert result.error in ("MemoryError", "more than 64 MiB of memory")
     session.close()
 
 
 def test_a_program_may_forge_only_its_own_answer(worker: Worker) -> None:
-    session = Session(worker, "python", LIMITS)
+    session = BoxSession(worker, "python", LIMITS)
     forged = session.call("import os; os.write(4, b'no json\\0')", CALL_S)
     assert isinstance(forged, CallResult)
     assert forged.error == "an answer that is none"
@@ -122,10 +122,10 @@ def test_a_program_may_forge_only_its_own_answer(worker: Worker) -> None:
 
 def test_wrong_input_is_named(worker: Worker) -> None:
     with pytest.raises(ValueError, match="kind='perl'"):
-        Session(worker, "perl", LIMITS)
+        BoxSession(worker, "perl", LIMITS)
     with pytest.raises(ValueError, match=r"\.\./x"):
-        Session(worker, "bash", LIMITS, {"../x": b""})
-    session = Session(worker, "python", LIMITS)
+        BoxSession(worker, "bash", LIMITS, {"../x": b""})
+    session = BoxSession(worker, "python", LIMITS)
     with pytest.raises(ValueError, match="zero byte"):
         session.call("a\0b", CALL_S)
     session.close()

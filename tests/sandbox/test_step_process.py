@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.sandbox import step_process
-from mcore_rl.sandbox.box import Box
+from mcore_rl.sandbox.box import ProgramBox
 from mcore_rl.sandbox.languages import readable_paths
-from mcore_rl.sandbox.limits import Limits, Record, SandboxError, Step
+from mcore_rl.sandbox.limits import BoxStep, Limits, RunRecord, SandboxError
 from mcore_rl.sandbox.worker import Worker
 
 PROGRAMS = {
@@ -59,11 +59,11 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def run(worker: Worker, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Record:
+def run(worker: Worker, source: str, stdin: bytes = b"", limits: Limits | None = None) -> RunRecord:
     limits = limits or Limits()
-    with Box(worker, limits) as box:
+    with ProgramBox(worker, limits) as box:
         box.put({"program.py": source.encode()})
-        return box.run(Step(program="/box/program.py", limits=limits), stdin)
+        return box.run(BoxStep(program="/box/program.py", limits=limits), stdin)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -88,9 +88,9 @@ def test_a_program_does_as_in_an_interpreter_of_its_own(
 
 
 def test_a_program_finds_the_files_beside_it(worker: Worker) -> None:
-    with Box(worker, Limits()) as box:
+    with ProgramBox(worker, Limits()) as box:
         box.put({"program.py": b"import helper; print(helper.x)", "helper.py": b"x = 5"})
-        assert box.run(Step(program="/box/program.py")).stdout == b"5\n"
+        assert box.run(BoxStep(program="/box/program.py")).stdout == b"5\n"
 
 
 def test_programs_leave_nothing_in_each_other(worker: Worker) -> None:
@@ -137,6 +137,6 @@ def test_descriptors_are_placed_whatever_their_numbers_were() -> None:
 
 
 def test_a_command_that_is_not_there_is_an_error_of_the_sandbox(worker: Worker) -> None:
-    box = Box(worker, Limits())
+    box = ProgramBox(worker, Limits())
     with box, pytest.raises(SandboxError, match="No such file"):
-        box.run(Step(command=("/none/such",)))
+        box.run(BoxStep(command=("/none/such",)))

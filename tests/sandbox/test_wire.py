@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.sandbox import wire
 from mcore_rl.sandbox.execution import CodeResult
-from mcore_rl.sandbox.limits import Limits, Record, Verdict
+from mcore_rl.sandbox.limits import Limits, RunRecord, RunVerdict
 
 LIMITS = Limits(memory_mib=100)
 
@@ -70,22 +70,22 @@ def test_files_go_over_the_wire(files: dict[str, bytes]) -> None:
     assert wire.read_files(wire.write_files(files)) == files
 
 
-def record(verdict: Verdict, status: int) -> Record:
-    return Record(verdict, status, b"out\xff", b"err", wall_s=1.5)
+def record(verdict: RunVerdict, status: int) -> RunRecord:
+    return RunRecord(verdict, status, b"out\xff", b"err", wall_s=1.5)
 
 
 @pytest.mark.parametrize(
     ("verdict", "status", "whole", "part", "code"),
     [
-        (Verdict.OK, 0, "Success", "Finished", 0),
-        (Verdict.WRONG, 3, "Failed", "Finished", 3),
-        (Verdict.TIMEOUT, 137, "Failed", "TimeLimitExceeded", None),
-        (Verdict.MEMORY, 137, "Failed", "Finished", 137),
-        (Verdict.KILLED, 0, "Failed", "Finished", 1),
+        (RunVerdict.OK, 0, "Success", "Finished", 0),
+        (RunVerdict.WRONG, 3, "Failed", "Finished", 3),
+        (RunVerdict.TIMEOUT, 137, "Failed", "TimeLimitExceeded", None),
+        (RunVerdict.MEMORY, 137, "Failed", "Finished", 137),
+        (RunVerdict.KILLED, 0, "Failed", "Finished", 1),
     ],
 )
 def test_a_record_is_written(
-    verdict: Verdict, status: int, whole: str, part: str, code: int | None
+    verdict: RunVerdict, status: int, whole: str, part: str, code: int | None
 ) -> None:
     answer = wire.write_result(CodeResult(verdict, ran=record(verdict, status)))
     assert (answer["status"], answer["verdict"]) == (whole, verdict.value)
@@ -97,6 +97,6 @@ def test_a_record_is_written(
 
 
 def test_an_error_of_the_sandbox_is_no_verdict_on_the_program() -> None:
-    answer = wire.write_result(CodeResult(Verdict.SANDBOX_ERROR, message="no memory"))
+    answer = wire.write_result(CodeResult(RunVerdict.SANDBOX_ERROR, message="no memory"))
     assert (answer["status"], answer["message"]) == ("SandboxError", "no memory")
     assert answer["run_result"] is None

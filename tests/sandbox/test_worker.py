@@ -6,8 +6,8 @@ import signal
 import psutil
 import pytest
 
-from mcore_rl.sandbox.box import Box, Streams
-from mcore_rl.sandbox.limits import Limits, SandboxError, Step
+from mcore_rl.sandbox.box import ProgramBox, Streams
+from mcore_rl.sandbox.limits import BoxStep, Limits, SandboxError
 from mcore_rl.sandbox.worker import Worker
 from tests.support.sandboxes import PROGRAM, descendants, make_worker, run, wait_until
 
@@ -25,10 +25,10 @@ def test_a_closed_worker_leaves_no_process_and_no_descriptor() -> None:
 
 def test_closing_ends_a_running_program() -> None:
     worker = make_worker()
-    box = Box(worker, Limits())
+    box = ProgramBox(worker, Limits())
     box.put({"program.py": b"import time; time.sleep(300)"})
     streams = Streams(100)
-    box.start(Step(program=PROGRAM, limits=Limits(wall_s=300)), streams)
+    box.start(BoxStep(program=PROGRAM, limits=Limits(wall_s=300)), streams)
     wait_until(lambda: len(descendants(worker.pid)) == 2, "the program started")
     left = descendants(worker.pid)
     worker.close()

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import psutil
 
-from mcore_rl.sandbox.box import Box
+from mcore_rl.sandbox.box import ProgramBox
 from mcore_rl.sandbox.languages import readable_paths
-from mcore_rl.sandbox.limits import Limits, Record, Step
+from mcore_rl.sandbox.limits import BoxStep, Limits, RunRecord
 from mcore_rl.sandbox.worker import Worker
 
 PROGRAM = "/box/program.py"
@@ -19,12 +19,12 @@ def make_worker(use_cgroups: bool = True) -> Worker:
     return Worker(readable_paths({}), use_cgroups)
 
 
-def run(worker: Worker, source: str, stdin: bytes = b"", limits: Limits | None = None) -> Record:
+def run(worker: Worker, source: str, stdin: bytes = b"", limits: Limits | None = None) -> RunRecord:
     """Run a Python program in a box of its own."""
     limits = limits or Limits()
-    with Box(worker, limits) as box:
+    with ProgramBox(worker, limits) as box:
         box.put({"program.py": source.encode()})
-        return box.run(Step(program=PROGRAM, limits=limits), stdin)
+        return box.run(BoxStep(program=PROGRAM, limits=limits), stdin)
 
 
 def descendants(pid: int) -> list[psutil.Process]:

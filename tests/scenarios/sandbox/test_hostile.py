@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult
-from mcore_rl.sandbox.limits import MIB, Limits, Verdict
+from mcore_rl.sandbox.limits import MIB, Limits, RunVerdict
 from mcore_rl.sandbox.service import Sandbox, SandboxOptions
 from tests.support.hostile_programs import FILES_OUT, PRELUDE, PROGRAMS, Hostile
 
@@ -53,7 +53,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def prelude(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What programs would like to reach on the host, and listeners that count who does."""
+    """Open what programs would like to reach on the host; yield the prelude that names it."""
     path = str(tmp_path_factory.mktemp("sockets") / "s")
     abstract = f"mcore_rl_hostile_{os.getpid()}"
     with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ def run(sandbox: Sandbox, prelude: str, program: Hostile) -> CodeResult:
 
 
 def check(result: CodeResult) -> None:
-    assert result.verdict != Verdict.SANDBOX_ERROR, result.message
+    assert result.verdict != RunVerdict.SANDBOX_ERROR, result.message
     assert result.ran is not None
     assert b"BAD" not in result.ran.stdout, result.ran.stdout[-500:]
     assert not BROKEN.search(result.ran.stderr), result.ran.stderr[-500:]
@@ -113,7 +113,7 @@ def test_a_program_gets_nothing(sandbox: Sandbox, prelude: str, name: str) -> No
     check(run(sandbox, prelude, Hostile(PROGRAMS[name])))
     honest = sandbox.run_code(CodeRequest("print(6 * 7)", limits=LIMITS))
     assert honest.ran is not None
-    assert (honest.verdict, honest.ran.stdout) == (Verdict.OK, b"42\n")
+    assert (honest.verdict, honest.ran.stdout) == (RunVerdict.OK, b"42\n")
 
 
 @pytest.mark.parametrize("name", IN_THE_OPEN)
@@ -136,7 +136,7 @@ def test_a_file_that_is_too_large_is_not_handed_out(sandbox: Sandbox) -> None:
     source = "with open('out', 'wb') as file: file.truncate(12 << 20)"
     request = CodeRequest(source, fetch=("out",), limits=LIMITS, max_files_bytes=1 << 20)
     result = sandbox.run_code(request)
-    assert (result.verdict, dict(result.files)) == (Verdict.OK, {})
+    assert (result.verdict, dict(result.files)) == (RunVerdict.OK, {})
     assert "more than 1048576 bytes" in result.message
 
 
