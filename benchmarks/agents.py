@@ -38,7 +38,7 @@ ECHO = "agents_echo.py"
 
 @dataclass(frozen=True)
 class Scene:
-    """The parts that all runs share: the arguments, the tokenizer's folder, the tokens of an answer."""
+    """What all runs share: the arguments, the tokenizer's folder, the tokens of an answer."""
 
     args: argparse.Namespace
     model: str

@@ -182,7 +182,7 @@ def recall(index: PassageIndex) -> float:
 
 
 def measure_plain(args: argparse.Namespace) -> dict[str, Any]:
-    from rank_bm25 import BM25Okapi
+    from rank_bm25 import BM25Okapi  # pyright: ignore[reportMissingImports]
 
     began_s = time.monotonic()
     lines = read_lines(args.folder / "corpus.jsonl")

@@ -26,7 +26,14 @@ from mcore_rl.agents.messages import (
     EpisodeTask,
     Message,
 )
-from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder, Format, Parser, SampleTurn
+from mcore_rl.agents.recorder import (
+    EpisodeLimits,
+    EpisodeRecorder,
+    Format,
+    Parser,
+    SampleTurn,
+    TurnRequest,
+)
 from mcore_rl.data.episodes import sample_of_episode
 from mcore_rl.types import Prompt, Sample
 
@@ -57,6 +64,22 @@ class Ending:
     end: EndReason
     detail: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+class WatchedEngines:
+    """Samples turns, and keeps the error of the last one if the engines failed it."""
+
+    def __init__(self, sample_turn: SampleTurn) -> None:
+        self._sample_turn = sample_turn
+        self.failure: Exception | None = None
+
+    async def __call__(self, turn: TurnRequest) -> Sample:
+        self.failure = None
+        try:
+            return await self._sample_turn(turn)
+        except Exception as failure:  # handed on, now and when the episode has ended
+            self.failure = failure
+            raise
 
 
 class EpisodePlayer:
@@ -112,7 +135,8 @@ class EpisodePlayer:
     async def _try(
         self, task: EpisodeTask, sample_turn: SampleTurn
     ) -> tuple[EpisodeRecorder, Ending]:
-        recorder = self._recorder(sample_turn)
+        engines = WatchedEngines(sample_turn)
+        recorder = self._recorder(engines)
         play = self._run_program if self._is_program else self._talk
         try:
             outcome = await play(task, recorder)
@@ -121,6 +145,9 @@ class EpisodePlayer:
         except EpisodeError as error:
             outcome = Ending(EndReason.ENV_ERROR, str(error))
             _log.warning("%s", error)
+        if engines.failure is not None:
+            # A program was told of it as of a server that fails, and may have given up.
+            raise engines.failure
         return recorder, outcome
 
     def _recorder(self, sample_turn: SampleTurn) -> EpisodeRecorder:

@@ -9,6 +9,7 @@ and right are answers, and which of them keeps the pole upright.
 
 import random
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
@@ -20,7 +21,7 @@ LABELS = "xvaw"
 NUM_RANGES = 10
 """Ranges that a number may lie in, at most."""
 ACTIONS = ("left", "right")
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_size": 64,
     "intermediate_size": 128,

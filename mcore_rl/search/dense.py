@@ -70,7 +70,7 @@ class Encoder:
 
 def build_dense(encoder: Encoder, texts: Sequence[str], folder: Path) -> None:
     """Write the vectors of `texts` to `folder`."""
-    import faiss
+    import faiss  # pyright: ignore[reportMissingImports]
 
     vectors = encoder.passages(texts)
     index = faiss.IndexFlatIP(vectors.shape[1])
@@ -84,7 +84,7 @@ class DenseShards:
 
     def __init__(self, encoder: Encoder, folders: Sequence[Path]) -> None:
         """`folders`: those that `build_dense` wrote, in the order of the corpus."""
-        import faiss
+        import faiss  # pyright: ignore[reportMissingImports]
 
         self._encoder = encoder
         self._shards = [

@@ -152,7 +152,7 @@ def test_a_recipe_without_a_teacher_has_none() -> None:
 
 def test_a_synchronous_run_samples_nothing_in_the_background() -> None:
     unused: Any = None
-    context = sample_in_background(Config(), 0, unused, unused, unused, unused)
+    context = sample_in_background(Config(), 0, unused, unused, unused, unused, unused)
     assert isinstance(context, nullcontext)
 
 

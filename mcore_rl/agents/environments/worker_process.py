@@ -25,6 +25,8 @@ from mcore_rl.process.redaction import is_secret_name
 _ABANDON_S = 5.0
 """A worker that has not answered after it, to a request that needs no environment, hangs."""
 _EXIT_S = 15.0
+_CLOSED = (ConnectionError, RuntimeError)
+"""Errors of writing to a worker that is gone; RuntimeError is uvloop's."""
 _STOP_S = 3.0
 """A worker asked to stop closes its episodes within 2 s."""
 _LOG_TAIL_BYTES = 1500
@@ -139,7 +141,7 @@ class WorkerProcess:
         """End the worker and every process below it; its open episodes are closed first."""
         if not self.lost:
             self.lost = f"{self.name} of environment {self._kind} was stopped"
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(*_CLOSED):
                 self._writer.write(encode({"do": "stop"}))
             await asyncio.wait([self._reading], timeout=_STOP_S) if self._reading else None
         await self._end()
@@ -157,11 +159,10 @@ class WorkerProcess:
         frame = encode({"call": number, "do": verb, **fields})
         self._replies[number] = asyncio.get_running_loop().create_future()
         try:
-            self._writer.write(frame)
-            await self._writer.drain()
+            with contextlib.suppress(*_CLOSED):  # the reader is about to notice, too
+                self._writer.write(frame)
+                await self._writer.drain()
             reply = await self._replies[number]
-        except ConnectionError:
-            reply = await self._replies[number]  # the reader is about to notice, too
         finally:
             del self._replies[number]
         if lost := reply.get("lost"):
