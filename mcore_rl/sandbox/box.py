@@ -18,6 +18,8 @@ FILES_S = 60.0
 GRACE_S = 10.0
 """Time between the deadline that a box keeps itself, and the one that its caller enforces."""
 _PIPE_BYTES = 1 << 16
+_CPU_SHARE = 0.95
+"""The kernel ends a program by its own clock, which may run ahead of the account."""
 
 
 class FilesRefused(ValueError):
@@ -188,7 +190,11 @@ class ProgramBox:
         if used["is_late"]:
             verdict = RunVerdict.TIMEOUT
             killed = f"no end within {step.limits.wall_s:g} s"
-        elif status == 137 and cpu_s >= step.limits.cpu_s and verdict == RunVerdict.WRONG:
+        elif (
+            status == 137
+            and cpu_s >= step.limits.cpu_s * _CPU_SHARE
+            and verdict == RunVerdict.WRONG
+        ):
             verdict = RunVerdict.TIMEOUT
         return RunRecord(
             verdict, status, stdout, stderr, killed, used["wall_s"], cpu_s, peak_bytes, step.limits
