@@ -7,9 +7,11 @@ gateway of the episode. So an episode is one call of `run`, as for any other pro
 import asyncio
 import importlib
 import os
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.environments.command import gateway_variables
@@ -20,18 +22,31 @@ from mcore_rl.agents.environments.environment import ProgramResult
 class VerifiersOptions:
     """Which environment of verifiers.
 
-    env     what its configuration file has under [env]: taskset.id at least, agent.harness.id
+    env     what its configuration file has under [env]: taskset.id at least, agent.harness.id; an
+            id may also be folder/file.py:Class, a file of your own that is not installed
+    splits  number of the task that a split begins with, by extra_info.split of the prompts: with
+            {heldout: 6000}, held-out prompt 3 is task 6003; a split that is not named begins at 0
     model   name of the model in requests
 
-    The task's extra_info.verifiers_index, or else its index, counts the tasks of the taskset.
+    The task's extra_info.verifiers_index, or else its index, counts the tasks of its split.
     """
 
     env: Mapping[str, Any] = field(default_factory=dict)
+    splits: Mapping[str, int] = field(default_factory=dict)
     model: str = "policy"
 
     def __post_init__(self) -> None:
         if not (self.env.get("taskset") or {}).get("id"):
             raise ValueError(f"env is {dict(self.env)}: it needs taskset.id, an installed taskset")
+        for split, first in self.splits.items():
+            if not isinstance(first, int) or first < 0:
+                raise ValueError(f"splits: {split} begins at {first!r}: give the number of a task")
+
+    def number_of(self, task: Mapping[str, Any]) -> int:
+        """Return the place in the taskset of a prompt's task."""
+        extra = task.get("extra_info") or {}
+        number = int(extra.get("verifiers_index", task.get("index") or 0))
+        return number + self.splits.get(extra.get("split") or "", 0)
 
 
 class _Served:
@@ -39,7 +54,7 @@ class _Served:
 
     def __init__(self, options: VerifiersOptions) -> None:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        self.env = loaders.load_environment(loaders.resolve_env_config(dict(options.env)))
+        self.env = loaders.load_environment(loaders.resolve_env_config(with_modules(options.env)))
         self.tasks = iter(self.env.taskset)
         self.known: list[Any] = []
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,7 +98,7 @@ class VerifiersEpisode:
             _served[key] = _Served(self._options)
         served = _served[key]
         await asyncio.shield(served.ready)
-        index = int((task.get("extra_info") or {}).get("verifiers_index", task.get("index") or 0))
+        number = self._options.number_of(task)
         gateway = gateway_variables(task)
         # verifiers reads a key from a variable, whose name is in the client's configuration.
         variable = f"MCORE_RL_GATEWAY_{uuid.uuid4().hex}"
@@ -95,11 +110,30 @@ class VerifiersEpisode:
                 clients.EvalClientConfig(base_url=gateway["OPENAI_BASE_URL"], api_key_var=variable),
             )
             async with asyncio.timeout(deadline_s):
-                return _result(await served.env.run_episode(served.task(index), context))
+                return _result(await served.env.run_episode(served.task(number), context))
         except TimeoutError:
             return ProgramResult(None, "deadline", f"it took more than {deadline_s:g} s")
         finally:
             del os.environ[variable]
+
+
+def with_modules(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with modules in place of files named as folder/file.py:Class.
+
+    verifiers imports an id as a module and takes the class that `__all__` lists, so the folder is
+    put on the import path.
+    """
+    named: dict[str, Any] = {}
+    for key, value in env.items():
+        if isinstance(value, Mapping):
+            value = with_modules(value)
+        elif key == "id" and isinstance(value, str) and ".py:" in value:
+            file = Path(value.rpartition(":")[0])
+            if str(file.parent) not in sys.path:
+                sys.path.insert(0, str(file.parent))
+            value = file.stem
+        named[key] = value
+    return named
 
 
 def _result(episode: Any) -> ProgramResult:

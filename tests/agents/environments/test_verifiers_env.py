@@ -1,6 +1,7 @@
 """An environment on the unchanged package verifiers plays against an OpenAI server."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +13,7 @@ import pytest
 
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
-from mcore_rl.agents.environments.verifiers_env import VerifiersOptions
+from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, with_modules
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv
 
 ENV = {
@@ -96,3 +97,24 @@ def test_a_gateway_that_is_not_there_is_an_error_of_the_environment():
 def test_an_environment_without_a_taskset_is_refused():
     with pytest.raises(ValueError, match=r"env is {}: it needs taskset.id"):
         VerifiersOptions()
+
+
+def test_prompts_of_a_split_count_from_its_first_task():
+    options = VerifiersOptions({"taskset": {"id": "sums-taskset"}}, {"heldout": 6000})
+    held_out = {"extra_info": {"split": "heldout"}, "index": 3}
+    assert options.number_of(held_out) == 6003
+    assert options.number_of({"extra_info": {"split": "train"}, "index": 3}) == 3
+    assert options.number_of({"extra_info": {"split": "heldout", "verifiers_index": 9}}) == 6009
+    assert options.number_of({"index": 4}) == 4
+    with pytest.raises(ValueError, match="splits: heldout begins at -1"):
+        VerifiersOptions({"taskset": {"id": "sums-taskset"}}, {"heldout": -1})
+
+
+def test_a_file_is_named_as_the_module_that_verifiers_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/lib"])
+    env = {
+        "taskset": {"id": "/mine/sums.py:Sums", "num_tasks": 3},
+        "agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}},
+    }
+    assert with_modules(env) == {**env, "taskset": {"id": "sums", "num_tasks": 3}}
+    assert sys.path == ["/mine", "/lib"]
