@@ -14,7 +14,7 @@ from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.gateway import Gateway
 from mcore_rl.agents.messages import Answer, CallAttempt, CallStatus, EndReason, Tool
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
-from mcore_rl.agents.recorder import EpisodeLimits, Parser
+from mcore_rl.agents.recorder import EpisodeLimits, Parser, TurnRequest
 from mcore_rl.types import Prompt, Sample
 from tests.agents.environments import episodes
 from tests.support.chat_templates import make_tokenizer, stop_ids
@@ -30,6 +30,20 @@ def decode(ids: Sequence[int]) -> str:
     return TOKENIZER.decode(list(ids), skip_special_tokens=True)
 
 
+class FailingEngines:
+    """The policy's first answers, and then an error of the engines."""
+
+    def __init__(self, policy: StandInPolicy, num_answers: int) -> None:
+        self._policy = policy
+        self._num_left = num_answers
+
+    async def __call__(self, turn: TurnRequest) -> Sample:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise RuntimeError("no engine serves")
+        return await self._policy(turn)
+
+
 def play(
     texts: Sequence[str],
     kind: str = COUNTDOWN,
@@ -38,9 +52,13 @@ def play(
     parser: Parser | None = None,
     prompt: Prompt = PROMPT,
     compaction: Callable[..., Any] | None = None,
+    num_answers: int = 1000,
     **options: Any,
 ) -> tuple[Sample, StandInPolicy]:
-    """Play one episode with a policy that says `texts`, in real worker processes."""
+    """Play one episode with a policy that says `texts`, in real worker processes.
+
+    The engines fail all requests after the first `num_answers`.
+    """
     encode = partial(TOKENIZER.encode, add_special_tokens=False)
     policy = StandInPolicy(texts, encode, stop_ids("qwen3")[0])
     chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
@@ -51,7 +69,7 @@ def play(
         async with pool, Gateway(lambda token: decode([token])) as gateway:
             parsed = parser or PlainParser(decode)
             player = EpisodePlayer(kind, pool, chat, parsed, decode, play_options, gateway)
-            return await player.play(prompt, 3, 11, policy)
+            return await player.play(prompt, 3, 11, FailingEngines(policy, num_answers))
 
     return asyncio.run(run()), policy
 
@@ -174,3 +192,9 @@ def test_a_program_that_reads_a_base_url_plays_an_episode() -> None:
     assert sample.finish_reason == EndReason.DONE, sample.episode
     assert sample.episode is not None and sample.episode.reward == 0.25
     assert len(sample.episode.rows) == 1 and len(sample.episode.turns) == 3
+
+
+def test_an_error_of_the_engines_is_raised_whatever_the_program_makes_of_it() -> None:
+    options = {"command": ["python3", "-c", PROGRAM]}
+    with pytest.raises(RuntimeError, match="no engine serves"):
+        play(["one"], kind="command", options=options, num_answers=1)
