@@ -38,7 +38,7 @@ ECHO = "agents_echo.py"
 
 @dataclass(frozen=True)
 class Scene:
-    """What all runs share: the arguments, the tokenizer's folder, the tokens of an answer."""
+    """Parts that all runs share: arguments, the tokenizer's folder, the tokens of an answer."""
 
     args: argparse.Namespace
     model: str

@@ -27,6 +27,7 @@ from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.engine_keys import KEYS
 from tests.support.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
+from tests.support.sampled import logprob_error, make_prompts
 
 pytestmark = pytest.mark.e2e
 
@@ -88,44 +89,10 @@ def client_of(*engines: EngineProcess) -> RolloutClient:
     return RolloutClient([address(e) for e in engines], CONFIG, transport)
 
 
-def make_prompts(num_prompts: int) -> list[Prompt]:
-    generator = torch.Generator().manual_seed(1)
-    lens = torch.randint(1, 40, (num_prompts,), generator=generator).tolist()
-    return [
-        Prompt(
-            i,
-            tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()),
-            (),
-            "test",
-            None,
-        )
-        for i, n in enumerate(lens)
-    ]
-
-
 def generate(
     client: RolloutClient, prompts: list[Prompt], num_samples: int, sampling: Sampling
 ) -> list[Sample]:
     return asyncio.run(client.generate(prompts, num_samples, sampling))
-
-
-def logprob_error(
-    model: Qwen3MoeForCausalLM, samples: list[Sample], temperature: float = 1.0
-) -> float:
-    """Largest difference between the samples' log-probs and transformers'."""
-    worst = 0.0
-    for sample in samples:
-        ids = torch.tensor([*sample.prompt.token_ids, *sample.response_ids])
-        with torch.no_grad():
-            logits = (
-                model(ids[None]).logits[0, len(sample.prompt.token_ids) - 1 : -1].float()
-                / temperature
-            )
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(sample.response_ids)[:, None])[
-            :, 0
-        ]
-        worst = max(worst, (expected - torch.tensor(sample.logprobs)).abs().max().item())
-    return worst
 
 
 def post(url: str, **body: object) -> None:
@@ -295,34 +262,3 @@ def test_bfloat16(others):
     model = Qwen3MoeForCausalLM.from_pretrained(engine.spec.model_path, dtype=torch.float32).eval()
     samples = generate(client_of(engine), make_prompts(8), 1, Sampling(max_response_len=12))
     assert 1e-4 < logprob_error(model, samples) < 0.5
-
-
-def test_responses_move_to_an_idle_engine_and_go_on(engine, others, model) -> None:
-    """The first engine gets all requests, as the second is out of rotation until they are begun."""
-    second = healthy(others["second"])
-    config = replace(CONFIG, deterministic=False, migration_gap=2)
-    health = EngineHealth([engine.url, second.url])
-    health.set_serving([engine.url], {second.url: "it begins later"})
-    transport = HttpOptions.of(config, [], lambda ids: " ".join(map(str, ids))).open
-    client = RolloutClient([address(engine), address(second)], config, transport, health)
-    sampling = Sampling(max_response_len=64)
-    short = Sampling(max_response_len=4)
-
-    async def draw() -> list[Sample]:
-        async with client.open() as session:
-            work = asyncio.ensure_future(session.generate(make_prompts(4), 2, sampling))
-            await asyncio.sleep(0.3)
-            health.set_serving([engine.url, second.url], {})
-            # Any response that ends makes the client compare the engines.
-            await session.generate(make_prompts(1), 1, short)
-            return await work
-
-    samples = asyncio.run(draw())
-    assert client.num_moved >= 1
-    assert all(drawn.response_len == 64 for drawn in samples)
-    versions = {span.version for drawn in samples for span in drawn.versions}
-    assert len(versions) == 2, "the second engine's weights have another number"
-    for drawn in samples:
-        stops = [span.stop for span in drawn.versions]
-        assert [span.start for span in drawn.versions] == [0, *stops[:-1]] and stops[-1] == 64
-    assert logprob_error(model, samples) < 1e-4

@@ -81,7 +81,7 @@ class SearchTagsOptions(SearchOptions):
 
 @dataclass(frozen=True)
 class Action:
-    """What a policy wants: search, answer, or nothing that can be done (empty kind).
+    """The wish of a policy: search, answer, or nothing that can be done (empty kind).
 
     has_rest   whether text follows the pair of tags
     """

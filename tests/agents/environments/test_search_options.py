@@ -1,4 +1,4 @@
-"""What a search may be told, and how its results are shown."""
+"""Options of a search, and how its results are shown."""
 
 import os
 from pathlib import Path
