@@ -38,7 +38,7 @@ ECHO = "agents_echo.py"
 
 @dataclass(frozen=True)
 class Scene:
-    """Parts that all runs share: arguments, the tokenizer's folder, the tokens of an answer."""
+    """The parts that all runs share: arguments, the tokenizer's folder, an answer's tokens."""
 
     args: argparse.Namespace
     model: str
