@@ -15,7 +15,10 @@ from tests.support.policy import ROOT
 
 WALKED = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("recipes", "agents", "algorithms", "async", "rewards")),
+    *(
+        f"docs/{name}.md"
+        for name in ("recipes", "agents", "algorithms", "async", "rewards", "sandbox")
+    ),
 )
 """Documents whose commands run one after the other, and then those of mcore-rl in
 docs/checkpoints.md; its commands of mcore-rl-ckpt have a test of their own (test_convert.py)."""
