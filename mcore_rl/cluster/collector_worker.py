@@ -16,7 +16,7 @@ from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
-from mcore_rl.data.episodes import TOKEN_IDS
+from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.data.sample_store import LostSampleError, SampleStore
 from mcore_rl.data.spill import SpillFiles
@@ -170,20 +170,34 @@ class CollectorWorker:
     def ask_teacher(
         self, group_N: Sequence[int], row_N: Sequence[int], lens_N: Sequence[int]
     ) -> None:
-        """Keep the teacher's log-probs of rows beside them; the first token of a row has 0.
+        """Keep the teacher's log-probs of rows beside them.
+
+        Tokens before the first that a row trains get 0 and are not scored, so an engine computes
+        what the samples of a prompt share once.
 
         row_N    numbers of the rows in their groups; of a single response, its index
         lens_N   their lengths in tokens
         """
-        groups, rows = np.array(group_N), np.array(row_N)
-        token_ids = self.read(ReadRequest(groups, rows, (TOKEN_IDS,)))[TOKEN_IDS]
-        parts = np.split(token_ids, np.cumsum(lens_N)[:-1])
+        groups = np.array(group_N)
+        rows = np.array(row_N)
+        ends = np.cumsum(lens_N)[:-1]
         first_of = {group: self._found([group], [0])[0] for group in set(group_N)}
+        are_episodes = any(sample.episode is not None for sample in first_of.values())
+        names = (TOKEN_IDS, LOSS_MASK) if are_episodes else (TOKEN_IDS,)
+        columns = self.read(ReadRequest(groups, rows, names))
+        if are_episodes:
+            starts = [int(np.argmax(mask)) for mask in np.split(columns[LOSS_MASK], ends)]
+        else:
+            starts = [len(first_of[group].prompt.token_ids) for group in group_N]
+        parts = np.split(columns[TOKEN_IDS], ends)
         asked = [
-            _as_response(first_of[group].prompt, row, part.tolist())
-            for group, row, part in zip(group_N, row_N, parts, strict=True)
+            _as_response(first_of[group].prompt, row, part.tolist(), start)
+            for group, row, part, start in zip(group_N, row_N, parts, starts, strict=True)
         ]
-        values = [np.array([0.0, *logprobs], np.float32) for logprobs in self._teacher(asked)]
+        values = [
+            np.array([*np.zeros(start), *logprobs], np.float32)
+            for start, logprobs in zip(starts, self._teacher(asked), strict=True)
+        ]
         self.write(groups, rows, {TEACHER_LOGPROBS: np.concatenate(values)})
 
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
@@ -238,15 +252,15 @@ class CollectorWorker:
             self._scorer.__exit__(None, None, None)
 
 
-def _as_response(prompt: Prompt, row: int, token_ids: Sequence[int]) -> Sample:
-    """Return a row as the response to its first token, all of which a teacher scores."""
-    first, *rest = token_ids
+def _as_response(prompt: Prompt, row: int, token_ids: Sequence[int], start: int) -> Sample:
+    """Return a row as a response that begins at token `start`, which a teacher scores."""
+    response_ids = tuple(token_ids[start:])
     return Sample(
-        prompt=replace(prompt, token_ids=(first,)),
+        prompt=replace(prompt, token_ids=tuple(token_ids[:start])),
         sample_index=row,
-        response_ids=tuple(rest),
-        logprobs=(0.0,) * len(rest),
+        response_ids=response_ids,
+        logprobs=(0.0,) * len(response_ids),
         finish_reason="",
-        versions=(VersionSpan(0, len(rest), WeightVersion(0)),),
+        versions=(VersionSpan(0, len(response_ids), WeightVersion(0)),),
         text="",
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from mcore_rl.cluster.collector_worker import CollectorSpec, CollectorWorker
 from mcore_rl.config import RolloutConfig
-from mcore_rl.data.episodes import TOKEN_IDS
+from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process import redaction
@@ -48,22 +48,29 @@ def score_ids(samples: list[Sample]) -> list[list[float]]:
     return [[-float(token) for token in sample.response_ids] for sample in samples]
 
 
-def check_teacher(worker: CollectorWorker, rows: list[tuple[int, int, int]]) -> None:
-    """`rows` are (group, number, length); the first token of a row has no log-prob."""
-    group_N, row_N, lens_N = (list(column) for column in zip(*rows, strict=True))
+def check_teacher(worker: CollectorWorker, rows: list[tuple[int, int, int, int]]) -> None:
+    """`rows` are (group, number, length, first trained token), before which nothing is scored."""
+    group_N, row_N, lens_N, starts_N = (list(column) for column in zip(*rows, strict=True))
     worker.ask_teacher(group_N, row_N, lens_N)
     request = ReadRequest(np.array(group_N), np.array(row_N), (TOKEN_IDS, TEACHER_LOGPROBS))
     columns: Mapping[str, Any] = worker.read(request)
     expected = -columns[TOKEN_IDS].astype(np.float32)
-    expected[np.cumsum([0, *lens_N[:-1]])] = 0.0
+    for first, start in zip(np.cumsum([0, *lens_N[:-1]]), starts_N, strict=True):
+        expected[first : first + start] = 0.0
     assert columns[TEACHER_LOGPROBS].tolist() == expected.tolist()
 
 
 def test_a_teachers_log_probs_become_a_column() -> None:
     worker, samples = make_worker()
     worker._teacher = score_ids
-    facts = [(s.lease.group, row) for s in samples[:5] for row in s.rows]
-    check_teacher(worker, [(group, row.index, row.num_tokens) for group, row in facts])
+    check_teacher(
+        worker,
+        [
+            (s.lease.group, row.index, row.num_tokens, len(s.prompt.token_ids))
+            for s in samples[:5]
+            for row in s.rows
+        ],
+    )
 
 
 def test_a_teacher_scores_all_rows_of_episodes() -> None:
@@ -80,7 +87,7 @@ def test_a_teacher_scores_all_rows_of_episodes() -> None:
     check_teacher(
         worker,
         [
-            (group, number, len(row.columns[TOKEN_IDS]))
+            (group, number, len(row.columns[TOKEN_IDS]), int(np.argmax(row.columns[LOSS_MASK])))
             for group, rows in groups.items()
             for number, row in enumerate(rows)
         ],
