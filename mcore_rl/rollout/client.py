@@ -133,7 +133,7 @@ class RolloutClient:
 
     def balance(self, session: "RolloutSession") -> None:
         """Move a response to an engine with less to do, if nothing of the session waits."""
-        if not session.is_held and not session.num_waiting:
+        if self._migration.is_on and not session.is_held and not session.num_waiting:
             self._migration.maybe_move(self._serving(self._own), session.transport)
 
     async def abort_all(self, transport: EngineTransport) -> None:

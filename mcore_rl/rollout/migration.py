@@ -36,15 +36,20 @@ class Migration:
         self._gap = gap
         self._under_way: dict[str, UnderWay] = {}
         """In the order in which they were posted."""
+        self._moving: UnderWay | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self.num_moved = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._gap > 0
 
     def named(self, request: Request) -> Request:
         """Return a request under a name of its own, if it may be moved.
 
         One that ends at texts stays: they may lie across the move.
         """
-        return replace(request, rid=uuid4().hex) if self._gap and not request.stop else request
+        return replace(request, rid=uuid4().hex) if self.is_on and not request.stop else request
 
     @contextmanager
     def note(self, request: UnderWay) -> Iterator[None]:
@@ -55,14 +60,15 @@ class Migration:
             yield
         finally:
             self._under_way.pop(request.rid, None)
+            if self._moving is request:
+                self._moving = None
 
     def maybe_move(self, serving: Sequence[EngineLoad], transport: EngineTransport) -> None:
         """Have the busiest engine end its newest request, if another has that much less to do.
 
         The newest has the fewest tokens to be computed again.
         """
-        is_one_moving = any(request.is_moved for request in self._under_way.values())
-        if not self._gap or len(serving) < 2 or is_one_moving:
+        if not self.is_on or len(serving) < 2 or self._moving is not None:
             return
         by_load = sorted(serving, key=lambda engine: engine.num_in_flight)
         least, most = by_load[0], by_load[-1]
@@ -71,6 +77,7 @@ class Migration:
         newest = next((r for r in reversed(self._under_way.values()) if r.engine is most), None)
         if newest is not None:
             newest.is_moved = True
+            self._moving = newest
             abort = asyncio.create_task(transport.abort(most.address, newest.rid))
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
