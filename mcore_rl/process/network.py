@@ -49,6 +49,23 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or (_is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
+def refuse_open_door(host: str, what: str) -> None:
+    """Raise ValueError if other machines reach a server at `host` that asks for no key.
+
+    `what`: that which anyone who reaches it could do.
+    """
+    if not is_loopback(host):
+        raise ValueError(
+            f"--host={host}: whoever reaches it could {what}; give --key-file, or serve at"
+            " --host 127.0.0.1"
+        )
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server; an IPv6 address stands in brackets there."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _is_ip(host: str) -> bool:
     try:
         ipaddress.ip_address(host)

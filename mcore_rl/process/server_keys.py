@@ -51,11 +51,11 @@ class ServerKeys:
 
     def admits_user(self, header: str) -> bool:
         """Return whether a request with this Authorization header may sample."""
-        return not self.user or _is_bearer(header, self.user) or self.admits_admin(header)
+        return not self.user or is_bearer(header, self.user) or self.admits_admin(header)
 
     def admits_admin(self, header: str) -> bool:
         """Return whether a request with this Authorization header may change the engine."""
-        return _is_bearer(header, self.admin)
+        return is_bearer(header, self.admin)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -102,15 +102,7 @@ def read_keys(descriptor: int) -> ServerKeys:
 
 def read_key_file(path: Path) -> str:
     """Return the key in a file, which only its owner may read; ValueError says what is wrong."""
-    try:
-        mode = path.stat().st_mode
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--key-file={path}: {error}") from None
-    if stat.S_IMODE(mode) & 0o077:
-        raise ValueError(
-            f"--key-file={path}: others may read it (mode {stat.S_IMODE(mode):o}): chmod 600 {path}"
-        )
+    key = read_secret(path, f"--key-file={path}")
     if len(key) < _SHORTEST or not key.isascii() or any(char.isspace() for char in key):
         raise ValueError(
             f"--key-file={path}: it must hold one key of at least {_SHORTEST} ASCII characters"
@@ -119,6 +111,23 @@ def read_key_file(path: Path) -> str:
     return key
 
 
-def _is_bearer(header: str, key: str) -> bool:
+def read_secret(path: Path, option: str) -> str:
+    """Return the text of a file that only its owner may read; ValueError, beginning with `option`,
+    says what is wrong.
+    """
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}: {error}") from None
+    if stat.S_IMODE(mode) & 0o077:
+        raise ValueError(
+            f"{option}: others may read it (mode {stat.S_IMODE(mode):o}): chmod 600 {path}"
+        )
+    return text
+
+
+def is_bearer(header: str, key: str) -> bool:
+    """Return whether an Authorization header brings `key`."""
     scheme, _, given = header.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(given.encode(), key.encode())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from mcore_rl.process.network import is_loopback
+from mcore_rl.process.network import refuse_open_door, url_of
 from mcore_rl.process.server_keys import read_key_file
 from mcore_rl.sandbox.server import SandboxServer
 from mcore_rl.sandbox.service import Sandbox, SandboxOptions
@@ -47,18 +47,13 @@ def serving_key(key_file: Path | None, host: str) -> str:
     """Return the key in `key_file`, or an empty text; ValueError if others reach `host` then."""
     if key_file is not None:
         return read_key_file(key_file)
-    if not is_loopback(host):
-        raise ValueError(
-            f"--host={host}: whoever reaches it could run programs; give --key-file, or serve at"
-            " --host 127.0.0.1"
-        )
+    refuse_open_door(host, "run programs")
     return ""
 
 
 def describe(sandbox: Sandbox, listener: socket.socket) -> str:
     """Return what was found at start: the address, the languages, and what bounds memory."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = url_of(*listener.getsockname()[:2])
     lines = [f"sandbox at {url}/run_code, {sandbox.options.workers} workers"]
     lines += [f"  {name:12}{where}" for name, where in sandbox.found().items()]
     if sandbox.has_cgroups():

@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from mcore_rl.process.network import is_loopback
+from mcore_rl.process.network import refuse_open_door
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -56,11 +56,7 @@ def serving_keys(key_file: Path | None, host: str) -> ServerKeys:
     admin = ServerKeys.make().admin
     if key_file is not None:
         return ServerKeys(read_key_file(key_file), admin)
-    if not is_loopback(host):
-        raise ValueError(
-            f"--host={host}: whoever reaches it could use the model; give --key-file, or serve at"
-            " --host 127.0.0.1"
-        )
+    refuse_open_door(host, "use the model")
     return ServerKeys("", admin)
 
 

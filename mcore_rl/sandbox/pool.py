@@ -23,9 +23,12 @@ class WorkerPool:
         max_waiting: int = 1 << 30,
         use_cgroups: bool = True,
     ) -> None:
-        for name, value in (("num_workers", num_workers), ("max_waiting", max_waiting)):
-            if value < (name == "num_workers"):
-                raise ValueError(f"{name}={value}: must be at least {int(name == 'num_workers')}")
+        for name, value, least in (
+            ("num_workers", num_workers, 1),
+            ("max_waiting", max_waiting, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value}: must be at least {least}")
         self._paths = paths
         self._num_workers = num_workers
         self._max_waiting = max_waiting

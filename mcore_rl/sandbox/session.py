@@ -94,8 +94,7 @@ class BoxSession:
             raise ValueError("the source of a call holds a zero byte: leave it out")
         with self._lock:
             self.last_used = time.monotonic()
-            if self.record is not None:
-                raise SandboxError(f"the session has ended ({self.record.killed or 'exit'})")
+            self._box_of_living()
             try:
                 return self._call(text + b"\0", timeout_s)
             finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from mcore_rl.process.server_keys import bearer
 from mcore_rl.search.passages import Hit
 from mcore_rl.search.wire import parse_response
 
@@ -132,8 +133,7 @@ class SearchClient:
         Raises SearchUnavailableError after the deadline, ValueError if the server refuses.
         """
         body = {"queries": list(queries), "topk": topk, "return_scores": True}
-        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        answer = ask_json(Ask(self.url, body, headers, self.deadline_s))
+        answer = ask_json(Ask(self.url, body, bearer(self.key), self.deadline_s))
         try:
             return parse_response(answer, len(queries))
         except (ValueError, AttributeError, TypeError) as error:

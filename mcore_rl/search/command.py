@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 from mcore_rl.process.server_keys import read_key_file
 from mcore_rl.search.client import SearchClient
-from mcore_rl.search.layout import EncoderOptions, IndexOptions, shard_folder
+from mcore_rl.search.layout import METHODS, EncoderOptions, IndexOptions, shard_folder
 from mcore_rl.search.passages import Hit, title_and_text
 
 if TYPE_CHECKING:
     from mcore_rl.search.dense import DenseShards
     from mcore_rl.search.index import Retriever
-
-METHODS = ("bm25", "dense", "hybrid")
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:

@@ -25,7 +25,6 @@ from mcore_rl.search.layout import (
 )
 from mcore_rl.search.passages import Hit, MappedFile, Row
 
-METHODS = ("bm25", "dense", "hybrid")
 _FUSED_DEPTH = 4
 """A fusion looks at so many times more passages of each ranking than it returns."""
 

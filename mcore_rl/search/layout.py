@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+METHODS = ("bm25", "dense", "hybrid")
+"""Ways to find passages in an index."""
 OPTIONS = "options.json"
 MANIFEST = "manifest.json"
 SHARD = "shard.json"

@@ -8,7 +8,6 @@ import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -82,17 +81,6 @@ class MappedFile:
     def close(self) -> None:
         self._bytes.close()
         self._file.close()
-
-    def __enter__(self) -> "MappedFile":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def title_and_text(row: Row) -> tuple[str, str]:

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from mcore_rl.process.disk import reporting_full_disk
 from mcore_rl.search.passages import Hit
@@ -82,17 +81,6 @@ class Recording:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "Recording":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _read_places(self) -> int:
         """Find the answers; return where the last whole line ends."""

@@ -7,7 +7,6 @@ worked on, further ones are refused at once.
 """
 
 import asyncio
-import hmac
 import json
 import signal
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from mcore_rl.process.network import refuse_open_door, url_of
+from mcore_rl.process.server_keys import is_bearer
 from mcore_rl.search.client import SearchUnavailableError
 from mcore_rl.search.index import Retriever
 from mcore_rl.search.passages import Hit
@@ -24,7 +25,6 @@ from mcore_rl.search.wire import RetrieveRequest, make_response, parse_request
 
 _MOST_BODY_BYTES = 4 << 20
 _STOP_S = 3.0
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,8 @@ class ServerOptions:
     topk: int = 3
 
     def __post_init__(self) -> None:
-        if not self.key and self.host not in _LOOPBACK:
-            raise ValueError(
-                f"--host={self.host}: whoever reaches it could search; give --key-file, or serve at"
-                " --host 127.0.0.1"
-            )
+        if not self.key:
+            refuse_open_door(self.host, "search")
         if self.threads < 1 or self.queue_len < self.threads:
             raise ValueError(
                 f"--threads={self.threads} --queue-len={self.queue_len}: at least 1 thread, and a"
@@ -87,8 +84,7 @@ class SearchServer:
                 f"--host={options.host} --port={options.port}: cannot listen there ({error}); give"
                 " another port, or 0 for any"
             ) from error
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        return f"http://{host}:{self._runner.addresses[0][1]}/retrieve"
+        return f"{url_of(options.host, self._runner.addresses[0][1])}/retrieve"
 
     async def stop(self) -> None:
         """Stop serving, and drop requests that wait for a thread."""
@@ -153,10 +149,8 @@ class SearchServer:
             work.exception()  # whoever waited was told; nobody else is left to ask
 
     def _admits(self, request: web.Request) -> bool:
-        if not self._options.key:
-            return True
-        given = request.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self._options.key}".encode())
+        key = self._options.key
+        return not key or is_bearer(request.headers.get("Authorization", ""), key)
 
 
 def _refusal(status: int, reason: str, headers: dict[str, str] | None = None) -> web.Response:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from mcore_rl.process.ports import find_free_port
@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 
 def record(path: Path, answers: dict[str, str], topk: int = 3) -> Path:
     """Write a recording in which each query has one passage."""
-    with Recording(path, "record") as recording:
+    with closing(Recording(path, "record")) as recording:
         for query, contents in answers.items():
             recording.add(query, topk, [Hit({"id": query, "contents": contents}, 1.0)])
     return path

@@ -1,6 +1,7 @@
 """A corpus is read row by row; broken rows are refused by file and line."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ def test_rows_lie_where_the_lines_say(tmp_path: Path) -> None:
     lines = list(read_lines(corpus))
     assert [line.row["contents"] for line in lines] == ["a\nb", "ä\nü", "c"]
     assert lines[-1].stop == corpus.stat().st_size
-    with MappedFile(corpus) as mapped:
+    with closing(MappedFile(corpus)) as mapped:
         assert [mapped.row(line.start, line.stop) for line in lines] == [x.row for x in lines]
     rest = list(read_lines(corpus, lines[1].start, 2))
     assert rest == lines[1:]

@@ -1,6 +1,7 @@
 """A recording answers as the web did, survives a crash, and names what it lacks."""
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ HITS = [Hit({"id": "1", "contents": "ä\nb"}, 1.5), Hit({"id": "2", "contents": 
 
 def test_what_was_recorded_is_replayed(tmp_path: Path) -> None:
     path = tmp_path / "web.jsonl"
-    with Recording(path, "record") as recording:
+    with closing(Recording(path, "record")) as recording:
         assert recording.find("who", 2) is None
         recording.add("who", 2, HITS)
         recording.add("nobody", 2, [])
         recording.add("who", 2, [])
         assert recording.find("who", 2) == HITS
-    with Recording(path, "replay") as replay:
+    with closing(Recording(path, "replay")) as replay:
         assert replay.find("who", 2) == HITS and replay.find("nobody", 2) == []
         assert len(replay) == 2
         with pytest.raises(MissingRecordingError, match=r"no recording of query 'who' with topk 3"):
@@ -28,22 +29,22 @@ def test_what_was_recorded_is_replayed(tmp_path: Path) -> None:
 
 def test_a_line_that_a_crash_cut_is_dropped_and_written_again(tmp_path: Path) -> None:
     path = tmp_path / "web.jsonl"
-    with Recording(path, "record") as recording:
+    with closing(Recording(path, "record")) as recording:
         recording.add("a", 1, HITS)
         whole = path.read_bytes()
         recording.add("b", 1, HITS)
     path.write_bytes(path.read_bytes()[:-5])
-    with Recording(path, "record") as recording:
+    with closing(Recording(path, "record")) as recording:
         assert path.read_bytes() == whole
         assert recording.find("b", 1) is None
         recording.add("b", 1, HITS[:1])
-    with Recording(path, "replay") as replay:
+    with closing(Recording(path, "replay")) as replay:
         assert replay.find("a", 1) == HITS and replay.find("b", 1) == HITS[:1]
 
 
 def test_threads_record_every_answer_once(tmp_path: Path) -> None:
     path = tmp_path / "web.jsonl"
-    with Recording(path, "record") as recording:
+    with closing(Recording(path, "record")) as recording:
 
         def work() -> None:
             for i in range(50):

@@ -1,5 +1,6 @@
 """A web search asks a service as it wants to be asked, or a recording."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,11 @@ def test_another_service_is_asked_by_get_and_read_where_its_results_lie() -> Non
 
 def test_a_recorded_run_is_repeated_without_the_service(tmp_path: Path) -> None:
     path = tmp_path / "web.jsonl"
-    with answering((200, SERPER)) as (url, asked), Recording(path, "record") as recording:
+    with answering((200, SERPER)) as (url, asked), closing(Recording(path, "record")) as recording:
         web = WebSearch(WebOptions(url=url), recording)
         first = web.retrieve(["who", "what", "who"], 3)
     assert len(asked) == 2
-    with Recording(path, "replay") as replay:
+    with closing(Recording(path, "replay")) as replay:
         web = WebSearch(WebOptions(url=url, deadline_s=1), replay)
         assert web.retrieve(["who", "what", "who"], 3) == first
         with pytest.raises(MissingRecordingError, match="query 'else'"):
@@ -63,7 +64,10 @@ def test_no_results_are_none_and_another_form_is_refused() -> None:
 
 
 def test_a_service_that_stays_busy_is_given_up(tmp_path: Path) -> None:
-    with answering((429, {})) as (url, asked), Recording(tmp_path / "r", "record") as recording:
+    with (
+        answering((429, {})) as (url, asked),
+        closing(Recording(tmp_path / "r", "record")) as recording,
+    ):
         with pytest.raises(SearchUnavailableError, match="status 429"):
             WebSearch(WebOptions(url=url, deadline_s=0.5), recording).retrieve(["who"], 3)
         assert len(asked) > 1 and len(recording) == 0

@@ -1,12 +1,11 @@
 """The options that both environments with a search share, and the search itself."""
 
-import os
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.agents.environments.search_rewards import SCORES
+from mcore_rl.process.server_keys import read_secret
 from mcore_rl.search.client import SearchClient
 from mcore_rl.search.passages import Hit, title_and_text
 
@@ -69,14 +68,7 @@ def check_information(text: str) -> None:
 
 def read_key(path: str) -> str:
     """Return the key in a file. Raises ValueError if it cannot be read, or others may read it."""
-    try:
-        mode = os.stat(path).st_mode
-        key = Path(path).read_text().strip()
-    except OSError as error:
-        raise ValueError(f"key_file is {path!r}: {error}") from None
-    if stat.S_IMODE(mode) & 0o077:
-        raise ValueError(f"key_file is {path!r}: others may read it: chmod 600 {path}")
-    return key
+    return read_secret(Path(path), f"key_file is {path!r}")
 
 
 class Searcher:

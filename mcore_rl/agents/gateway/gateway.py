@@ -25,6 +25,7 @@ from mcore_rl.agents.gateway.options import GatewayOptions
 from mcore_rl.agents.gateway.responses import Responses
 from mcore_rl.agents.gateway.sessions import OpenSession, Session, SessionTable
 from mcore_rl.agents.messages import ChatRequest
+from mcore_rl.process.network import url_of
 
 _log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ class Gateway:
         await web.TCPSite(runner, options.host, options.port, backlog=_BACKLOG).start()
         self._runner = runner
         host = options.public_host or options.host
-        port = runner.addresses[0][1]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = url_of(host, runner.addresses[0][1])
 
     async def close(self) -> None:
         """Close every session, then the server; all connections end."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from mcore_rl.config import ParallelConfig
+from mcore_rl.slices.families import tower
 from mcore_rl.slices.families.table import Family, HfConfig, Rule, Shape
 from mcore_rl.slices.hf.config import padded_vocab_size
 from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
@@ -23,8 +24,6 @@ from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
 ROWS, COLUMNS = 0, -1
-TOWER = "visual."
-"""Where the keys of a vision tower begin: every rank of the first stage holds the whole tower."""
 SPLIT_AXIS: Mapping[str, int | None] = {
     "embedding.word_embeddings": ROWS,
     "output_layer": ROWS,
@@ -137,7 +136,7 @@ class MegatronLayout(StagedLayout):
 
         An embedding that the output layer is tied to lies on the first and on the last stage.
         """
-        if rule.key.startswith(TOWER):
+        if rule.key.startswith(tower.PREFIX):  # every rank of the first stage has all of it
             return [0]
         if not rule.key.startswith("embedding."):
             return [self._sizes.pp - 1]
@@ -216,7 +215,7 @@ def _split_axis(rule: Rule) -> int | None:
     is_value_head = rule.tensors[0].axes[0] == "one"
     if kind in ("layer_norm_weight", "expert_bias", "gate_weight") or is_value_head:
         return None
-    if rule.key.startswith(TOWER):
+    if rule.key.startswith(tower.PREFIX):
         return None
     for known, axis in SPLIT_AXIS.items():
         if module == known or module.endswith("." + known):
