@@ -8,7 +8,9 @@ import pytest
 from mcore_rl.process.network import (
     is_loopback,
     loopback_interfaces,
+    refuse_open_door,
     stay_on_loopback,
+    url_of,
     zmq_peers,
 )
 
@@ -54,3 +56,16 @@ def test_zmq_sockets_of_an_engine_take_messages_of_its_machines_only() -> None:
     }
     assert zmq_peers("127.0.0.1", ("127.0.0.1", "127.0.0.1")) == {allowed: "127.0.0.1"}
     assert zmq_peers("node3", ()) == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")]
+)
+def test_an_ipv6_address_stands_in_brackets(host: str, url: str) -> None:
+    assert url_of(host, 80) == url
+
+
+def test_a_server_without_a_key_is_for_this_machine_alone() -> None:
+    refuse_open_door("127.0.0.1", "search")
+    with pytest.raises(ValueError, match=r"--host=0\.0\.0\.0: whoever reaches it could search"):
+        refuse_open_door("0.0.0.0", "search")
