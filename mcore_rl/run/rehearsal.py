@@ -204,7 +204,7 @@ def _without_gpu(
 
 
 def _smallest_rollout(rollout: RolloutConfig, num_gpus: int | None) -> RolloutConfig:
-    """`num_gpus`: number of trainer GPUs if the engines share them, else None."""
+    """Shrink the engines; `num_gpus` are the trainer's if the engines share them, else None."""
     is_group = rollout.samples_per_prompt > 1
     return replace(
         _smallest_engines(rollout, num_gpus),

@@ -94,7 +94,6 @@ class RunRecord:
     cpu_s: float = 0.0
     memory_bytes: int = 0
     limits: Limits = field(default_factory=Limits)
-    message: str = ""
 
     def account(self) -> dict[str, Any]:
         """Return the record without the output, for JSON."""
