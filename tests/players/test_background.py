@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.players.background import BackgroundSampler
+from mcore_rl.players.groups import GroupBuffer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout import client as client_module
 from mcore_rl.rollout.client import RolloutClient
@@ -85,6 +87,17 @@ class Sampler:
         self.engine.version = version
         self.background.resume(WeightVersion(version))
 
+    def wait_until(self, holds: Callable[[GroupBuffer], bool]) -> None:
+        """Wait until something holds for the groups that began and were not taken."""
+        until_s = time.monotonic() + 30
+        while not holds(self.background._buffer):
+            assert time.monotonic() < until_s, "the sampler stands still"
+            time.sleep(0.01)
+
+    def wait_until_full(self) -> None:
+        """Wait until no further group may begin, and all that began are finished."""
+        self.wait_until(lambda groups: groups.room() <= 0 and not groups.num_unfinished)
+
 
 def test_one_step_off_takes_every_prompt_in_order(loop: EventLoop) -> None:
     sampler = Sampler(loop, mode="one_step_off")
@@ -129,12 +142,16 @@ def test_the_log_of_episodes_tells_what_was_dropped_and_what_was_under_way(
     sampler = Sampler(loop, mode="async", max_staleness=1, stale="drop", episodes=log)
     with sampler.background:
         sampler.take(0)
+        sampler.wait_until_full()
         sampler.move_to(1)
         sampler.move_to(2)  # what was drawn from version 0 is too old now
         sampler.take(2)
-        sampler.engine.num_free = 0
         sampler.move_to(3)
+        sampler.wait_until_full()
+        sampler.engine.num_free = 0
         sampler.take(3)
+        sampler.move_to(4)
+        sampler.wait_until(lambda groups: groups.num_unfinished > 0)
     log.close()
     ends = Counter(map(tuple, reasons_by_group(path).values()))
     assert ends[("dropped_stale",) * 2] >= 2 and ends[("aborted",) * 2] >= 1
