@@ -5,19 +5,18 @@
 round robin     each request to the next engine, prompts in their order
 affinity        requests of a prompt to the engine that has it cached, else to the least loaded
 longest first   the same, and prompts with long responses in earlier epochs begin first: the product
-admission       the same, and a request is held back while every engine has requests that wait for
-                room in its KV cache
+admission       the same with rollout.min_free_kv=0.2: a request waits in its collector, in its
+                order, while every engine of the node has less of its KV cache free
 migration       as longest first, with rollout.migration_gap=4: a node's engine with more requests
                 hands its newest to the idlest one of the node, where they are prefilled again
 all migrate     the same between all engines, without delay and knowing each
 
-Admission and the last one are not built: they bound what they could gain, as they know each
-engine's queue at any moment. Half of the variance of response lengths lies between prompts; lengths
+The last one is not built: it bounds what moving could gain, as it knows each engine's queue at any
+moment. Half of the variance of response lengths lies between prompts; lengths
 are drawn anew in each epoch.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -28,24 +27,23 @@ from unittest.mock import patch
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.models import read_models
-from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.least_loaded import LeastLoaded
 from mcore_rl.rollout.length_history import LengthHistory
-from mcore_rl.rollout.request import Request, Sampling
 from mcore_rl.simulation.command import checked
 from mcore_rl.simulation.engine import SimulatedEngine
 from mcore_rl.simulation.hardware import ReachedShares
 from mcore_rl.simulation.recipe_costs import RecipeCosts
 from mcore_rl.simulation.simulate import simulate
 from mcore_rl.simulation.virtual_loop import VirtualLoop
-from mcore_rl.types import Prompt, Sample
+from mcore_rl.types import Prompt
 
 WAYS = ("round robin", "affinity", "longest first", "admission", "migration", "all migrate")
 EPOCH = 2
 """Steps of an epoch."""
-MOST_WAITING = 32
-"""An engine with as many waiting requests gets no more, where requests are admitted."""
+MIN_FREE_KV = 0.2
+"""Share of its KV cache that an engine has free to be given a request, with admission."""
 LEAST_GAP = 4
 """Requests that an engine has more than another before one of them moves."""
 POLL_S = 1.0
@@ -59,7 +57,7 @@ def routed(way: str) -> Iterator[None]:
     def in_turn(thing: object, num: int) -> int:
         return next(turns.setdefault(id(thing), itertools.cycle(range(num))))
 
-    def pick(client: RolloutClient, request: Request, failed: Sequence[EngineLoad]) -> EngineLoad:
+    def pick(client: RolloutClient, *_: object) -> EngineLoad:
         return client._own[in_turn(client, len(client._own))]
 
     def least(loads: LeastLoaded) -> int:
@@ -69,8 +67,6 @@ def routed(way: str) -> Iterator[None]:
         return list(range(len(prompts)))
 
     with ExitStack() as stack:
-        if way == "admission":
-            stack.enter_context(admission())
         if way == "all migrate":
             stack.enter_context(migration())
         if way == "round robin":
@@ -93,25 +89,6 @@ def all_engines() -> Iterator[dict[str, SimulatedEngine]]:
 
     with patch.object(SimulatedEngine, "__init__", made):
         yield engines
-
-
-@contextmanager
-def admission() -> Iterator[None]:
-    """Have collectors send requests only to engines with few that wait."""
-    sample = RolloutClient.sample_one
-
-    with all_engines() as engines:
-
-        async def admitted(
-            client: RolloutClient, session: RolloutSession, request: Request, sampling: Sampling
-        ) -> Sample:
-            own = [engines[engine.address.url] for engine in client._own]
-            while all(len(engine._waiting) >= MOST_WAITING for engine in own):
-                await asyncio.sleep(POLL_S)
-            return await sample(client, session, request, sampling)
-
-        with patch.object(RolloutClient, "sample_one", admitted):
-            yield
 
 
 @contextmanager
@@ -161,6 +138,8 @@ def rollout_seconds(way: str, recipe: str, seed: int, steps: int) -> float:
     config = load_recipe(recipe, [f"run.seed={seed}", f"simulate.steps={steps}"])
     prompts = EPOCH * config.rollout.prompts_per_step
     settings = [f"run.seed={seed}", f"simulate.steps={steps}", f"simulate.prompts={prompts}"]
+    if way == "admission":
+        settings += [f"rollout.min_free_kv={MIN_FREE_KV}"]
     if way == "migration":
         settings += [f"rollout.migration_gap={LEAST_GAP}"]
     config = load_recipe(recipe, settings)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -130,14 +131,14 @@ class CollectorWorker:
         """Return how groups of episodes are drawn; their parts run until `close`."""
         from mcore_rl.cluster.episode_sampling import EpisodeSampler
         from mcore_rl.rollout.engine_asker import EngineAsker
-        from mcore_rl.rollout.engine_room import EngineRoom
+        from mcore_rl.rollout.engine_room import EngineRoom, ask_free_kv
 
         near = [engine for engine in engines if engine.url in own]
         stack = AsyncExitStack()
         http = await stack.enter_async_context(open_session(self._spec.rollout.request_timeout_s))
         ask = EngineAsker(http, near, health)
         name = f"collector_{self._number}"
-        room = EngineRoom(http, near, health)
+        room = EngineRoom(partial(ask_free_kv, http), near, health)
         if episodes.agents.min_free_kv:
             watching = asyncio.create_task(room.watch())
             stack.callback(watching.cancel)

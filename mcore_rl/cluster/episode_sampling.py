@@ -22,9 +22,9 @@ from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.config import AgentsConfig
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.rollout.client import RolloutSession
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.request import EngineAffinity, Request, sample_seed
+from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.types import Sample
 
 

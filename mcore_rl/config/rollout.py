@@ -59,6 +59,9 @@ class RolloutConfig(Options, group="rollout"):
     migration_gap: int = bounded(0, least=0)
     """A node's engine that has so many requests more than another hands some over, with the tokens
     drawn, once none waits to begin; 0: none moves."""
+    min_free_kv: float = bounded(0.0, least=0, below=1)
+    """Share of its KV cache that an engine must have free to be given a request; requests wait in
+    their order until one has; 0: engines queue what they have no room for."""
     kv_cache_len: int = bounded(65536, least=1)
     """Tokens of KV cache per engine."""
     request_timeout_s: float = bounded(300.0, above=0)

@@ -2,17 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from statistics import fmean
-from typing import Any
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.migration import Migration, UnderWay, moved
-from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
+from mcore_rl.rollout.request import Request, Sampling
+from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import (
     AbortedError,
     EngineTransport,
@@ -25,7 +26,6 @@ from mcore_rl.types import Prompt, Sample
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.25
-_HOLD_POLL_S = 0.02
 
 
 class RolloutClient:
@@ -86,17 +86,30 @@ class RolloutClient:
     @asynccontextmanager
     async def open(
         self, max_in_flight: int = 0, on_done: Callable[[], None] = lambda: None
-    ) -> "AsyncIterator[RolloutSession]":
+    ) -> AsyncIterator[RolloutSession]:
         """Open connections to the engines for the length of the block.
 
         `max_in_flight` bounds the requests at once, all engines together; 0: as many as the engines
         take. `on_done` is called when a sample is complete, failed or canceled.
         """
+        most = max_in_flight or self.max_in_flight
         async with self._transport() as transport:
-            yield RolloutSession(self, transport, max_in_flight or self.max_in_flight, on_done)
+            if not self._config.min_free_kv:
+                yield RolloutSession(self, transport, most, on_done)
+                return
+            addresses = [engine.address for engine in self._own]
+            room = EngineRoom(transport.free_kv, addresses, self._health)
+            watching = asyncio.create_task(room.watch())
+            try:
+                yield RolloutSession(self, transport, most, on_done, self._admission(room))
+            finally:
+                watching.cancel()
+
+    def _admission(self, room: EngineRoom) -> KvAdmission:
+        return KvAdmission(room, self._own, self._config.min_free_kv, self._config.kv_cache_len)
 
     async def sample_one(
-        self, session: "RolloutSession", request: Request, sampling: Sampling
+        self, session: RolloutSession, request: Request, sampling: Sampling
     ) -> Sample:
         """Return one sample, retrying failures on other engines.
 
@@ -108,7 +121,8 @@ class RolloutClient:
         while True:
             async with session.slot():
                 request = self._migration.named(request)
-                engine = self._pick(request, failed)
+                engine = self._pick(request, failed, session.admission)
+                session.note_picked(engine, request)
                 under_way = UnderWay(engine, request.rid)
                 try:
                     with engine.request(), self._migration.note(under_way):
@@ -131,7 +145,7 @@ class RolloutClient:
             _log.warning("%s: %s failed with %s; trying again", engine.address, request, reason)
             await asyncio.sleep(_FIRST_BACKOFF_S * 2 ** (len(failed) - 1))
 
-    def balance(self, session: "RolloutSession") -> None:
+    def balance(self, session: RolloutSession) -> None:
         """Move a response to an engine with less to do, if nothing of the session waits."""
         if self._migration.is_on and not session.is_held and not session.num_waiting:
             self._migration.maybe_move(self._serving(self._own), session.transport)
@@ -142,10 +156,16 @@ class RolloutClient:
             if engine.num_in_flight:
                 await transport.abort_all(engine.address)
 
-    def _pick(self, request: Request, failed: Sequence[EngineLoad]) -> EngineLoad:
+    def _pick(
+        self,
+        request: Request,
+        failed: Sequence[EngineLoad],
+        admission: KvAdmission | None,
+    ) -> EngineLoad:
         """Return the engine of the prompt's other requests, or the least loaded if it has too many.
 
-        Engines that already failed the request come last. Raises RolloutError if no engine serves.
+        Engines that already failed the request come last, those without room next to last. Raises
+        RolloutError if no engine serves.
         """
         serving = self._serving(self._own) or self._serving(self._engines)
         if not serving:
@@ -153,7 +173,10 @@ class RolloutClient:
                 f"{e.address}: {self._health.why_out(e.address.url)}" for e in self._engines
             )
             raise RolloutError(f"no engine in rotation for {request}: {reasons}")
+        candidates: Sequence[EngineLoad]
         candidates = [engine for engine in serving if engine not in failed] or serving
+        if admission is not None:
+            candidates = admission.with_room(candidates)
         least_loaded = min(candidates, key=lambda engine: engine.num_in_flight)
         affinity = request.affinity
         most_in_flight = least_loaded.num_in_flight + affinity.num_requests
@@ -164,105 +187,3 @@ class RolloutClient:
 
     def _serving(self, engines: Sequence[EngineLoad]) -> list[EngineLoad]:
         return [engine for engine in engines if not self._health.why_out(engine.address.url)]
-
-
-class RolloutSession:
-    """Requests that share connections and one bound; they can be held back while weights change."""
-
-    def __init__(
-        self,
-        client: RolloutClient,
-        transport: EngineTransport,
-        max_in_flight: int,
-        on_done: Callable[[], None],
-    ) -> None:
-        self.transport = transport
-        self._client = client
-        self._on_done = on_done
-        self._slots = asyncio.Semaphore(max_in_flight)
-        self._may_post = asyncio.Event()
-        self._may_post.set()
-        self._num_posted = 0
-        self.num_open = 0
-        """Samples begun and not done."""
-        self.num_waiting = 0
-        """Samples that wait for others to be complete before they begin."""
-        self.num_cut_off = 0
-        """Responses that `hold` aborted half-way, to be sampled again."""
-
-    @property
-    def is_held(self) -> bool:
-        return not self._may_post.is_set()
-
-    async def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
-    ) -> list[Sample]:
-        """Return `num_samples` samples of each prompt, grouped by prompt in the order of `prompts`.
-
-        Lost connections, timeouts and aborted requests are retried, on another engine if there is
-        one. Raises RolloutError for a request that fails config.retries + 1 times, and then cancels
-        the others.
-        """
-        works = []
-        for prompt in prompts:
-            affinity = EngineAffinity(num_samples)
-            requests = (Request(prompt, index, affinity) for index in range(num_samples))
-            works += [self.sample(request, sampling) for request in requests]
-        return await self.gather(works)
-
-    async def sample(self, request: Request, sampling: Sampling) -> Sample:
-        """Return one sample, or one turn of an episode; see `generate`."""
-        return await self._client.sample_one(self, request, sampling)
-
-    async def gather(self, works: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
-        """Run coroutines that each make a sample; when one fails, cancel the others and raise."""
-        tasks: list[asyncio.Task[Sample]] = []
-        try:
-            async with asyncio.TaskGroup() as task_group:
-                for work in works:
-                    self.num_open += 1
-                    tasks.append(task_group.create_task(work))
-                    tasks[-1].add_done_callback(self._note_done)
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-    def _note_done(self, task: asyncio.Task[Sample]) -> None:
-        self.num_open -= 1
-        self._on_done()
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Wait until one more request may be posted; the block posts it."""
-        self.num_waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self.num_waiting -= 1
-        try:
-            while self.is_held:
-                await self._may_post.wait()
-            self._num_posted += 1
-            try:
-                yield
-            finally:
-                self._num_posted -= 1
-        finally:
-            self._slots.release()
-            self._client.balance(self)
-
-    async def hold(self, *, cut_off: bool) -> None:
-        """Post nothing more, and return once no request is under way; `resume` ends it.
-
-        `cut_off` aborts the requests under way instead of waiting for them. Each request has a
-        deadline of its own, so this call ends.
-        """
-        self._may_post.clear()
-        while self._num_posted:
-            # In each round: a request that was on its way has reached its engine by now.
-            if cut_off:
-                await self._client.abort_all(self.transport)
-            await asyncio.sleep(_HOLD_POLL_S)
-
-    async def resume(self) -> None:
-        self._may_post.set()

@@ -19,9 +19,10 @@ from typing import Protocol
 from mcore_rl.data.episodes import metrics_of
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process.clock import now_s
-from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import Prompt, RowFacts, Sample, VersionSpan
 

@@ -1,17 +1,51 @@
-"""Watches how much of their KV cache the engines have free."""
+"""Watches how much of their KV cache the engines have free, and lets requests in by it."""
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import aiohttp
 
 from mcore_rl.process.server_keys import user_headers
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_load import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 
 _log = logging.getLogger(__name__)
 _ASK_S = 5.0
+_POLL_S = 0.05
+
+AskFreeKv = Callable[[EngineAddress], Awaitable[float | None]]
+"""Returns the free share, 0 to 1, of an engine's KV cache; None: the engine does not tell."""
+
+
+async def ask_free_kv(http: aiohttp.ClientSession, engine: EngineAddress) -> float | None:
+    """Return the free share of the KV cache of the engine's fullest data-parallel rank.
+
+    Requests that wait in the engine count with their tokens, and with as many to come as the
+    running ones have on average. None: it does not tell.
+    """
+    timeout = aiohttp.ClientTimeout(_ASK_S)
+    url = f"{engine.url}/v1/loads?include=core"
+    headers = user_headers(engine.keys)
+    try:
+        async with http.get(url, headers=headers, timeout=timeout) as response:
+            response.raise_for_status()
+            loads = (await response.json())["loads"]
+            return max(0.0, 1.0 - max(map(_taken, loads)))
+    except (aiohttp.ClientError, TimeoutError, ArithmeticError, LookupError) as error:
+        _log.debug("%s does not tell its load: %r", engine, error)
+        return None
+    except (TypeError, ValueError) as error:
+        _log.debug("%s tells no load that can be read: %r", engine, error)
+        return None
+
+
+def _taken(load: Mapping[str, int]) -> float:
+    """Return the taken share of a data-parallel rank's KV cache, as SGLang tells its load."""
+    per_request = load["num_used_tokens"] / max(load["num_running_reqs"], 1)
+    to_come = load["num_waiting_reqs"] * per_request
+    return (load["num_total_tokens"] + to_come) / load["max_total_num_tokens"]
 
 
 class EngineRoom:
@@ -19,16 +53,26 @@ class EngineRoom:
 
     def __init__(
         self,
-        http: aiohttp.ClientSession,
+        ask: AskFreeKv,
         engines: Sequence[EngineAddress],
         health: EngineHealth,
         every_s: float = 1.0,
     ) -> None:
-        self._http = http
+        self._ask = ask
         self._engines = list(engines)
         self._health = health
         self._every_s = every_s
         self._free: dict[str, float | None] = {}
+
+    def free(self, url: str) -> float | None:
+        """Return an engine's share, without what it was given since it told; None: not known."""
+        return self._free.get(url)
+
+    def take(self, url: str, share: float) -> None:
+        """Count a request that goes to an engine as taken, until the engine tells again."""
+        free = self._free.get(url)
+        if free is not None:
+            self._free[url] = free - share
 
     def most_free(self) -> float | None:
         """Return the share, 0 to 1, of the engine with most room; None if one does not tell.
@@ -47,21 +91,48 @@ class EngineRoom:
         """Ask the engines until it is canceled; one that does not answer is not known."""
         while True:
             shares = await asyncio.gather(*map(self._ask, self._engines))
-            urls = [engine.url for engine in self._engines]
-            self._free = dict(zip(urls, shares, strict=True))
+            for engine, share in zip(self._engines, shares, strict=True):
+                if share is None and self._free.get(engine.url, 0.0) is not None:
+                    _log.warning("%s does not tell how much of its KV cache is free", engine)
+                self._free[engine.url] = share
             await asyncio.sleep(self._every_s)
 
-    async def _ask(self, engine: EngineAddress) -> float | None:
-        """Return the free share of the engine's fullest data-parallel rank."""
-        timeout = aiohttp.ClientTimeout(_ASK_S)
-        url = f"{engine.url}/v1/loads?include=core"
-        headers = user_headers(engine.keys)
-        try:
-            async with self._http.get(url, headers=headers, timeout=timeout) as response:
-                response.raise_for_status()
-                loads = (await response.json())["loads"]
-                return 1.0 - max(float(load["token_usage"]) for load in loads)
-        except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
-            if self._free.get(engine.url, 0.0) is not None:
-                _log.warning("%s does not tell its load: %r", engine, error)
-            return None
+
+class KvAdmission:
+    """Holds requests back, first come first served, while no engine has room for one more."""
+
+    def __init__(
+        self, room: EngineRoom, engines: Sequence[EngineLoad], min_free: float, kv_len: int
+    ) -> None:
+        """`min_free` is the free share that an engine needs; `kv_len` the tokens of its cache."""
+        self._room = room
+        self._engines = engines
+        self._min_free = min_free
+        self._kv_len = kv_len
+        self._turn = asyncio.Lock()
+
+    async def wait(self, may_post: asyncio.Event) -> None:
+        """Return once a request may be posted; it is posted before anything else is awaited."""
+        async with self._turn:
+            while True:
+                await may_post.wait()
+                if self._has_room():
+                    return
+                await asyncio.sleep(_POLL_S)
+
+    def with_room(self, engines: Sequence[EngineLoad]) -> Sequence[EngineLoad]:
+        """Return the engines with room or of unknown room; all of them if that is none."""
+        found = [e for e in engines if self._is_free(self._room.free(e.address.url))]
+        return found or engines
+
+    def take(self, engine: EngineLoad, num_tokens: int) -> None:
+        """Count a request of so many tokens that goes to `engine`."""
+        self._room.take(engine.address.url, num_tokens / self._kv_len)
+
+    def _has_room(self) -> bool:
+        # Whatever the engines say, one request goes on: they may count what nobody uses any more.
+        is_idle = not any(engine.num_in_flight for engine in self._engines)
+        return is_idle or self._is_free(self._room.most_free())
+
+    def _is_free(self, share: float | None) -> bool:
+        return share is None or share >= self._min_free

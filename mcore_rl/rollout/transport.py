@@ -12,6 +12,7 @@ import orjson
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import admin_headers, user_headers
+from mcore_rl.rollout.engine_room import ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.request import Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
@@ -55,6 +56,10 @@ class EngineTransport(Protocol):
 
     async def abort(self, engine: EngineAddress, rid: str) -> None:
         """Have the engine end one request, as `abort_all` ends all."""
+        ...
+
+    async def free_kv(self, engine: EngineAddress) -> float | None:
+        """Return the free share of the engine's KV cache, 0 to 1; None: it does not tell."""
         ...
 
 
@@ -126,6 +131,10 @@ class HttpTransport:
     async def abort(self, engine: EngineAddress, rid: str) -> None:
         """See EngineTransport."""
         await self._abort(engine, {"rid": rid})
+
+    async def free_kv(self, engine: EngineAddress) -> float | None:
+        """See EngineTransport."""
+        return await ask_free_kv(self._http, engine)
 
     async def _abort(self, engine: EngineAddress, body: dict[str, Any]) -> None:
         timeout = aiohttp.ClientTimeout(_ABORT_S)

@@ -97,6 +97,15 @@ class SimulatedEngine:
             self._forget(request)
         return request.spans(response_len)
 
+    @property
+    def free_kv(self) -> float:
+        """The free share of the KV cache, as rollout.engine_room reads it off SGLang's loads."""
+        self._advance()
+        used = self._speed.kv_capacity - self._kv.free
+        waiting = sum(request.prompt_len + request.num_generated for request in self._waiting)
+        to_come = len(self._waiting) * used / max(len(self._running), 1)
+        return max(0.0, 1.0 - (used + waiting + to_come) / self._speed.kv_capacity)
+
     def abort_all(self) -> None:
         self._end_all(lambda: AbortedError("the engine aborted it: asked to"))
 

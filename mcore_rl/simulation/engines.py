@@ -59,6 +59,9 @@ class SimulatedTransport:
     async def abort_all(self, engine: EngineAddress) -> None:
         self._engines[engine.url].abort_all()
 
+    async def free_kv(self, engine: EngineAddress) -> float | None:
+        return self._engines[engine.url].free_kv
+
 
 def _sample(request: Request, versions: tuple[VersionSpan, ...], reason: str) -> Sample:
     """Return a sample of which only the lengths count."""

@@ -16,12 +16,13 @@ from transformers import Qwen3MoeForCausalLM
 from mcore_rl.config import RolloutConfig, ServedModelConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.ports import find_free_port
-from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.served_endpoint import ServedEndpoint
+from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.teacher import Teacher
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
@@ -112,6 +113,26 @@ def test_logprobs_equal_transformers(engine, model):
         sampling = Sampling(max_response_len=24, temperature=temperature, seed=0)
         samples = generate(client_of(engine), prompts, 2, sampling)
         assert logprob_error(model, samples, temperature) < 1e-4
+
+
+def test_an_engine_tells_how_much_of_its_kv_cache_is_free(engine):
+    """All of it when idle, less by at least their tokens while requests run."""
+    client = client_of(engine)
+    sampling = Sampling(max_response_len=400, seed=0)
+
+    async def ask() -> list[float | None]:
+        async with asyncio.timeout(60), client.open() as session:
+            told = [await session.transport.free_kv(address(engine))]
+            work = asyncio.create_task(session.generate(make_prompts(24), 2, sampling))
+            while not work.done():
+                told.append(await session.transport.free_kv(address(engine)))
+                await asyncio.sleep(0.01)
+            await work
+            return told
+
+    first, *others = asyncio.run(ask())
+    assert first == 1.0
+    assert min(share for share in others if share is not None) < 0.99
 
 
 def test_a_teacher_scores_the_tokens_of_others_also_where_one_of_its_engines_is_lost(engine, model):

@@ -3,25 +3,36 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_room import EngineRoom
+from mcore_rl.rollout.engine_load import EngineLoad
+from mcore_rl.rollout.engine_room import EngineRoom, KvAdmission, ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
 
 DEADLINE_S = 30.0
 
 
 @asynccontextmanager
-async def serve(usages: list[float]) -> AsyncIterator[EngineAddress]:
-    """Serve SGLang's /v1/loads with the usage of each data-parallel rank; none: an error."""
+async def serve(usages: list[float], num_waiting: int = 0) -> AsyncIterator[EngineAddress]:
+    """Serve SGLang's /v1/loads with the usage of each data-parallel rank; none: an error.
+
+    Of a cache of 8 tokens; two requests run, those that wait have one token each.
+    """
 
     async def loads(request: web.Request) -> web.Response:
         if not usages:
             return web.json_response({"detail": "no"}, status=500)
-        return web.json_response({"loads": [{"token_usage": usage} for usage in usages]})
+        load = {"max_total_num_tokens": 8, "num_running_reqs": 2, "num_waiting_reqs": num_waiting}
+        loads = [
+            {**load, "num_used_tokens": 8 * usage, "num_total_tokens": 8 * usage + num_waiting}
+            for usage in usages
+        ]
+        return web.json_response({"loads": loads})
 
     app = web.Application()
     app.router.add_get("/v1/loads", loads)
@@ -45,7 +56,7 @@ def test_the_engine_with_most_room_counts_by_its_fullest_rank() -> None:
             aiohttp.ClientSession() as http,
         ):
             health = EngineHealth([one.url, two.url])
-            room = EngineRoom(http, [one, two], health, every_s=0.01)
+            room = EngineRoom(partial(ask_free_kv, http), [one, two], health, every_s=0.01)
             assert room.most_free() is None
             watching = asyncio.create_task(room.watch())
             await until_free(room, 0.25)
@@ -67,3 +78,98 @@ def test_the_engine_with_most_room_counts_by_its_fullest_rank() -> None:
 async def until_free(room: EngineRoom, share: float | None) -> None:
     while room.most_free() != share:
         await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(("num_waiting", "free"), [(0, 0.75), (2, 0.25), (4, 0.0)])
+def test_requests_that_wait_in_an_engine_count_as_running_ones_do(
+    num_waiting: int, free: float
+) -> None:
+    async def run() -> None:
+        async with serve([0.25], num_waiting) as engine, aiohttp.ClientSession() as http:
+            assert await ask_free_kv(http, engine) == free
+
+    asyncio.run(run())
+
+
+ADDRESSES = [EngineAddress(f"http://e-{n}", "") for n in range(2)]
+
+
+class Told:
+    """Engines that tell what `free` says."""
+
+    def __init__(self, *free: float | None) -> None:
+        self.free = dict(zip(ADDRESSES, free, strict=True))
+        health = EngineHealth([address.url for address in ADDRESSES])
+        self.room = EngineRoom(self.ask, ADDRESSES, health, every_s=0.01)
+        self.loads = [EngineLoad(address) for address in ADDRESSES]
+
+    async def ask(self, engine: EngineAddress) -> float | None:
+        return self.free[engine]
+
+    @asynccontextmanager
+    async def admission(self, min_free: float, kv_len: int) -> AsyncIterator[KvAdmission]:
+        watching = asyncio.create_task(self.room.watch())
+        while self.room.most_free() is None:
+            await asyncio.sleep(0.001)
+        yield KvAdmission(self.room, self.loads, min_free, kv_len)
+        watching.cancel()
+
+
+def test_requests_go_to_engines_with_room_and_count_there_until_the_engine_tells_again() -> None:
+    told = Told(0.5, 0.125)
+
+    async def run() -> None:
+        async with told.admission(0.25, kv_len=8) as admission:
+            first, second = told.loads
+            assert admission.with_room([first, second]) == [first]
+            assert admission.with_room([second]) == [second]
+            admission.take(first, 2)
+            assert told.room.free(first.address.url) == 0.25
+            admission.take(first, 1)
+            assert admission.with_room([first, second]) == [first, second]
+            told.free[second.address] = None
+            await until_free(told.room, None)
+            assert admission.with_room([first, second]) == [first, second]
+            assert told.room.free(first.address.url) == 0.5
+
+    asyncio.run(run())
+
+
+def test_requests_wait_in_their_order_until_an_engine_has_room() -> None:
+    told = Told(0.125, 0.0)
+    begun: list[int] = []
+
+    async def run() -> None:
+        may_post = asyncio.Event()
+        may_post.set()
+        async with asyncio.timeout(DEADLINE_S), told.admission(0.25, kv_len=1) as admission:
+
+            async def post(number: int) -> None:
+                await admission.wait(may_post)
+                begun.append(number)
+                admission.take(told.loads[0], 1)
+
+            with told.loads[1].request():
+                waiting = [asyncio.create_task(post(number)) for number in range(3)]
+                await asyncio.sleep(0.1)
+                assert begun == []
+                told.free[ADDRESSES[0]] = 1.0
+                await asyncio.gather(*waiting)
+            assert begun == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+def test_one_request_goes_on_where_no_engine_has_room_and_none_while_posts_are_held() -> None:
+    told = Told(0.0, 0.0)
+
+    async def run() -> None:
+        may_post = asyncio.Event()
+        async with asyncio.timeout(DEADLINE_S), told.admission(0.25, kv_len=1) as admission:
+            waiting = asyncio.create_task(admission.wait(may_post))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            may_post.set()
+            await waiting
+
+    asyncio.run(run())

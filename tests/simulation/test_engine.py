@@ -39,6 +39,24 @@ def test_one_request_takes_its_prefill_and_the_sum_of_its_steps(loop: VirtualLoo
     assert loop.time() == pytest.approx(100 * 1e-4 + steps, rel=1e-9)
 
 
+def test_it_tells_the_free_share_of_its_cache_with_what_waits_as_taken(loop: VirtualLoop) -> None:
+    engine = engine_of(loop, replace(SPEED, kv_capacity=1000, fixed_s=[0.0, 0.01]))
+
+    async def ask() -> None:
+        assert engine.free_kv == 1.0
+        running = asyncio.ensure_future(engine.sample(1, 100, 400, 400))
+        await asyncio.sleep(0.5)
+        alone = engine.free_kv
+        assert 0.5 < alone < 0.9  # its prompt, and what it has drawn
+        waiting = asyncio.ensure_future(engine.sample(2, 200, 400, 400))
+        await asyncio.sleep(1e-6)
+        assert engine.free_kv == pytest.approx(alone - 0.2 - (1 - alone), abs=1e-3)
+        await asyncio.gather(running, waiting)
+        assert engine.free_kv == pytest.approx(1.0)
+
+    loop.run_until_complete(ask())
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_many_requests_end_when_they_do_token_by_token(loop: VirtualLoop, seed: int) -> None:
     draw = random.Random(seed)

@@ -35,6 +35,7 @@ class FakeSGLang:
     num_free   so many requests for samples are answered at once; others wait for `resume`
     calls      (path, JSON body) of all requests but those for samples
     sampled    JSON bodies of the requests for samples, in the order of arrival
+    free_kv    what it tells of its KV cache, in tokens of a hundred; None: nothing
     """
 
     def __init__(self, loop: EventLoop, version: int = 0) -> None:
@@ -43,6 +44,7 @@ class FakeSGLang:
         self.sampled: list[Mapping[str, Any]] = []
         self.answer: Callable[[Mapping[str, Any]], Route | None] = lambda body: None
         self.num_free = 1_000_000
+        self.free_kv: int | None = None
         self._loop = loop
         self.url = loop.run(self._start())
         self.address = EngineAddress(self.url, "fake.log")
@@ -52,6 +54,7 @@ class FakeSGLang:
         self._is_aborting = False
         app = web.Application()
         app.router.add_post("/generate", self._generate)
+        app.router.add_get("/v1/loads", self._loads)
         app.router.add_post("/{path:.*}", self._other)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
@@ -80,6 +83,14 @@ class FakeSGLang:
         if route is not None:
             return _response(route)
         return web.json_response(sampled_answer(body, self.version))
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        if self.free_kv is None:
+            return web.json_response({}, status=404)
+        used = 100 - self.free_kv
+        load = {"num_running_reqs": 1, "num_waiting_reqs": 0, "num_used_tokens": used}
+        load |= {"num_total_tokens": used, "max_total_num_tokens": 100}
+        return web.json_response({"loads": [load]})
 
     async def _other(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else None

@@ -18,11 +18,12 @@ from mcore_rl.cluster.episode_sampling import turn_sampler
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.batch import make_train_batch, split_by_lens
 from mcore_rl.data.episodes import sample_of_episode
-from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.session import RolloutSession
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Sample, TrainBatch
 from tests.support.chat_templates import FAMILIES, stop_ids
