@@ -126,6 +126,9 @@ class TrainConfig(Options, group="train"):
     """Optimizer steps per pass over a rollout."""
     epochs: int = bounded(1, least=1)
     """Passes over a rollout."""
+    share_prefixes: bool = False
+    """Compute what sequences of a micro-batch have in common at their beginning once: the prompt
+    of a group's samples, the turns before a fork (docs/packing.md)."""
     recompute: str = "none"
     """Parts that the backward pass computes again instead of keeping them. none; full: whole
     layers; modules by megatron-core's names, joined by "+": layernorm, moe_act, moe,

@@ -3,6 +3,8 @@
 import heapq
 from collections.abc import Sequence
 
+from mcore_rl.data.shared_prefixes import Sharing
+
 
 def plan_microbatches(
     lens_N: Sequence[int], dp_size: int, max_tokens: int, multiple_of: int = 1
@@ -17,7 +19,68 @@ def plan_microbatches(
 
     Raises ValueError if a sequence is longer than `max_tokens`.
     """
+    _check_fits(lens_N, max_tokens)
     unit = dp_size * multiple_of
+    num_bins = -(-_first_fit(lens_N, max_tokens) // unit) * unit
+    while (bins := _spread(lens_N, num_bins, max_tokens)) is None:
+        num_bins += unit
+    return _deal(bins, lens_N, dp_size)
+
+
+def plan_shared_microbatches(
+    lens_N: Sequence[int],
+    sharing: Sharing,
+    dp_size: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+) -> list[list[list[int]]]:
+    """Do as `plan_microbatches` where common beginnings within a micro-batch count once.
+
+    Sequences that share stay together in pieces of a micro-batch. Of several sizes of pieces the
+    one with the fewest tokens on the fullest rank is taken.
+    """
+    _check_fits(lens_N, max_tokens)
+    plans = []
+    most = max_tokens
+    while not plans or 2 * most > max(lens_N):
+        pieces = _pieces(lens_N, sharing, most)
+        costs = [cost for cost, _ in pieces]
+        plan = plan_microbatches(costs, dp_size, max_tokens, multiple_of)
+        fullest = max(sum(costs[k] for part in rank for k in part) for rank in plan)
+        plans.append((fullest, len(plan[0]), pieces, plan))
+        most //= 2
+    _, _, pieces, plan = min(plans, key=lambda found: found[:2])
+    return [[[n for k in part for n in pieces[k][1]] for part in rank] for rank in plan]
+
+
+def _pieces(lens_N: Sequence[int], sharing: Sharing, most: int) -> list[tuple[int, list[int]]]:
+    """Return (tokens to compute, sequences) of pieces of at most `most` tokens.
+
+    Only a sequence that is longer by itself makes a longer piece.
+    """
+    children: list[list[int]] = [[] for _ in lens_N]
+    for n in reversed(sharing.order):
+        if sharing.parents[n] >= 0:
+            children[sharing.parents[n]].append(n)
+    pieces: list[tuple[int, list[int]]] = []
+    for root in sharing.order:
+        if sharing.parents[root] >= 0:
+            continue
+        cost, piece, to_visit = 0, list[int](), [root]
+        while to_visit:
+            n = to_visit.pop()
+            to_visit += children[n]
+            own = lens_N[n] - (sharing.starts[n] if sharing.parents[n] in piece else 0)
+            if piece and cost + own > most:
+                pieces.append((cost, piece))
+                cost, piece, own = 0, [], lens_N[n]
+            cost += own
+            piece.append(n)
+        pieces.append((cost, piece))
+    return pieces
+
+
+def _check_fits(lens_N: Sequence[int], max_tokens: int) -> None:
     longest = max(range(len(lens_N)), key=lambda i: lens_N[i])
     if lens_N[longest] > max_tokens:
         raise ValueError(
@@ -25,10 +88,6 @@ def plan_microbatches(
             f" train.max_tokens_per_microbatch={max_tokens}: raise it or shorten prompts or"
             " responses"
         )
-    num_bins = -(-_first_fit(lens_N, max_tokens) // unit) * unit
-    while (bins := _spread(lens_N, num_bins, max_tokens)) is None:
-        num_bins += unit
-    return _deal(bins, lens_N, dp_size)
 
 
 def _by_len(lens_N: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mcore_rl.algo.aggregation import sequence_weights
+from mcore_rl.data.shared_prefixes import MIN_SHARED, Sharing, parents_first
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.types import Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
@@ -24,6 +25,8 @@ _BY_SEQUENCE = (
     "group_N",
     "index_N",
     "sampled_lens_N",
+    "parent_N",
+    "start_N",
     "sample_N",
     "is_trained_N",
     "loss_weights_N",
@@ -39,6 +42,7 @@ def make_stored_batch(
     if not present:
         raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
     sequences = [(n, sample.lease, row) for n, sample in enumerate(present) for row in sample.rows]
+    parents, starts = _shared(present)
     has_experts = all(sample.has_experts for sample in present)
     are_episodes = any(sample.episode_rows for sample in present)
     batch = StoredBatch(
@@ -48,11 +52,33 @@ def make_stored_batch(
         sampled_lens_N=np.array([row.num_trained for _, _, row in sequences]),
         lens_N=tuple(row.num_tokens for _, _, row in sequences),
         is_trained_N=np.ones(len(sequences), np.bool_),
+        parent_N=np.array(parents),
+        start_N=np.array(starts),
         sample_N=np.array([n for n, _, _ in sequences]) if are_episodes else None,
         version=version,
         routed_experts_TLK=ROUTED_EXPERTS if has_experts else None,
     )
     return replace(batch, **OF_EPISODES) if are_episodes else batch
+
+
+def _shared(samples: Sequence[StoredSample]) -> tuple[list[int], list[int]]:
+    """Return RowFacts.parent and start of each row; responses follow the one before of the prompt.
+
+    Rows of a group are neighbors.
+    """
+    parents, starts = [], []
+    before: tuple[int, int, int] | None = None
+    for sample in samples:
+        for row in sample.rows:
+            parent, start = row.parent, row.start
+            prompt_len = len(sample.prompt.token_ids)
+            own = (sample.lease.store, sample.lease.group, row.index)
+            if not sample.episode_rows and before and before[:2] == own[:2]:
+                parent, start = (before[2], prompt_len - 1) if prompt_len >= MIN_SHARED else (-1, 0)
+            parents.append(parent)
+            starts.append(start)
+            before = own
+    return parents, starts
 
 
 def select_stored(batch: StoredBatch, indices: Sequence[int]) -> StoredBatch:
@@ -87,6 +113,27 @@ def with_stored_weights(batch: StoredBatch, aggregation: str, max_response_len: 
     sample_N = None if batch.sample_N is None else torch.from_numpy(batch.sample_N)
     weights_N = sequence_weights(aggregation, trained_N, max_response_len, sample_N)
     return replace(batch, loss_weights_N=weights_N.numpy())
+
+
+def stored_sharing(batch: StoredBatch) -> Sharing:
+    """Return what the rows of the batch share, of what is known of them.
+
+    A row whose parent is not in the batch counts as one without.
+    """
+    if batch.parent_N is None or batch.start_N is None:
+        num_rows = len(batch.lens_N)
+        return Sharing((-1,) * num_rows, (0,) * num_rows, tuple(range(num_rows)))
+    keys = zip(batch.store_N.tolist(), batch.group_N.tolist(), batch.index_N.tolist(), strict=True)
+    place = {key: n for n, key in enumerate(keys)}
+    parents = [
+        place.get((store, group, parent), -1)
+        for (store, group, _), parent in zip(place, batch.parent_N.tolist(), strict=True)
+    ]
+    starts = [
+        start if parent >= 0 else 0
+        for start, parent in zip(batch.start_N.tolist(), parents, strict=True)
+    ]
+    return Sharing(tuple(parents), tuple(starts), parents_first(parents))
 
 
 def trained_lens(batch: StoredBatch) -> Array:

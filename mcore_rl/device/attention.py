@@ -12,11 +12,22 @@ longest sequence in a bucket.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class MaskType(Enum):
+    """A mask type of Transformer Engine that megatron-core's AttnMaskType lacks."""
+
+    padding_causal_bottom_right = "padding_causal_bottom_right"
+
+
+BOTTOM_RIGHT = MaskType.padding_causal_bottom_right
+"""Causal attention of packed sequences with more keys than queries: the last sees the last."""
 
 MAX_PADDING = 1.5
 """Largest ratio of padded to real tokens in a bucket; more padding costs more than another call."""
@@ -56,6 +67,33 @@ def packed_attention(
     if len(outs) == 1:
         return outs[0]
     return torch.cat(outs).index_select(0, torch.argsort(torch.cat(rows)))
+
+
+def bottom_right_attention(
+    q_Thd: Tensor,
+    k_Khd: Tensor,
+    v_Khd: Tensor,
+    lens_N: tuple[int, ...],
+    key_lens_N: tuple[int, ...],
+    form: Form,
+) -> Tensor:
+    """Return the attention of sequences whose last `lens_N` of `key_lens_N` tokens are queries.
+
+    The result is [T, h * d].
+    """
+    parts = zip(q_Thd.split(lens_N), k_Khd.split(key_lens_N), v_Khd.split(key_lens_N), strict=True)
+    return torch.cat([_of_last(q, k, v, form) for q, k, v in parts])
+
+
+def _of_last(q_Lhd: Tensor, k_Khd: Tensor, v_Khd: Tensor, form: Form) -> Tensor:
+    """Return the attention of a sequence's last L tokens to all K, [L, h * d]."""
+    num_queries, num_keys = len(q_Lhd), len(k_Khd)
+    if num_queries == num_keys:
+        return _causal(q_Lhd[None], k_Khd[None], v_Khd[None], form)[0]
+    position_K = torch.arange(num_keys, device=q_Lhd.device)
+    mask_LK = _sees(position_K[num_keys - num_queries :], position_K, form)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_Lhd, k_Khd, v_Khd))
+    return _masked(q, k, v, mask_LK, form)[0].transpose(0, 1).flatten(1)
 
 
 def _causal(q_NLhd: Tensor, k_NLhd: Tensor, v_NLhd: Tensor, form: Form) -> Tensor:

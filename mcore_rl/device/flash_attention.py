@@ -39,14 +39,30 @@ class TorchFlash:
     """The flash attention that comes with torch, in half precision on CUDA.
 
     cu_seqlens_N1   int32, cumulative lengths of the sequences
-    max_len         longest of them
+    cu_keys_N1      the same of their keys; the last query of a sequence sees its last key
+    max_len         most queries of a sequence
+    max_keys        most keys
     window          number of earlier tokens that a token sees; None means all
     """
 
     cu_seqlens_N1: Tensor
+    cu_keys_N1: Tensor
     max_len: int
+    max_keys: int
     scale: float
     window: int | None = None
+
+    @staticmethod
+    def of(params: Any, scale: float, window: int | None) -> "TorchFlash":
+        """Take the lengths of megatron-core's PackedSeqParams."""
+        return TorchFlash(
+            params.cu_seqlens_q,
+            params.cu_seqlens_kv,
+            params.max_seqlen_q,
+            params.max_seqlen_kv,
+            scale,
+            window,
+        )
 
     def forward(self, q_Thd: Tensor, k_Tgd: Tensor, v_Tgd: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Run the kernel; the state is what its backward pass wants back."""
@@ -64,7 +80,7 @@ class TorchFlash:
         )
 
     def _lens(self) -> tuple[Tensor, Tensor, int, int]:
-        return self.cu_seqlens_N1, self.cu_seqlens_N1, self.max_len, self.max_len
+        return self.cu_seqlens_N1, self.cu_keys_N1, self.max_len, self.max_keys
 
     def _options(self) -> dict[str, Any]:
         if self.window is None:

@@ -42,7 +42,7 @@ def error_of_sinks(window: int | None) -> float:
     made = [torch.randn(shape, generator=generator).bfloat16().cuda() for shape in shapes]
     q, k, v, sinks_h = (tensor.requires_grad_() for tensor in made)
     cu_seqlens_N1 = torch.tensor((0, *lens_N), device="cuda").cumsum(0).int()
-    kernel = TorchFlash(cu_seqlens_N1, max(lens_N), scale, window)
+    kernel = TorchFlash(cu_seqlens_N1, cu_seqlens_N1, max(lens_N), max(lens_N), scale, window)
     out = flash_attention(q, k, v, sinks_h, kernel).flatten(1)
     q32, k32, v32, sinks32_h = (tensor.detach().float().requires_grad_() for tensor in made)
     exact = packed_attention(q32, k32, v32, lens_N, Form(scale, window, sinks32_h))

@@ -28,7 +28,13 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from mcore_rl.device.attention import Form, context_parallel_attention, packed_attention
+from mcore_rl.device.attention import (
+    BOTTOM_RIGHT,
+    Form,
+    bottom_right_attention,
+    context_parallel_attention,
+    packed_attention,
+)
 from mcore_rl.device.flash_attention import TorchFlash, fits_flash, flash_attention
 
 
@@ -89,17 +95,22 @@ class DotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """query, key, value [T, h, d] of this context-parallel rank -> [T, h * d]."""
+        """query, key, value [T, h, d] of this context-parallel rank -> [T, h * d].
+
+        With the mask type BOTTOM_RIGHT, sequences may have more keys than queries.
+        """
         assert packed_seq_params is not None and packed_seq_params.qkv_format == "thd", (
             "only packed sequences"
         )
         assert attention_bias is None and attention_mask is None
         if self.cp_group.size() == 1 and fits_flash(query, value):
-            cu_seqlens, max_len = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            kernel = TorchFlash(cu_seqlens, max_len, self.softmax_scale, self.window)
+            kernel = TorchFlash.of(packed_seq_params, self.softmax_scale, self.window)
             return flash_attention(query, key, value, self.softmax_offset, kernel).flatten(1)
         lens_N = tuple(packed_seq_params.cu_seqlens_q.diff().tolist())
         form = Form(self.softmax_scale, self.window, self.softmax_offset)
+        if attn_mask_type is BOTTOM_RIGHT:
+            key_lens_N = tuple(packed_seq_params.cu_seqlens_kv.diff().tolist())
+            return bottom_right_attention(query, key, value, lens_N, key_lens_N, form)
         if self.cp_group.size() == 1:
             return packed_attention(query, key, value, lens_N, form)
         key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)

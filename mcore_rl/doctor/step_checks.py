@@ -192,7 +192,7 @@ def grpo() -> Figures:
         trainer = PackedTrainer(
             LocalRank(rank, config),
             RunFolder(folder / "run"),
-            packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
+            packing=Packing.of(config.parallel, config.train),
             temperature=1.0,
             checkpoint=config.checkpoint,
         )

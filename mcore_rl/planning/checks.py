@@ -4,18 +4,22 @@ from mcore_rl.algo.choice import needs_of
 from mcore_rl.config import Config, DataConfig, ParallelConfig, RolloutConfig, TrainConfig
 from mcore_rl.planning.deployment import engine_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
-from mcore_rl.slices.layouts.check import check_layout
+from mcore_rl.slices.layouts.check import check_layout, check_sharing
 from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 
 
 def check_sizes(config: Config, policy: ModelFacts) -> None:
     """Raise ValueError if a layout does not divide the model, or sequences are too long.
 
-    Likewise if the ranks of a tensor-parallel group do not fit one host.
+    Likewise if sequences cannot share their beginnings and should, or the ranks of a tensor-parallel group do not fit one host.
     """
     check_layout(policy.config, config.parallel)
     _check_hosts(config.parallel, "parallel", config.plan.ranks_per_host)
+    if config.train.share_prefixes:
+        check_sharing(policy.config, config.parallel)
     if needs_of(config.algorithm).critic:
+        if config.train.share_prefixes:
+            check_sharing(policy.config, config.critic.parallel, "critic.parallel")
         check_layout(policy.config, config.critic.parallel, "critic.parallel")
         _check_hosts(config.critic.parallel, "critic.parallel", config.plan.ranks_per_host)
     check_lens(config.data, config.rollout, config.train, policy)

@@ -10,10 +10,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from mcore_rl.config import CheckpointConfig, ParallelConfig
+from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.data.batch import make_filler, select_each, tokens_of
-from mcore_rl.data.packing import plan_microbatches
-from mcore_rl.data.stored_batch import in_parts
+from mcore_rl.data.packing import plan_microbatches, plan_shared_microbatches
+from mcore_rl.data.shared_prefixes import sharing_of
+from mcore_rl.data.stored_batch import in_parts, stored_sharing
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.process.clock import now_s
 from mcore_rl.run_folder import RunFolder
@@ -74,19 +75,28 @@ class Packing:
     dp_size       data-parallel coordinates, each of which gets as many micro-batches as the others
     multiple_of   the number of micro-batches is a multiple of this; interleaved pipelines need one
     max_tokens    of one micro-batch
+    shares        beginnings that sequences of a micro-batch have in common count once
     """
 
     dp_size: int
     multiple_of: int
     max_tokens: int
+    shares: bool = False
 
     @staticmethod
-    def of(parallel: ParallelConfig, max_tokens: int) -> "Packing":
-        return Packing(parallel.dp_size, parallel.pp if parallel.vpp else 1, max_tokens)
+    def of(parallel: ParallelConfig, train: TrainConfig) -> "Packing":
+        multiple_of = parallel.pp if parallel.vpp else 1
+        max_tokens = train.max_tokens_per_microbatch
+        return Packing(parallel.dp_size, multiple_of, max_tokens, train.share_prefixes)
 
     def plan(self, batch: AnyBatch) -> list[list[list[int]]]:
         """Return the sequence indices of each micro-batch, by data-parallel coordinate."""
-        return plan_microbatches(batch.lens_N, self.dp_size, self.max_tokens, self.multiple_of)
+        limits = (self.dp_size, self.max_tokens, self.multiple_of)
+        if not self.shares:
+            return plan_microbatches(batch.lens_N, *limits)
+        is_stored = isinstance(batch, StoredBatch)
+        sharing = stored_sharing(batch) if is_stored else sharing_of(batch)
+        return plan_shared_microbatches(batch.lens_N, sharing, *limits)
 
 
 class PackedTrainer:

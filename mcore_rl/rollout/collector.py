@@ -13,11 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from mcore_rl.data.episodes import metrics_of
 from mcore_rl.data.sample_store import SampleStore
+from mcore_rl.data.shared_prefixes import find_sharing, first_of
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine_health import EngineHealth
@@ -263,9 +264,15 @@ def _has_experts(sample: Sample) -> bool:
 
 def _episode_rows(samples: Sequence[Sample]) -> tuple[tuple[RowFacts, ...], ...]:
     """Return the facts of each episode's rows, numbered through the group; () of other samples."""
-    numbers = count()
-    return tuple(
-        tuple(RowFacts(next(numbers), len(row.token_ids), row.num_trained) for row in episode.rows)
-        for episode in (sample.episode for sample in samples)
-        if episode is not None
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    rows = [row for episode in episodes for row in episode.rows]
+    sharing = find_sharing([row.token_ids for row in rows], [first_of(r.is_trained) for r in rows])
+    facts = map(
+        RowFacts,
+        count(),
+        [len(row.token_ids) for row in rows],
+        [row.num_trained for row in rows],
+        sharing.parents,
+        sharing.starts,
     )
+    return tuple(tuple(islice(facts, len(episode.rows))) for episode in episodes)

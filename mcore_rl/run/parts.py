@@ -55,7 +55,7 @@ def pack(
     return PackedTrainer(
         trainer,
         folder,
-        packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
+        packing=Packing.of(config.parallel, config.train),
         temperature=temperature,
         checkpoint=config.checkpoint,
         speed=TrainSpeed(ModelFlops.of(policy), config.parallel.world_size, trainer.peak_flops()),
@@ -66,7 +66,7 @@ def make_critic(config: Config, started: Started, folder: RunFolder) -> Critic |
     """Return the critic of the loop; None if the run has none."""
     if started.critic is None:
         return None
-    packing = Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch)
+    packing = Packing.of(config.critic.parallel, config.train)
     critic = PackedCritic(started.critic, folder, packing=packing, checkpoint=config.checkpoint)
     return SharingCritic(critic, started.gpus) if config.critic.colocated else critic
 

@@ -140,7 +140,7 @@ class SimulatedRun:
             packed = PackedTrainer(
                 self.trainer,
                 self._folder,
-                packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
+                packing=Packing.of(config.parallel, config.train),
                 temperature=config.rollout.temperature,
                 checkpoint=config.checkpoint,
             )
@@ -227,7 +227,7 @@ class SimulatedRun:
         critic = PackedCritic(
             self.critic,
             self._folder,
-            packing=Packing.of(config.critic.parallel, config.train.max_tokens_per_microbatch),
+            packing=Packing.of(config.critic.parallel, config.train),
             checkpoint=config.checkpoint,
         )
         return SharingCritic(critic, self._gpus) if config.critic.colocated else critic

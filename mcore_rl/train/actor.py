@@ -154,12 +154,15 @@ def _token_scores(
 ) -> list[TokenScores]:
     """Bring scores of all context-parallel ranks into the micro-batches' order; collective."""
     targets_T = [batch.targets_T for batch in batches]
+    twins_T = [batch.twins_T for batch in batches]
 
     def gathered(values_T: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         present = [value for value in values_T if value is not None]
-        return gather_tokens(present, targets_T, nums_tokens) if present else values_T
+        return gather_tokens(present, targets_T, nums_tokens, twins_T) if present else values_T
 
-    logprobs_T = gather_tokens([r["logprobs"].float() for r in reports], targets_T, nums_tokens)
+    logprobs_T = gather_tokens(
+        [r["logprobs"].float() for r in reports], targets_T, nums_tokens, twins_T
+    )
     flips_T = gathered([record.flips_T for record in records])
     squares_T = gathered([report["sum_squares"] for report in reports])
     experts_TLK = [
@@ -177,7 +180,9 @@ def _experts(batch: RankBatch, num_tokens: int, experts_TLK: Tensor | None) -> T
     """
     if experts_TLK is None:
         return None
-    [gathered_TLK] = gather_tokens([experts_TLK.int()], [batch.sources_T], [num_tokens])
+    [gathered_TLK] = gather_tokens(
+        [experts_TLK.int()], [batch.sources_T], [num_tokens], [batch.twins_T]
+    )
     return (gathered_TLK - 1).to(torch.int16)
 
 

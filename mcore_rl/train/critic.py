@@ -47,6 +47,7 @@ class CriticModel(TrainedModel):
             [report["values"].float() for report in reports],
             [batch.targets_T for batch in batches],
             [len(microbatch.token_ids_T) for microbatch in microbatches],
+            [batch.twins_T for batch in batches],
         )
         return values if rank_coordinate().owns_output else None
 

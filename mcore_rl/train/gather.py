@@ -12,13 +12,17 @@ from mcore_rl.device import device
 
 
 def gather_tokens(
-    locals_T: Sequence[Tensor], indices_T: Sequence[Tensor], nums_tokens: Sequence[int]
+    locals_T: Sequence[Tensor],
+    indices_T: Sequence[Tensor],
+    nums_tokens: Sequence[int],
+    twins_T: Sequence[Tensor | None],
 ) -> list[Tensor]:
     """Return the values of all context-parallel ranks in the order of each micro-batch.
 
     There is an entry per micro-batch; each result is [num_tokens, ...] on the CPU of every one of
     these ranks. Value i goes to token index_T[i], and is left out if that is -1; further axes may
-    follow T. All micro-batches travel together, so the host waits for the device once.
+    follow T. All micro-batches travel together, so the host waits for the device once. `twins_T`
+    are SharedRows.twins_T of each micro-batch; None where each token has a value of its own.
 
         index_T   rank 0:  1 2 - -    rank 1:  3 4        "-" is -1
         result    0 a b c d           of values a b . .   and c d
@@ -40,4 +44,5 @@ def gather_tokens(
         on_gpu = whole_T.to(device())
         dist.all_reduce(on_gpu, group=group)
         whole_T = on_gpu.cpu()
-    return list(whole_T.split(list(nums_tokens)))
+    parts = zip(whole_T.split(list(nums_tokens)), twins_T, strict=True)
+    return [values if twins is None else values[twins] for values, twins in parts]

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_rl.data.shared_prefixes import sharing_of
 from mcore_rl.device import on_device
+from mcore_rl.train.shared_rows import SharedRows, lay_out_shared
 from mcore_rl.train.vision.places import ImageTokens
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
 from mcore_rl.types import OwnExperts, TrainBatch
@@ -39,12 +41,14 @@ class RankBatch:
     targets_T            int64, index of the predicted token in the whole micro-batch; -1 for none
     cu_seqlens_N1        int32, cumulative padded lengths of whole sequences, not of local parts
     max_len              longest padded length of a whole sequence
-    num_tokens           real tokens on this rank; all tokens of a filler count as padding
+    num_tokens           real tokens on this rank, with those that are not computed because others
+                         stand for them; all tokens of a filler count as padding
     batch                the fields of the predicted tokens; loss_mask_T is False and loss_weights_T
                          0 where there is none
     named                the experts that the micro-batch names for its tokens, in host memory; None
                          if it names none. See `experts`
     vision               images and rotary positions; None for a model that sees text alone
+    shared               what sequences with a common beginning attend to; None: each has its own
     """
 
     tokens_T: Tensor
@@ -59,6 +63,12 @@ class RankBatch:
     batch: TrainBatch
     named: OwnExperts | None = None
     vision: RankImages | None = None
+    shared: SharedRows | None = None
+
+    @property
+    def twins_T(self) -> Tensor | None:
+        """SharedRows.twins_T; None if each token is computed."""
+        return None if self.shared is None else self.shared.twins_T
 
     @property
     def labels_T(self) -> Tensor:
@@ -98,6 +108,8 @@ class RankBatch:
         moved: dict[str, Any] = {name: _moved(getattr(self, name)) for name in read}
         if self.vision is not None:
             moved["vision"] = self.vision.on_device(images=images)
+        if self.shared is not None:
+            moved["shared"] = self.shared.on_device()
         return replace(self, batch=fields_on_device(self.batch) if targets else self.batch, **moved)
 
 
@@ -123,20 +135,29 @@ def make_rank_batch(
     tp_size: int,
     rows: int = 1,
     image_tokens: ImageTokens | None = None,
+    *,
+    share: bool = False,
 ) -> RankBatch:
     """Return the padded part of the micro-batch on context-parallel rank `cp_rank` of `cp_size`.
 
     Each of its tensor-parallel ranks gets a multiple of `rows` tokens. `image_tokens`: of a model
-    that sees images. Raises ValueError if the micro-batch has images and the model sees none, or if
-    an image has fewer placeholders than it takes.
+    that sees images. `share`: beginnings that sequences have in common are computed once, without
+    context parallelism. Raises ValueError if the micro-batch has images and the model sees none, or
+    if an image has fewer placeholders than it takes.
     """
     if image_tokens is None and batch.images is not None:
         raise ValueError(
             f"a micro-batch has {len(batch.images.grids_I3)} images, but the model sees only text:"
             " train a vision-language model, or leave the images out of the data"
         )
-    padded_N = padded_lens(batch.lens_N, cp_size, tp_size, rows)
+    sharing = sharing_of(batch) if share and cp_size == 1 else None
+    if sharing is not None and not any(sharing.starts):
+        sharing = None
+    starts_N = sharing.starts if sharing else (0,) * len(batch.lens_N)
+    computed_N = tuple(n - start for n, start in zip(batch.lens_N, starts_N, strict=True))
+    padded_N = padded_lens(computed_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
+    position_T = position_T + torch.tensor(starts_N)[sequence_T]
     first_T = torch.tensor((0, *batch.lens_N)).cumsum(0)[sequence_T]
     source_T = _indices(batch.lens_N, sequence_T, position_T)
     targets_T = _indices(batch.lens_N, sequence_T, position_T + 1)
@@ -149,15 +170,16 @@ def make_rank_batch(
         tokens_T=batch.token_ids_T[torch.where(source_T >= 0, source_T, first_T)],
         positions_T=position_T,
         sequences_T=sequence_T,
-        padding_T=None if padded_N == batch.lens_N and not batch.is_filler else ~real_T,
+        padding_T=None if padded_N == computed_N and not batch.is_filler else ~real_T,
         sources_T=own_T,
         targets_T=targets_T,
         cu_seqlens_N1=torch.tensor((0, *padded_N)).cumsum(0).int(),
         max_len=max(padded_N),
-        num_tokens=int(real_T.sum()),
+        num_tokens=0 if batch.is_filler else int(real_T.sum()) + sum(starts_N),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
         named=_named(batch),
         vision=vision,
+        shared=lay_out_shared(batch.lens_N, padded_N, sharing) if sharing else None,
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.pipeline import KnownShapes, stage_groups
+from mcore_rl.train.shared_attention import SharedSeqParams
 
 Report = dict[str, Any]
 OutputFn = Callable[[RankBatch, Tensor], tuple[Tensor, Report]]
@@ -112,13 +113,14 @@ def _report(
 
 def _packed_seq_params(batch: RankBatch) -> PackedSeqParams:
     cu_seqlens = batch.cu_seqlens_N1
-    return PackedSeqParams(
+    own = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=batch.max_len,
         max_seqlen_kv=batch.max_len,
     )
+    return own if batch.shared is None else SharedSeqParams.of(own, batch.shared)
 
 
 def _padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | None:

@@ -34,6 +34,7 @@ from mcore_rl.train.routing import Routing
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shards import local_tensors, weight_layout
+from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.stats import reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
@@ -86,6 +87,7 @@ class TrainedModel:
         if family_of(self.hf_config).has_tower:
             self._image_tokens = ImageTokens.of(self.hf_config)
             train_only(chunks, train.vision)
+        self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self.chunks = wrap_chunks(self._config, chunks, train.ddp)
         self._optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
@@ -107,10 +109,11 @@ class TrainedModel:
     def routed_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
         """Return which tokens of a micro-batch of these lengths this rank routes, int64, rising.
 
-        Context and sequence parallelism divide them among ranks. A filler has none.
+        Context and sequence parallelism divide them among ranks. A filler has none. Where
+        sequences share beginnings, the division depends on their tokens: these are all tokens.
         """
-        if not lens_N:
-            return torch.empty(0, dtype=torch.int64)
+        if not lens_N or self._shared is not None:
+            return torch.arange(sum(lens_N))
         sources_T = local_sources(lens_N, *self._rank_part())
         own_T = sources_T[self._routing.own_rows(len(sources_T))]
         return own_T[own_T >= 0].sort().values
@@ -242,11 +245,16 @@ class TrainedModel:
         chunk = unwrap_model(model)
         placed = batch.on_device(targets=chunk.post_process, images=chunk.pre_process)
         self._routing.enter(batch, placed, chunk)
+        if self._shared is not None:
+            self._shared.enter(placed)
         return placed
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
         part = self._rank_part()
-        return [make_rank_batch(batch, *part, self._image_tokens) for batch in microbatches]
+        share = self._shared is not None
+        return [
+            make_rank_batch(batch, *part, self._image_tokens, share=share) for batch in microbatches
+        ]
 
     def _rank_part(self) -> tuple[int, int, int, int]:
         """Return the arguments of make_rank_batch that say which part of a micro-batch is here."""

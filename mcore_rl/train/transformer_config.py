@@ -16,7 +16,7 @@ from mcore_rl.device.upstream import refuse_unavailable
 from mcore_rl.slices.families import family_of, rope_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import moe_layers
-from mcore_rl.slices.layouts.check import check_layout
+from mcore_rl.slices.layouts.check import check_layout, check_sharing
 
 RECOMPUTE_LAYERS = {
     "recompute_granularity": "full",
@@ -65,6 +65,10 @@ def make_transformer_config(
     if options.get("rope_type") == "rope" or yarn or options.get("mrope_section"):
         # The fused kernel for latent attention needs yarn; the one for other attention has no yarn,
         # and counts the positions of packed sequences itself.
+        settings["apply_rope_fusion"] = False
+    if train.share_prefixes:
+        check_sharing(config, parallel)
+        # The fused kernel counts the positions of sequences from 0.
         settings["apply_rope_fusion"] = False
     settings |= {**_recompute(train, options), **_typed(train.megatron)}
     transformer_config = _built(kind, settings, train.megatron)

@@ -111,6 +111,7 @@ class StoredBatch:
                                 or those that loss_mask_T names
     sample_N                    int64, as in TrainBatch
     is_trained_N                bool, False for sequences that are left out of the loss
+    parent_N, start_N           int64, RowFacts.parent and start of each row
     version                     tokens sampled from other weights are stale; None: no marks
     parts                       sequences of each micro-batch, in their order; 0 stands for a filler
     loss_weights_N, advantages_N   float32, the value at each trained token of a sequence
@@ -122,6 +123,8 @@ class StoredBatch:
     sampled_lens_N: Array
     lens_N: tuple[int, ...]
     is_trained_N: Array
+    parent_N: Array | None = None
+    start_N: Array | None = None
     sample_N: Array | None = None
     version: WeightVersion | None = None
     parts: tuple[int, ...] = ()

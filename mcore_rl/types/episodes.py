@@ -58,11 +58,17 @@ class Row:
 
 @dataclass(frozen=True)
 class RowFacts:
-    """A row as the controller knows it: its number in its group, and how many tokens it has."""
+    """A row as the controller knows it: its number in its group, and how many tokens it has.
+
+    parent   number of a row of the group whose tokens it begins with; -1: none
+    start    first token to compute if the parent is computed with it; see data/shared_prefixes.py
+    """
 
     index: int
     num_tokens: int
     num_trained: int
+    parent: int = -1
+    start: int = 0
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.packing import _first_fit, plan_microbatches
+from mcore_rl.data.packing import _first_fit, plan_microbatches, plan_shared_microbatches
+from mcore_rl.data.shared_prefixes import Sharing
 
 
 @given(
@@ -62,3 +63,47 @@ def test_a_sequence_over_the_budget_is_named() -> None:
 
 def test_fewer_sequences_than_ranks_leave_micro_batches_empty() -> None:
     assert sorted(plan_microbatches([5], 2, max_tokens=64)) == [[[]], [[0]]]
+
+
+def groups(num: int, size: int, prompt_len: int) -> Sharing:
+    """Return the sharing of `size` responses to each of `num` prompts, in chains."""
+    parents = [n - 1 if n % size else -1 for n in range(num * size)]
+    starts = [prompt_len - 1 if parent >= 0 else 0 for parent in parents]
+    return Sharing(tuple(parents), tuple(starts), tuple(range(num * size)))
+
+
+def computed(part: list[int], lens_N: list[int], sharing: Sharing) -> int:
+    """Return the tokens that a micro-batch computes."""
+    kept = sum(sharing.starts[n] for n in part if sharing.parents[n] in part)
+    return sum(lens_N[n] for n in part) - kept
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(4, 40),
+    st.lists(st.integers(1, 24), min_size=36, max_size=36),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+)
+def test_shared_plans_are_exact_and_within_budget(
+    num: int, size: int, prompt_len: int, responses: list[int], dp_size: int, multiple_of: int
+) -> None:
+    sharing = groups(num, size, prompt_len)
+    lens_N = [prompt_len + own for own in responses[: num * size]]
+    plan = plan_shared_microbatches(lens_N, sharing, dp_size, 64, multiple_of)
+    assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) % multiple_of == 0
+    parts = [part for rank in plan for part in rank]
+    assert sorted(n for part in parts for n in part) == list(range(num * size))
+    assert all(computed(part, lens_N, sharing) <= 64 for part in parts)
+
+
+def test_the_responses_of_a_prompt_stay_together_where_ranks_are_balanced() -> None:
+    """Of 8 groups of 4 with prompts of 90 tokens, a rank computes each of 2 prompts once."""
+    sharing, lens_N = groups(8, 4, 90), [100] * 32
+    plan = plan_shared_microbatches(lens_N, sharing, 4, max_tokens=260)
+    for rank in plan:
+        assert sum(computed(part, lens_N, sharing) for part in rank) == 2 * (100 + 3 * 11)
+    plan = plan_shared_microbatches(lens_N, sharing, 16, max_tokens=260)
+    loads = [sum(computed(part, lens_N, sharing) for part in rank) for rank in plan]
+    assert max(loads) <= 122  # each prompt is computed twice; 3 and 1 of its responses

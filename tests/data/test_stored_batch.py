@@ -9,10 +9,11 @@ from mcore_rl.data.stored_batch import (
     in_parts,
     make_stored_batch,
     select_stored,
+    stored_sharing,
     trained_lens,
     with_stored_weights,
 )
-from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
+from mcore_rl.types import GroupLease, Prompt, RowFacts, StoredSample, VersionSpan, WeightVersion
 
 
 def make_rows(*lens: int, has_experts: bool = True) -> list[StoredSample]:
@@ -52,3 +53,32 @@ def test_weights_count_whole_sequences() -> None:
 def test_a_batch_of_thousands_travels_in_a_few_bytes_per_sequence() -> None:
     batch = make_stored_batch(make_rows(*[5] * 4000))
     assert len(pickle.dumps(batch)) < 60 * 4000
+
+
+def test_responses_share_their_prompt_with_the_one_before() -> None:
+    prompts = [Prompt(n, tuple(range(num)), (), "unit", "") for n, num in enumerate((8, 3))]
+    spans = (VersionSpan(0, 1, WeightVersion(0)),)
+    samples = [
+        StoredSample(prompt, i, num, "stop", spans, False, GroupLease(0, prompt.index))
+        for prompt in prompts
+        for i, num in enumerate((4, 0, 2, 5))
+    ]
+    batch = make_stored_batch(samples)
+    sharing = stored_sharing(batch)
+    assert sharing.parents == (-1, 0, 1, -1, -1, -1), "three tokens are too few"
+    assert sharing.starts == (0, 7, 7, 0, 0, 0)
+    assert stored_sharing(select_stored(batch, [2, 0, 5])).parents == (-1, -1, -1)
+    chosen = stored_sharing(select_stored(batch, [2, 5, 1]))
+    assert chosen.parents == (2, -1, -1) and chosen.order == (1, 2, 0)
+
+
+def test_rows_of_episodes_share_what_their_collector_found() -> None:
+    prompt = Prompt(0, tuple(range(8)), (), "unit", "")
+    spans = (VersionSpan(0, 1, WeightVersion(0)),)
+    rows = [(RowFacts(0, 20, 5), RowFacts(1, 25, 6, 0, 12)), (RowFacts(2, 19, 4, 0, 7),)]
+    samples = [
+        StoredSample(prompt, i, 9, "done", spans, False, GroupLease(0, 3), of_sample)
+        for i, of_sample in enumerate(rows)
+    ]
+    sharing = stored_sharing(make_stored_batch(samples))
+    assert sharing.parents == (-1, 0, 0) and sharing.starts == (0, 12, 7)

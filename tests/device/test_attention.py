@@ -10,6 +10,7 @@ from torch import Tensor
 from mcore_rl.device.attention import (
     Form,
     _split_by_len,
+    bottom_right_attention,
     context_parallel_attention,
     packed_attention,
     zigzag_positions,
@@ -63,6 +64,24 @@ def test_packed_attention(lens_N: tuple[int, ...], form: Form) -> None:
         out = attend(*qkv, lens_N, form)
         (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
         results.append((out, *(x.grad for x in qkv)))
+    for got, want in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["plain", "window", "sinks", "both"])
+def test_the_last_tokens_of_sequences_see_what_they_do_in_the_whole(form: Form) -> None:
+    lens_N, key_lens_N = (3, 5, 1), (7, 5, 6)
+    ends = torch.tensor(key_lens_N).cumsum(0).tolist()
+    own = torch.cat([torch.arange(e - n, e) for e, n in zip(ends, lens_N, strict=True)])
+    results = []
+    for is_whole in (True, False):
+        q, k, v = make_qkv(sum(key_lens_N))
+        if is_whole:
+            out = one_by_one(q, k, v, key_lens_N, form)[own]
+        else:
+            out = bottom_right_attention(q[own], k, v, lens_N, key_lens_N, form)
+        (out * torch.arange(out.numel()).view_as(out).cos()).sum().backward()
+        results.append((out, *(x.grad for x in (q, k, v))))
     for got, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 

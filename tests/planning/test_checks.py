@@ -12,6 +12,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.checks import check_engine_sizes, check_engines, check_lens, check_sizes
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.slices.layouts.check import check_sharing
 from tests.support.recipes import LARGE
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")
@@ -106,3 +107,13 @@ def test_a_sequence_of_the_full_length_must_fit() -> None:
     check_lens(*groups, replace(QWEN, config={"max_position_embeddings": 512}))
     with pytest.raises(ValueError, match=r"= 512 exceeds max_position_embeddings=511"):
         check_lens(*groups, replace(QWEN, config={"max_position_embeddings": 511}))
+
+
+def test_a_run_that_cannot_share_beginnings_is_refused_before_it_starts() -> None:
+    config = load_recipe("qwen3_30b_a3b_grpo_8", ["train.share_prefixes=true"])
+    check_sizes(config, QWEN)
+    cut = replace(config, parallel=replace(config.parallel, cp=2))
+    with pytest.raises(ValueError, match=r"share_prefixes=true with parallel\.cp=2"):
+        check_sizes(cut, QWEN)
+    with pytest.raises(ValueError, match="deepseek_v3: a model with latent attention"):
+        check_sharing(DEEPSEEK.config, config.parallel)

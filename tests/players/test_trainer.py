@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_rl.config import CheckpointConfig
+from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
 from mcore_rl.data.batch import with_loss_weights
 from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.process.event_loop import EventLoop
@@ -97,6 +97,17 @@ def test_answers_come_back_in_order_and_no_weight_is_lost(
     squares_T = trainer.compute_logprobs(batch, LogprobOptions(sum_squares=True)).sum_squares_T
     assert squares_T is not None and torch.equal(squares_T, batch.token_ids_T / 2)
     assert trainer.train_step(batch).loss == pytest.approx(1.0)
+
+
+def test_rows_that_share_a_beginning_count_it_once_in_a_micro_batch() -> None:
+    prompt = list(range(20, 28))
+    ids_T = torch.tensor([*prompt, 1, *prompt, 2, *prompt, 3])
+    mask_T = torch.tensor([*[False] * 8, True] * 3)
+    batch = TrainBatch(ids_T, mask_T, (9, 9, 9))
+    assert len(Packing(1, 1, max_tokens=13).plan(batch)[0]) == 3
+    train = TrainConfig(max_tokens_per_microbatch=13, share_prefixes=True)
+    packing = Packing.of(ParallelConfig(), train)
+    assert packing.plan(batch) == [[[0, 1, 2]]]
 
 
 @pytest.mark.parametrize(("asked", "used"), [(None, 0.7), (1.0, 1.0)])

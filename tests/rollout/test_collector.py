@@ -1,9 +1,11 @@
 """A collector on fake engines: groups are sampled, kept, canceled, held back and closed."""
 
+import random
 from collections.abc import Iterator
 
 import pytest
 
+from mcore_rl.agents.turn_tree import at_turns
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.sample_store import SampleStore
 from mcore_rl.process.event_loop import EventLoop
@@ -14,6 +16,7 @@ from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt
 from tests.support.fake_sglang import FakeSGLang, sampled_answer
+from tests.support.turn_trees import random_tree, sample_of
 
 CONFIG = RolloutConfig(max_response_len=3, retries=0)
 SAMPLING = Sampling(3)
@@ -134,3 +137,19 @@ def test_the_end_of_a_session_cancels_its_groups(loop: EventLoop) -> None:
     assert scene.run(scene.collector.news(0.1)).num_done == {0: 2}
     scene.run(scene.collector.close())
     scene.engine.resume()
+
+
+def test_facts_of_rows_say_which_beginnings_they_share() -> None:
+    tree = random_tree(random.Random(3), 8)
+    prompt = Prompt(0, (1,), (), "unit", "")
+    samples = [sample_of(tree, prompt, i, at_turns) for i in range(2)]
+    rows = [row for sample in samples for row in sample.episode.rows]  # type: ignore[union-attr]
+    facts = [fact for of_sample in facts_of(0, samples).episode_rows for fact in of_sample]
+    assert [fact.index for fact in facts] == list(range(len(rows)))
+    assert [fact.num_tokens for fact in facts] == [len(row.token_ids) for row in rows]
+    assert any(fact.parent >= 0 for fact in facts)
+    for row, fact in zip(rows, facts, strict=True):
+        if fact.parent >= 0:
+            parent = rows[fact.parent].token_ids
+            assert (row.token_ids[: fact.start + 1] == parent[: fact.start + 1]).all()
+            assert not row.is_trained[: fact.start + 1].any()

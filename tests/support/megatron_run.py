@@ -151,7 +151,7 @@ class MegatronRun:
         self.trainer = PackedTrainer(
             ranks,
             self.folder,
-            packing=Packing.of(config.parallel, config.train.max_tokens_per_microbatch),
+            packing=Packing.of(config.parallel, config.train),
             temperature=config.rollout.temperature,
             checkpoint=config.checkpoint,
         )

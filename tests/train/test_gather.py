@@ -29,9 +29,12 @@ def gather(rank: int, world_size: int, port: int) -> tuple[list[Tensor], list[Te
         pairs.append(torch.stack([parts[-1].tokens_T, parts[-1].tokens_T], dim=1))
     nums_tokens = [sum(LENS), 5]
     return (
-        gather_tokens(pairs, [part.sources_T for part in parts], nums_tokens),
+        gather_tokens(pairs, [part.sources_T for part in parts], nums_tokens, [None, None]),
         gather_tokens(
-            [part.labels_T for part in parts], [part.targets_T for part in parts], nums_tokens
+            [part.labels_T for part in parts],
+            [part.targets_T for part in parts],
+            nums_tokens,
+            [None, None],
         ),
     )
 
@@ -44,3 +47,19 @@ def test_every_value_comes_back_to_its_token(world_size: int) -> None:
         for ids, pairs, labels in zip(wanted, pairs_T2, labels_T, strict=True):
             assert pairs.tolist() == [[token, token] for token in ids]
             assert labels.tolist() == [0 if token in firsts else token for token in ids]
+
+
+def test_a_token_gets_the_value_of_the_one_computed_for_it() -> None:
+    [[first], [second]] = run_ranks(gather_twins, 1)[0]
+    assert first.tolist() == [5, 6, 7, 5, 6, 8]
+    assert second.tolist() == [1, 2]
+
+
+def gather_twins(rank: int, world_size: int, port: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Gather two micro-batches; in the first, tokens 3 and 4 are not computed."""
+    init_distributed(rank, 1, "127.0.0.1", port, ParallelConfig(), seed=0, timeout_s=60)
+    twins_T = [torch.tensor([0, 1, 2, 0, 1, 5]), None]
+    values = [torch.tensor([5, 6, 7, 8]), torch.tensor([1, 2])]
+    indices = [torch.tensor([0, 1, 2, 5]), torch.tensor([0, 1])]
+    first, second = gather_tokens(values, indices, [6, 2], twins_T)
+    return [first], [second]

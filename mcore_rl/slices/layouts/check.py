@@ -51,3 +51,23 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
             f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json"
             " nor is a multiple of it"
         )
+
+
+def check_sharing(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:
+    """Raise ValueError where sequences cannot take over the keys and values of others.
+
+    `name` is the option that `parallel` comes from.
+    """
+    if parallel.cp > 1:
+        raise ValueError(
+            f"train.share_prefixes=true with {name}.cp={parallel.cp}: context parallelism cuts each"
+            f" sequence; set train.share_prefixes=false or {name}.cp=1"
+        )
+    options = family_of(config).options(config)
+    kinds = {"multi_latent_attention": "latent attention", "mrope_section": "images"}
+    for option, kind in kinds.items():
+        if options.get(option):
+            raise ValueError(
+                f"train.share_prefixes=true with {config['model_type']}: a model with {kind} does"
+                " not share the beginnings of sequences; set train.share_prefixes=false"
+            )

@@ -13,6 +13,7 @@ from mcore_rl.config import (
     ModelConfig,
     ParallelConfig,
     PreferenceConfig,
+    TrainConfig,
 )
 from mcore_rl.data.preferences import make_pair_batch
 from mcore_rl.loops.dpo import with_pair_gradient
@@ -66,7 +67,7 @@ def one_step(
     trainer = PackedTrainer(
         CallsTogether(actor),
         RunFolder("unused"),
-        packing=Packing.of(parallel, max_tokens),
+        packing=Packing.of(parallel, TrainConfig(max_tokens_per_microbatch=max_tokens)),
         temperature=1.0,
         checkpoint=CheckpointConfig(),
     )

@@ -1,4 +1,7 @@
-"""The gradient of episodes is the same however their turns are cut into rows, in every layout."""
+"""The gradient of episodes is the same however their turns are cut into rows, in every layout.
+
+It is also the same where what rows have in common at their beginning is computed once.
+"""
 
 import random
 from pathlib import Path
@@ -8,8 +11,9 @@ import pytest
 import torch
 
 from mcore_rl.agents.turn_tree import Cut, TurnTree, at_leaves, at_turns
-from mcore_rl.config import CheckpointConfig, ModelConfig, ParallelConfig
+from mcore_rl.config import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig
 from mcore_rl.data.batch import make_train_batch, with_loss_weights
+from mcore_rl.data.shared_prefixes import sharing_of
 from mcore_rl.players.trainer import PackedTrainer, Packing
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.types import Prompt, TrainBatch
@@ -22,6 +26,7 @@ from tests.support.turn_trees import random_tree, sample_of
 NUM_TREES = 100
 NUM_BATCHES = 10
 LAYOUTS = [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"dp": 2, "ep": 1}, {"ep": 2}]
+SHARING_LAYOUTS = [layout for layout in LAYOUTS if "cp" not in layout]
 
 
 def one_more(tree: TurnTree) -> list[int]:
@@ -55,17 +60,20 @@ def gradients(
     model: ModelConfig,
     layout: dict[str, Any],
     jobs: list[tuple[int, Cut]],
+    share_prefixes: bool = False,
 ) -> list[Boxed]:
     """Return the gradients of each job's batch: (number of the batch, cut)."""
     parallel = ParallelConfig(**layout)
-    actor = make_actor(rank, world_size, port, model, parallel, router_aux_loss_coef=0.0)
+    options: dict[str, Any] = {"router_aux_loss_coef": 0.0, "share_prefixes": share_prefixes}
+    actor = make_actor(rank, world_size, port, model, parallel, **options)
+    train = TrainConfig(max_tokens_per_microbatch=128, share_prefixes=share_prefixes)
     found = []
     start = {name: p.detach().clone() for name, p in actor.weight_layout()[1].items()}
     for number, cut in jobs:
         trainer = PackedTrainer(
             CallsTogether(actor),
             RunFolder("unused"),
-            packing=Packing.of(parallel, 128),
+            packing=Packing.of(parallel, train),
             temperature=1.0,
             checkpoint=CheckpointConfig(),
         )
@@ -77,9 +85,18 @@ def gradients(
     return found
 
 
-def in_layouts(rank: int, world_size: int, port: int, model: ModelConfig) -> list[list[Boxed]]:
+def in_layouts(
+    rank: int,
+    world_size: int,
+    port: int,
+    model: ModelConfig,
+    layouts: list[dict[str, int]],
+    share_prefixes: bool,
+) -> list[list[Boxed]]:
     jobs = [(0, cut) for cut in CUTS]
-    return [gradients(rank, world_size, port, model, layout, jobs) for layout in LAYOUTS]
+    return [
+        gradients(rank, world_size, port, model, layout, jobs, share_prefixes) for layout in layouts
+    ]
 
 
 @pytest.mark.gloo
@@ -87,15 +104,21 @@ def test_any_cut_gives_the_same_gradient_in_every_layout(tmp_path: Path) -> None
     model = ModelConfig(path=str(write_hf_model(tmp_path / "model")))
     jobs = [(number, cut) for number in range(NUM_BATCHES) for cut in CUTS]
     [alone] = run_ranks(gradients, 1, model, {}, jobs, timeout_s=300)
+    [shared] = run_ranks(gradients, 1, model, {}, jobs, True, timeout_s=300)
     first: dict[str, torch.Tensor] = {}
     for number in range(NUM_BATCHES):
-        of_batch = alone[number * len(CUTS) : (number + 1) * len(CUTS)]
+        here = slice(number * len(CUTS), (number + 1) * len(CUTS))
+        of_batch = alone[here]
+        assert any(sharing_of(make_batch(number, at_turns)).starts), "nothing is shared"
         wanted = whole_gradients(of_batch[0])
         first = first or wanted
         assert max(g.abs().max().item() for g in wanted.values()) > 1e-3
         for boxed, cut in zip(of_batch, CUTS, strict=True):
             check_gradients([boxed], wanted, (number, cut))
-    per_rank = run_ranks(in_layouts, 2, model, timeout_s=300)
-    for layout, *of_ranks in zip(LAYOUTS, *per_rank, strict=True):
-        for cut, *boxed in zip(CUTS, *of_ranks, strict=True):
-            check_gradients(boxed, first, (layout, cut), 2e-6)
+        for boxed, cut in zip(shared[here], CUTS, strict=True):
+            check_gradients([boxed], wanted, (number, cut, "shared"))
+    for layouts, share_prefixes in ((LAYOUTS, False), (SHARING_LAYOUTS, True)):
+        per_rank = run_ranks(in_layouts, 2, model, layouts, share_prefixes, timeout_s=300)
+        for layout, *of_ranks in zip(layouts, *per_rank, strict=True):
+            for cut, *boxed in zip(CUTS, *of_ranks, strict=True):
+                check_gradients(boxed, first, (layout, cut, share_prefixes), 2e-6)
