@@ -11,7 +11,8 @@ from mcore_rl.slices.layouts.sglang_models import refuse_unserved
 def check_sizes(config: Config, policy: ModelFacts) -> None:
     """Raise ValueError if a layout does not divide the model, or sequences are too long.
 
-    Likewise if sequences cannot share their beginnings and should, or the ranks of a tensor-parallel group do not fit one host.
+    Likewise if sequences are to share beginnings and cannot, or if the ranks of a tensor-parallel
+    group do not fit one host.
     """
     check_layout(policy.config, config.parallel)
     _check_hosts(config.parallel, "parallel", config.plan.ranks_per_host)

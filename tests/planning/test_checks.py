@@ -110,7 +110,7 @@ def test_a_sequence_of_the_full_length_must_fit() -> None:
 
 
 def test_a_run_that_cannot_share_beginnings_is_refused_before_it_starts() -> None:
-    config = load_recipe("qwen3_30b_a3b_grpo_8", ["train.share_prefixes=true"])
+    config = load_recipe("qwen3_30b_a3b_grpo_8", ["train.share_prefixes=true", "parallel.cp=1"])
     check_sizes(config, QWEN)
     cut = replace(config, parallel=replace(config.parallel, cp=2))
     with pytest.raises(ValueError, match=r"share_prefixes=true with parallel\.cp=2"):
