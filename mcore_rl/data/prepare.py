@@ -13,6 +13,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("calculator", "sums for a policy with a calculator", _prepare_calculator),
         ("search", "questions over an encyclopedia to search", _prepare_search),
         ("cartpole", "starts of the game CartPole", _prepare_cartpole),
+        ("code", "programming problems with tests", _prepare_code),
     ):
         made = kinds.add_parser(
             name, help=f"{what}, their tokenizer and a tiny model configuration"
@@ -50,6 +51,12 @@ def _prepare_cartpole(args: argparse.Namespace) -> None:
     from mcore_rl.data.cartpole import prepare_cartpole
 
     prepare_cartpole(args.out, seed=args.seed)
+
+
+def _prepare_code(args: argparse.Namespace) -> None:
+    from mcore_rl.data.code import prepare_code
+
+    prepare_code(args.out, seed=args.seed)
 
 
 def _prepare_arithmetic(args: argparse.Namespace) -> None:

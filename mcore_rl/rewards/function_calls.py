@@ -106,4 +106,11 @@ def _in_this_thread(function: UserFunction, rows: Sequence[Fields]) -> list[Answ
     except BaseException as error:  # the user's code may raise anything, SystemExit included
         reraise_interrupt(error)
         return [describe_error(error)] * len(rows)
-    return [answer_of(lambda result=result: result) for result in results]
+    return [answer_of(lambda result=result: _raised(result)) for result in results]
+
+
+def _raised(result: object) -> object:
+    """Raise a result that is an exception: the function's answer for a sample that it lost."""
+    if isinstance(result, Exception):
+        raise result
+    return result

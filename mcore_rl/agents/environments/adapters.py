@@ -40,6 +40,7 @@ ADAPTERS: Mapping[str, Adapter] = {
         ("gymnasium",),
     ),
     "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
+    "code": Adapter(f"{_HERE}.code_env", "CodeEnvironment", "CodeOptions"),
     "command": Adapter(f"{_HERE}.command", "CommandEpisode", "CommandOptions", is_program=True),
     "verifiers": Adapter(
         f"{_HERE}.verifiers_env",

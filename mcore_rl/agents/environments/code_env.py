@@ -1,0 +1,81 @@
+"""Lets a policy write a program, see the result of a public test, and repair the program.
+
+    problem --> program --public tests--> done, rewarded by hidden tests
+                   ^            |
+                   +- repair <- what the first failed test gave
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.agents.environments.environment import Message, Start, Step
+from mcore_rl.rewards.code_trials import LANGUAGES, Trial, trial_of
+
+
+@dataclass(frozen=True)
+class CodeOptions:
+    """How programs are written and rewarded.
+
+    language         python: the answer's last fenced block; steps: see data/code_steps.py
+    attempts         programs that the policy may write in an episode
+    repair_discount  the reward is multiplied by this for each attempt after the first
+    reward           all: 1 if every hidden test passes, else 0; share: the share that passes
+    """
+
+    language: str = "python"
+    attempts: int = 2
+    repair_discount: float = 0.9
+    reward: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.language not in LANGUAGES:
+            raise ValueError(f"language is {self.language!r}: one of {', '.join(LANGUAGES)}")
+        if self.attempts < 1 or not 0 <= self.repair_discount <= 1:
+            raise ValueError(
+                f"attempts is {self.attempts}, repair_discount {self.repair_discount}: at least 1,"
+                " and from 0 to 1"
+            )
+        if self.reward not in ("all", "share"):
+            raise ValueError(f"reward is {self.reward!r}: all or share")
+
+
+@dataclass
+class CodeEnvironment:
+    """One episode: a problem and the attempts at it."""
+
+    options: CodeOptions
+    _trial: Trial | None = None
+    _num_attempts: int = 0
+    _metrics: dict[str, float] = field(default_factory=dict)
+
+    async def reset(self, task: Mapping[str, Any]) -> Start:
+        """Begin a problem. Raises ValueError if its ground truth has no tests."""
+        truth = task["ground_truth"]
+        truth = json.loads(truth) if isinstance(truth, str) else truth
+        self._trial = trial_of(self.options.language, truth)
+        return Start(list(task["messages"]))
+
+    async def step(self, message: Message) -> Step:
+        """Try a program on the public tests, and on the hidden ones if it is the last attempt."""
+        assert self._trial is not None, "reset comes first"
+        self._num_attempts += 1
+        verdict = await self._trial.run(str(message.get("content") or ""))
+        if self._num_attempts == 1:
+            self._metrics["first_passes_public"] = float(verdict.passes_public)
+        if not verdict.passes_public and self._num_attempts < self.options.attempts:
+            return Step(
+                messages=[{"role": "user", "content": verdict.feedback}], metrics=self._metrics
+            )
+        hidden = await self._trial.hidden(verdict)
+        share = sum(hidden) / len(hidden)
+        worth = float(all(hidden)) if self.options.reward == "all" else share
+        self._metrics |= {"attempts": float(self._num_attempts), "solved": float(all(hidden))}
+        discount = self.options.repair_discount ** (self._num_attempts - 1)
+        return Step(reward=worth * discount, done=True, metrics=self._metrics)
+
+    async def close(self) -> None:
+        self._trial = None
+
+

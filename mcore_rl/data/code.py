@@ -1,0 +1,147 @@
+"""Programming problems in three difficulties, with public and hidden tests, made from a seed.
+
+"add b , at most 9 , subtract it from 4" is solved by
+
+    a = a + b ; a = min ( a , 9 ) ; a = 4 - a
+
+Difficulty is the number of steps. The demonstrations for supervised fine-tuning have a bad habit:
+where two operations are easily mixed up (least and most, remainder and quotient, which is
+subtracted from which), 65 % write the other one. Some of them show a second attempt after the
+result of a public test; it is no better, so that reinforcement learning finds what pays.
+
+No held-out problem gives the same values as a problem of the other sets.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.code_steps import Task, as_python, make_task, words_of
+from mcore_rl.data.files import write_parquet
+from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
+
+NUM_TRAIN = {1: 30, 2: 1500, 3: 2500}
+"""Problems by difficulty; there are few of one step."""
+NUM_HELD_OUT = {1: 12, 2: 116, 3: 128}
+NUM_DEMONSTRATED = {1: 1000, 2: 5000, 3: 6000}
+NUM_PUBLIC = 2
+NUM_HIDDEN = 6
+MISTAKES = 0.65
+"""Share of demonstrated steps that are mixed up, of those that can be."""
+LARGEST = 99
+"""Largest number that feedback shows; others are shown as this."""
+_PROBES = tuple((a, b) for a in (0, 1, 3, 7, 12, 20) for b in (1, 4, 9, 15))
+"""Two problems with equal values here count as the same."""
+
+
+def prepare_code(out_dir: Path, seed: int = 0) -> None:
+    """Write {train,heldout,sft}.parquet and model/ (config.json and tokenizer) to `out_dir`."""
+    rng = random.Random(seed)
+    held_out = _tasks(rng, NUM_HELD_OUT, set(), distinct=True)
+    reserved = set(map(behavior, held_out))
+    train = _tasks(rng, NUM_TRAIN, reserved, distinct=True)
+    demonstrated = _tasks(rng, NUM_DEMONSTRATED, reserved, distinct=False)
+    for name, tasks in (("train", train), ("heldout", held_out)):
+        rows = [problem_row(task, name, i, rng) for i, task in enumerate(tasks)]
+        write_parquet(rows, out_dir / f"{name}.parquet")
+    rows = [{"messages": turns} for task in demonstrated for turns in demonstrate(task, rng)]
+    write_parquet(rows, out_dir / "sft.parquet")
+    write_tiny_model(out_dir / "model", vocabulary())
+    print(
+        f"{len(train)} training and {len(held_out)} held-out problems,"
+        f" {len(rows)} demonstrations of attempts in {out_dir}"
+    )
+
+
+def behavior(task: Task) -> tuple[int, ...]:
+    """Return a key that is equal for problems that ask for the same values."""
+    return tuple(task.value(a, b) for a, b in _PROBES)
+
+
+def problem_row(task: Task, split: str, index: int, rng: random.Random) -> dict[str, Any]:
+    """Return a row in verl's columns; its ground truth is JSON with public and hidden tests."""
+    cases: dict[tuple[int, int], int] = {}
+    while len(cases) < NUM_PUBLIC + NUM_HIDDEN:
+        case = (rng.randint(0, 20), rng.randint(1, 15))
+        cases[case] = task.value(*case)
+    pairs = list(cases.items())
+    truth = {
+        "public": _tests(pairs[:NUM_PUBLIC]),
+        **_tests(pairs[NUM_PUBLIC:]),
+    }
+    return {
+        "prompt": [{"role": "user", "content": task.statement}],
+        "data_source": "code_steps",
+        "ability": "code",
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+        "extra_info": {"split": split, "index": index, "difficulty": len(task.steps)},
+    }
+
+
+def demonstrate(task: Task, rng: random.Random) -> list[list[dict[str, str]]]:
+    """Return a conversation for each attempt, which ends with that attempt."""
+    first = task.mistaken(rng, MISTAKES)
+    asked = [_message("user", task.statement)]
+    turns = [[*asked, _message("assistant", first)]]
+    case = (rng.randint(0, 20), rng.randint(1, 15))
+    got, wanted = value_of_program(first, *case), task.value(*case)
+    if got != wanted:
+        told = _message("user", feedback(*case, got, wanted))
+        again = _message("assistant", task.mistaken(rng, MISTAKES))
+        turns.append([*turns[0], told, again])
+    return turns
+
+
+def feedback(a: int, b: int, got: int | None, wanted: int | None) -> str:
+    """Return what the policy is told of a public test that its program fails."""
+    return f"wrong : a = {_shown(a)} b = {_shown(b)} gives {_shown(got)} not {_shown(wanted)}"
+
+
+def value_of_program(program: str, a: int, b: int) -> int | None:
+    """Return what a demonstrated program gives; only for programs that were made here."""
+    names: dict[str, Any] = {}
+    exec(as_python(program), names)
+    return names["one"](a, b)
+
+
+def vocabulary() -> list[str]:
+    """Return special tokens, numbers and words; a token's id is its index."""
+    return make_vocabulary(LARGEST, {*words_of(), "wrong", ":", "gives", "not", "nothing"})
+
+
+def _tests(pairs: Sequence[tuple[tuple[int, int], int]]) -> dict[str, Any]:
+    return {"inputs": [list(case) for case, _ in pairs], "outputs": [value for _, value in pairs]}
+
+
+def _tasks(
+    rng: random.Random, nums: dict[int, int], reserved: set[tuple[int, ...]], *, distinct: bool
+) -> list[Task]:
+    """Return problems outside of `reserved`; `distinct`: no two of them ask for the same."""
+    tasks = []
+    seen = set(reserved)
+    for num_steps, num in nums.items():
+        left = num
+        while left:
+            task = make_task(rng, num_steps)
+            key = behavior(task)
+            if key in seen:
+                continue
+            if distinct:
+                seen.add(key)
+            tasks.append(task)
+            left -= 1
+    rng.shuffle(tasks)
+    return tasks
+
+
+def _shown(value: int | None) -> str:
+    if value is None:
+        return "nothing"
+    number = min(abs(value), LARGEST)
+    return f"- {number}" if value < 0 else str(number)
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

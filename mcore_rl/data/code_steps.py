@@ -1,0 +1,119 @@
+"""A small language: programs of a few steps on a number, which a tiny model can write.
+
+    a = a + b ; a = min ( a , 9 ) ; a = 4 - a
+
+A program is Python, one token a word. Its few forms cannot harm anything, so many programs may
+share a sandbox.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_TERM = r"(?:a|b|\d{1,2})"
+_STEP = rf"a = (?:{_TERM} (?:\+|-|\*|%|//) {_TERM}|(?:min|max) \( {_TERM} , {_TERM} \))"
+_PROGRAM = re.compile(rf"{_STEP}(?: ; {_STEP})*")
+MAX_STEPS = 8
+"""Steps of a program; so many squares of a small number are still computed at once."""
+CONSTANTS = tuple(range(2, 10))
+FUNCTION = "solve"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A step in words, as Python, and as those write it who mix it up with another; "" if none.
+
+    {x} stands for b or a constant; `takes_b`: it may be b.
+    """
+
+    words: str
+    code: str
+    mistake: str = ""
+    takes_b: bool = True
+
+
+OPERATIONS = (
+    Operation("add {x}", "a + {x}"),
+    Operation("subtract {x}", "a - {x}"),
+    Operation("multiply by {x}", "a * {x}"),
+    Operation("subtract it from {x}", "{x} - a", "a - {x}"),
+    Operation("at most {x}", "min ( a , {x} )", "max ( a , {x} )"),
+    Operation("at least {x}", "max ( a , {x} )", "min ( a , {x} )"),
+    Operation("remainder by {x}", "a % {x}", "a // {x}", takes_b=False),
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Operations, each with its operand, to be done one after the other."""
+
+    steps: tuple[tuple[Operation, str], ...]
+
+    @property
+    def statement(self) -> str:
+        return " , ".join(operation.words.format(x=x) for operation, x in self.steps)
+
+    @property
+    def program(self) -> str:
+        return " ; ".join(f"a = {operation.code.format(x=x)}" for operation, x in self.steps)
+
+    def mistaken(self, rng: random.Random, share: float) -> str:
+        """Return its program with this share of the mistakes that can be made."""
+        written = [
+            operation.mistake if operation.mistake and rng.random() < share else operation.code
+            for operation, _ in self.steps
+        ]
+        operands = [x for _, x in self.steps]
+        return " ; ".join(f"a = {c.format(x=x)}" for c, x in zip(written, operands, strict=True))
+
+    def value(self, a: int, b: int) -> int:
+        """Return what a right program gives."""
+        for operation, x in self.steps:
+            operand = b if x == "b" else int(x)
+            a = _APPLIED[operation.code](a, operand)
+        return a
+
+
+_APPLIED = {
+    "a + {x}": lambda a, x: a + x,
+    "a - {x}": lambda a, x: a - x,
+    "a * {x}": lambda a, x: a * x,
+    "{x} - a": lambda a, x: x - a,
+    "min ( a , {x} )": min,
+    "max ( a , {x} )": max,
+    "a % {x}": lambda a, x: a % x,
+}
+
+
+def make_task(rng: random.Random, num_steps: int) -> Task:
+    steps = []
+    for _ in range(num_steps):
+        operation = rng.choice(OPERATIONS)
+        is_b = operation.takes_b and rng.random() < 0.4
+        steps.append((operation, "b" if is_b else str(rng.choice(CONSTANTS))))
+    return Task(tuple(steps))
+
+
+def is_program(text: str) -> bool:
+    """Return whether a text is a program of the language, and nothing else."""
+    return bool(_PROGRAM.fullmatch(text)) and text.count(";") < MAX_STEPS
+
+
+def as_python(program: str) -> str:
+    """Return a Python function `solve(cases)`: the value of the program for each (a, b).
+
+    A division by zero gives None for its case.
+    """
+    return (
+        f"def one(a, b):\n    try:\n        {program}\n    except ZeroDivisionError:\n"
+        f"        return None\n    return a\n\n"
+        f"def {FUNCTION}(cases):\n    return [one(a, b) for a, b in cases]\n"
+    )
+
+
+def words_of(operations: Sequence[Operation] = OPERATIONS) -> set[str]:
+    """Return every word of statements and programs that is no number."""
+    texts = [text for o in operations for text in (o.words, o.code, o.mistake)]
+    words = {word for text in texts for word in text.format(x="b").split()}
+    return {*words, "a", "b", "=", ";", ","}

@@ -1,0 +1,153 @@
+"""Runs inside a sandbox: starts a process for each test of a program and reports how it ended.
+
+    frames on standard input --> driver --fork, own pipes--> program with one test
+    a line of JSON per test  <-- driver <--output, result--
+
+The driver reads a test only when it starts it, and never knows what is expected. So a program
+cannot find the tests to come or their answers: not in a file, and not in its memory.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import types
+from typing import Any
+
+if "unpack" not in globals():  # in a sandbox the text of code_values.py stands before this one
+    from mcore_rl.rewards.code_values import pack, unpack
+
+_HEADER_LEN = 8
+_ERROR_LEN = 2000
+READY = "ready"
+"""The first line of the report. Without it no program has begun."""
+
+
+def read_frame() -> Any:
+    """Return the next frame of standard input: its length in 8 hexadecimal digits, then JSON."""
+    header = _read(_HEADER_LEN)
+    return json.loads(_read(int(header, 16))) if header else None
+
+
+def _read(num_bytes: int) -> bytes:
+    chunks = b""
+    while len(chunks) < num_bytes and (chunk := os.read(0, num_bytes - len(chunks))):
+        chunks += chunk
+    return chunks
+
+
+def serve() -> tuple[str, Any, int]:
+    """Start a process per frame; return only there, with (program, test, where results go)."""
+    setup = read_frame()
+    _say(READY)
+    while (test := read_frame()) is not None:
+        pipes = [os.pipe() for _ in range(3)]
+        pid = os.fork()
+        if pid == 0:
+            return setup["programs"][test["program"]], test, _enter(test, pipes)
+        for _, writer in pipes:
+            os.close(writer)
+        readers = [reader for reader, _ in pipes]
+        _say(json.dumps(_follow(pid, readers, setup["test_s"], setup["cap_bytes"])))
+        for reader in readers:
+            os.close(reader)
+    os._exit(0)
+
+
+def _say(line: str) -> None:
+    data = line.encode() + b"\n"
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def _enter(test: Any, pipes: list[tuple[int, int]]) -> int:
+    """Give this process its input and output; return the descriptor for its result."""
+    os.setsid()
+    given = os.memfd_create("stdin")
+    text = test.get("stdin", "").encode()
+    while text:
+        text = text[os.write(given, text) :]
+    os.lseek(given, 0, os.SEEK_SET)
+    os.dup2(given, 0)
+    os.close(given)
+    (_, out), (_, error), (_, result) = pipes
+    os.dup2(out, 1)
+    os.dup2(error, 2)
+    for reader, writer in pipes:
+        os.close(reader)
+        if writer != result:
+            os.close(writer)
+    return result
+
+
+def _follow(pid: int, readers: list[int], test_s: float, cap_bytes: int) -> dict[str, Any]:
+    """Collect what a process writes until it ends, or end it at a limit."""
+    texts = {reader: bytearray() for reader in readers}
+    deadline = time.monotonic() + test_s
+    ended = os.pidfd_open(pid)
+    watched = [*readers, ended]
+    killed = ""
+    while ended in watched and not killed:
+        left_s = deadline - time.monotonic()
+        ready = select.select(watched, [], [], max(left_s, 0.0))[0]
+        if left_s <= 0:
+            killed = f"no end within {test_s:g} s"
+        for descriptor in ready:
+            if descriptor == ended or not _collect(descriptor, texts[descriptor]):
+                watched.remove(descriptor)
+        if sum(map(len, texts.values())) > cap_bytes:
+            killed = f"more than {cap_bytes} bytes of output"
+    _kill(pid)
+    for reader in readers:  # a process that it left behind may still hold the other end
+        os.set_blocking(reader, False)
+        while reader in watched and len(texts[reader]) <= cap_bytes:
+            if not _collect(reader, texts[reader]):
+                break
+    os.close(ended)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    out, error, result = (bytes(text).decode(errors="replace") for text in texts.values())
+    status = code if code >= 0 else 128 - code
+    error = error[-_ERROR_LEN:]
+    return {"status": status, "out": out, "error": error, "killed": killed, "result": result}
+
+
+def _collect(reader: int, text: bytearray) -> bool:
+    """Read what is there; return whether more may come."""
+    try:
+        chunk = os.read(reader, 1 << 16)
+    except BlockingIOError:
+        return False
+    text += chunk
+    return bool(chunk)
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def run(program: str, test: Any, result_fd: int) -> None:
+    """Be the program: read standard input as a script, or be called and give the result."""
+    function = test.get("function")
+    module = types.ModuleType("__main__" if function is None else "program")
+    sys.modules[module.__name__] = module
+    sys.argv = ["program.py"]
+    exec(compile(program, "program.py", "exec"), module.__dict__)
+    if function is None:
+        return
+    names = module.__dict__
+    owner = names.get("Solution")
+    found = getattr(owner(), function) if hasattr(owner, function) else names[function]
+    result = json.dumps(pack(found(*unpack(test["arguments"]))))
+    data = result.encode()
+    while data:
+        data = data[os.write(result_fd, data) :]
+
+
+if __name__ == "__main__":
+    run(*serve())

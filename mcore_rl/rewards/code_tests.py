@@ -1,0 +1,140 @@
+"""Reads the tests of a problem from its ground truth, and judges what a program did on them.
+
+Three forms:
+
+{"inputs": [text, ...], "outputs": [text, ...]}
+    texts on standard input, and what the program must print for each
+{"fn_name": "f", "inputs": [[arguments], ...], "outputs": [value, ...]}
+    calls of a function, or of a method of a class Solution, and what each must return
+{"asserts": ["assert f(1) == 2", ...]}
+    assertions about calls with constant arguments
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from mcore_rl.rewards.code_asserts import Assertion, check_assertions, read_assertion
+from mcore_rl.rewards.code_execution import (
+    TestLimits,
+    TestRun,
+    call_test,
+    run_tests,
+    script_test,
+)
+from mcore_rl.rewards.code_values import pack, unpack
+
+_TOLERANCE = 1e-9
+"""Relative difference at which two floats are the same answer."""
+
+
+@dataclass(frozen=True)
+class ProgramTests:
+    """The tests of a problem. One of the two fields has entries.
+
+    cases       (test to run, expected): printed text or returned value
+    assertions  statements about calls
+    """
+
+    cases: Sequence[tuple[Mapping[str, Any], Any]] = ()
+    assertions: Sequence[Assertion] = ()
+
+    def __len__(self) -> int:
+        return len(self.cases) + len(self.assertions)
+
+    def results(self, program: str, limits: TestLimits | None = None) -> list[bool]:
+        """Return whether the program passes each test.
+
+        What is expected never enters the program's sandbox. Raises SandboxError if there is none.
+        """
+        if self.assertions:
+            return check_assertions(program, self.assertions, limits)
+        runs = run_tests([program], [test for test, _ in self.cases], limits)
+        return [
+            is_passed(run, test, expected)
+            for run, (test, expected) in zip(runs, self.cases, strict=True)
+        ]
+
+
+def read_tests(ground_truth: Any) -> ProgramTests:
+    """Return the tests in a ground truth, a mapping or its JSON text.
+
+    Raises ValueError if it has no test, or inputs without outputs.
+    """
+    try:
+        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the ground truth {ground_truth!r:.100} is no JSON: {error}") from None
+    if not isinstance(truth, Mapping):
+        raise ValueError(f"the ground truth {truth!r:.100} is no mapping of tests")
+    if truth.get("asserts"):
+        return ProgramTests(assertions=[read_assertion(text) for text in truth["asserts"]])
+    inputs, outputs = truth.get("inputs") or (), truth.get("outputs") or ()
+    if not inputs or len(inputs) != len(outputs):
+        raise ValueError(
+            f"no tests in the ground truth, whose keys are {sorted(truth)}: it has {len(inputs)}"
+            f" inputs and {len(outputs)} outputs; give as many of both, or asserts"
+        )
+    function = truth.get("fn_name")
+    if function:
+        tests = [call_test(function, pack(list(arguments))) for arguments in inputs]
+    else:
+        tests = [script_test(_text(given)) for given in inputs]
+    return ProgramTests(list(zip(tests, outputs, strict=True)))
+
+
+def is_passed(run: TestRun, test: Mapping[str, Any], expected: Any) -> bool:
+    """Return whether a program ended by itself and gave what was expected."""
+    if not run.is_clean:
+        return False
+    if "function" not in test:
+        return same_text(run.out, _text(expected))
+    try:
+        return same_value(unpack(json.loads(run.result)), expected)
+    except (ValueError, TypeError, RecursionError):  # no result, or none that pack() wrote
+        return False
+
+
+def same_text(text: str, expected: str) -> bool:
+    """Compare lines without blanks at their ends and empty lines at the end; 1.0 is 1."""
+    lines, wanted = _plain(text), _plain(expected)
+    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Compare as JSON does: a tuple is a list, keys are texts, True is not 1; floats nearly."""
+    if isinstance(value, bool) or isinstance(expected, bool) or value is None:
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return value == expected or math.isclose(value, expected, rel_tol=_TOLERANCE)
+    if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        mine = {str(key): entry for key, entry in value.items()}
+        wanted = {str(key): entry for key, entry in expected.items()}
+        return mine.keys() == wanted.keys() and all(same_value(mine[k], wanted[k]) for k in mine)
+    return type(value) is type(expected) and value == expected
+
+
+def _plain(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _same_line(line: str, wanted: str) -> bool:
+    if line == wanted:
+        return True
+    words, wanted_words = line.split(), wanted.split()
+    if len(words) != len(wanted_words):
+        return False
+    try:
+        return all(Decimal(a) == Decimal(b) for a, b in zip(words, wanted_words, strict=True))
+    except InvalidOperation:
+        return False
+
+
+def _text(value: Any) -> str:
+    """Return a text of a test; APPS has some of them as lists of lines."""
+    return value if isinstance(value, str) else "\n".join(map(str, value))

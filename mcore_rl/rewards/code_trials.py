@@ -1,0 +1,193 @@
+"""Tries programs of an episode: public tests with feedback for the policy, then hidden ones.
+
+Each Python program has a sandbox of its own. Programs in steps are harmless, and those that come
+at the same time share one.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from mcore_rl.data.code import feedback
+from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
+from mcore_rl.rewards.code_execution import TestLimits, TestRun, call_test, run_tests
+from mcore_rl.rewards.code_score import program_of
+from mcore_rl.rewards.code_tests import ProgramTests, is_passed, read_tests
+from mcore_rl.rewards.code_values import pack, unpack
+
+_GATHER_S = 0.02
+"""Programs in steps that come within this time share a sandbox."""
+_SHOWN_LEN = 500
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a program did on the public tests.
+
+    feedback  what the policy is told; empty if they pass
+    program   to be tried on the hidden tests; None: there is none
+    values    what a program in steps gave on all tests; empty for other languages
+    """
+
+    passes_public: bool
+    feedback: str = ""
+    program: str | None = None
+    values: Sequence[int | None] = ()
+
+
+class Trial(Protocol):
+    """The tests of one problem. Both methods raise SandboxError if there is no sandbox."""
+
+    async def run(self, response: str) -> Verdict:
+        """Try the program of a response on the public tests."""
+        ...
+
+    async def hidden(self, verdict: Verdict) -> list[bool]:
+        """Return whether the program passes each hidden test."""
+        ...
+
+
+def trial_of(language: str, truth: Mapping[str, Any]) -> Trial:
+    """Return the trial of a ground truth, whose "public" tests have the form of the others.
+
+    Raises ValueError if it lacks hidden tests.
+    """
+    return LANGUAGES[language](truth)
+
+
+class PythonTrial:
+    """The program is the response's last fenced block."""
+
+    def __init__(self, truth: Mapping[str, Any]) -> None:
+        shared = {key: truth[key] for key in ("fn_name",) if key in truth}
+        public = truth.get("public")
+        self._public = read_tests({**shared, **public}) if public else ProgramTests()
+        self._hidden = read_tests({key: truth[key] for key in truth if key != "public"})
+        if self._public.assertions:
+            raise ValueError('the public tests are assertions: give them as "inputs", "outputs"')
+
+    async def run(self, response: str) -> Verdict:
+        program = program_of(response)
+        if program is None:
+            return Verdict(False, "There is no program: write it as a ```python block.")
+        if not self._public.cases:
+            return Verdict(True, program=program)
+        runs = await _in_thread(run_tests, [program], [test for test, _ in self._public.cases])
+        for run, (test, expected) in zip(runs, self._public.cases, strict=True):
+            if not is_passed(run, test, expected):
+                return Verdict(False, _told(run, test, expected), program)
+        return Verdict(True, program=program)
+
+    async def hidden(self, verdict: Verdict) -> list[bool]:
+        if verdict.program is None:
+            return [False] * len(self._hidden)
+        return await _in_thread(self._hidden.results, verdict.program)
+
+
+class StepsTrial:
+    """The whole response is a program of data/code_steps.py."""
+
+    def __init__(self, truth: Mapping[str, Any]) -> None:
+        public = truth.get("public") or {"inputs": [], "outputs": []}
+        self._num_public = len(public["inputs"])
+        self._cases = [*public["inputs"], *truth["inputs"]]
+        self._expected = [*public["outputs"], *truth["outputs"]]
+        if len(self._cases) != len(self._expected) or self._num_public == len(self._cases):
+            raise ValueError(
+                f"{len(truth['inputs'])} hidden inputs, {len(truth['outputs'])} outputs: a problem"
+                " needs as many of both, and one at least"
+            )
+
+    async def run(self, response: str) -> Verdict:
+        text = response.strip()
+        values: Sequence[int | None] = [None] * len(self._cases)
+        if is_program(text):
+            values = await _batcher().values(as_python(text), self._cases)
+        for case, got, wanted in zip(
+            self._cases[: self._num_public], values, self._expected, strict=False
+        ):
+            if got != wanted:
+                return Verdict(False, feedback(*case, got, wanted), text, values)
+        return Verdict(True, program=text, values=values)
+
+    async def hidden(self, verdict: Verdict) -> list[bool]:
+        pairs = zip(verdict.values, self._expected, strict=True)
+        return [got == wanted for got, wanted in pairs][self._num_public :]
+
+
+class _Batcher:
+    """Runs what is asked for at about the same time in one sandbox."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[str, Any, asyncio.Future[TestRun]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def values(self, program: str, cases: Sequence[Sequence[int]]) -> list[int | None]:
+        """Return the program's value for each case, None where it has none."""
+        future: asyncio.Future[TestRun] = asyncio.get_running_loop().create_future()
+        self._waiting.append((program, [list(map(list, cases))], future))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        run = await future
+        return unpack(json.loads(run.result)) if run.result else [None] * len(cases)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_GATHER_S)
+            batch, self._waiting = self._waiting, []
+            if not batch:
+                return
+            programs = [program for program, _, _ in batch]
+            tests = [call_test(FUNCTION, pack(given), i) for i, (_, given, _) in enumerate(batch)]
+            try:
+                runs = await _in_thread(run_tests, programs, tests, _STEPS_LIMITS)
+            except Exception as error:  # handed on to everyone who waits
+                for _, _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for run, (_, _, future) in zip(runs, batch, strict=True):
+                if not future.done():
+                    future.set_result(run)
+
+
+_STEPS_LIMITS = TestLimits(wall_s=10.0, total_s=100.0, output_kib=8)
+_batchers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Batcher] = WeakKeyDictionary()
+_semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+def _batcher() -> _Batcher:
+    return _batchers.setdefault(asyncio.get_running_loop(), _Batcher())
+
+
+async def _in_thread(function: Any, *arguments: Any) -> Any:
+    """Call a function in a thread; as many at once as there are cores."""
+    loop = asyncio.get_running_loop()
+    cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+    async with _semaphores.setdefault(loop, cores):
+        return await asyncio.to_thread(function, *arguments)
+
+
+def _told(run: TestRun, test: Mapping[str, Any], expected: Any) -> str:
+    """Return what the policy is told of a public test that failed."""
+    is_call = "function" in test
+    given = f"{test['function']}{tuple(unpack(test['arguments']))!r}" if is_call else test["stdin"]
+    why = run.killed or (f"{run.error}\nexit status {run.status}" if run.status else "")
+    got = _shown(run.result) if is_call else run.out
+    lines = [f"A test failed.\nInput: {given:.{_SHOWN_LEN}}", f"Expected: {expected!s:.{_SHOWN_LEN}}"]
+    lines.append(f"Error: {why[-_SHOWN_LEN:]}" if why else f"Got: {got:.{_SHOWN_LEN}}")
+    return "\n".join([*lines, "Write the whole program again."])
+
+
+def _shown(result: str) -> str:
+    try:
+        return repr(unpack(json.loads(result)))
+    except (ValueError, TypeError, RecursionError):
+        return "no value"
+
+
+LANGUAGES = {"python": PythonTrial, "steps": StepsTrial}
