@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.rewards.code_execution import TestLimits, TestRun, call_test, run_tests, script_test
+from mcore_rl.rewards.code_execution import CaseLimits, CaseRun, call_case, run_cases, script_case
 from mcore_rl.rewards.code_values import pack, unpack
 
 _HELD = "held"
@@ -57,25 +57,25 @@ def read_assertion(text: str) -> Assertion:
 
 
 def check_assertions(
-    program: str, assertions: Sequence[Assertion], limits: TestLimits | None = None
+    program: str, assertions: Sequence[Assertion], limits: CaseLimits | None = None
 ) -> list[bool]:
     """Return whether each assertion holds. Raises SandboxError if there is no sandbox."""
-    tests = [call_test(name, given) for each in assertions for name, given in each.calls]
-    runs = iter(run_tests([program], tests, limits))
+    tests = [call_case(name, given) for each in assertions for name, given in each.calls]
+    runs = iter(run_cases([program], tests, limits))
     filled = [_filled(each, [next(runs) for _ in each.calls]) for each in assertions]
     checks = [f"{text}\nprint({_HELD!r})" for text in filled if text is not None]
     if not checks:
         return [False] * len(filled)
-    numbers = [script_test("", program=number) for number in range(len(checks))]
-    held = iter([_holds(run) for run in run_tests(checks, numbers, limits)])
+    numbers = [script_case("", program=number) for number in range(len(checks))]
+    held = iter([_holds(run) for run in run_cases(checks, numbers, limits)])
     return [text is not None and next(held) for text in filled]
 
 
-def _holds(run: TestRun) -> bool:
+def _holds(run: CaseRun) -> bool:
     return run.is_clean and run.out == f"{_HELD}\n"
 
 
-def _filled(assertion: Assertion, runs: Sequence[TestRun]) -> str | None:
+def _filled(assertion: Assertion, runs: Sequence[CaseRun]) -> str | None:
     """Return the assertion with values in place of calls; None if a call gave none."""
     values = []
     for run in runs:

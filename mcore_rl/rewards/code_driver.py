@@ -5,19 +5,23 @@
 
 The driver reads a test only when it starts it, and never knows what is expected. So a program
 cannot find the tests to come or their answers: not in a file, and not in its memory.
+In a sandbox the text of code_values.py stands in place of its import.
 """
 
+import atexit
+import contextlib
+import gc
 import json
 import os
 import select
 import signal
 import sys
+import threading
 import time
 import types
-from typing import Any
+from typing import Any, NoReturn
 
-if "unpack" not in globals():  # in a sandbox the text of code_values.py stands before this one
-    from mcore_rl.rewards.code_values import pack, unpack
+from mcore_rl.rewards.code_values import pack, unpack
 
 _HEADER_LEN = 8
 _ERROR_LEN = 2000
@@ -41,6 +45,7 @@ def _read(num_bytes: int) -> bytes:
 def serve() -> tuple[str, Any, int]:
     """Start a process per frame; return only there, with (program, test, where results go)."""
     setup = read_frame()
+    gc.freeze()  # a collection in a program would copy the memory that it shares with the driver
     _say(READY)
     while (test := read_frame()) is not None:
         pipes = [os.pipe() for _ in range(3)]
@@ -125,10 +130,8 @@ def _collect(reader: int, text: bytearray) -> bool:
 
 def _kill(pid: int) -> None:
     for kill in (os.killpg, os.kill):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def run(program: str, test: Any, result_fd: int) -> None:
@@ -137,16 +140,36 @@ def run(program: str, test: Any, result_fd: int) -> None:
     module = types.ModuleType("__main__" if function is None else "program")
     sys.modules[module.__name__] = module
     sys.argv = ["program.py"]
-    exec(compile(program, "program.py", "exec"), module.__dict__)
+    sys.excepthook = _show_error
+    exec(compile(program, "<program>", "exec"), module.__dict__)
     if function is None:
-        return
+        _end()
     names = module.__dict__
     owner = names.get("Solution")
-    found = getattr(owner(), function) if hasattr(owner, function) else names[function]
+    is_method = owner is not None and hasattr(owner, function)
+    found = getattr(owner(), function) if is_method else names[function]
     result = json.dumps(pack(found(*unpack(test["arguments"]))))
     data = result.encode()
     while data:
         data = data[os.write(result_fd, data) :]
+    os._exit(0)
+
+
+def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Show an error without the driver's own two frames."""
+    sys.__excepthook__(kind, error, trace.tb_next.tb_next)
+
+
+def _end() -> NoReturn:
+    """End a script that came to its end.
+
+    The interpreter's own end would touch, and so copy, all memory that is shared with the driver.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,14 @@ Execute = Callable[[str, str, Limits], Outcome]
 """(Python program, standard input, limits) -> how it ended; raises SandboxError if it cannot."""
 execute: Execute = run_program
 """The one way in which code reaches a sandbox from here."""
+_IMPORT = "from mcore_rl.rewards.code_values import pack, unpack\n"
 _START_S = 20.0
 """For the sandbox and its Python to start, on a machine that is busy."""
 
 
 @dataclass(frozen=True)
-class TestLimits:
-    """Limits of each test of a program, and of all of them.
-
-    __test__: pytest would take the class for tests.
-    """
-
-    __test__ = False
+class CaseLimits:
+    """Limits of each test of a program; total_s bounds the time of all of them."""
 
     wall_s: float = 6.0
     cpu_s: int = 5
@@ -46,15 +42,13 @@ class TestLimits:
 
 
 @dataclass(frozen=True)
-class TestRun:
+class CaseRun:
     """How a program ended on a test.
 
     status   exit status, or 128 + signal
     killed   the limit that ended it, or empty
     result   packed value that its function returned, as JSON; empty if it returned none
     """
-
-    __test__ = False
 
     status: int
     out: str = ""
@@ -67,26 +61,26 @@ class TestRun:
         return not self.killed and self.status == 0
 
 
-def script_test(stdin: str, program: int = 0) -> dict[str, Any]:
+def script_case(stdin: str, program: int = 0) -> dict[str, Any]:
     """Return the test that runs a program with a standard input."""
     return {"program": program, "stdin": stdin}
 
 
-def call_test(function: str, packed_arguments: Any, program: int = 0) -> dict[str, Any]:
+def call_case(function: str, packed_arguments: Any, program: int = 0) -> dict[str, Any]:
     """Return the test that calls a function of a program. `packed_arguments`: a packed list."""
     return {"program": program, "function": function, "arguments": packed_arguments}
 
 
-def run_tests(
-    programs: Sequence[str], tests: Sequence[Mapping[str, Any]], limits: TestLimits | None = None
-) -> list[TestRun]:
+def run_cases(
+    programs: Sequence[str], tests: Sequence[Mapping[str, Any]], limits: CaseLimits | None = None
+) -> list[CaseRun]:
     """Return how each test ended, in order. All run in one sandbox, one after the other.
 
     Programs that do not trust one another belong into different calls. Tests for which there is no
     time left, or whose driver the program ended, count as killed. Raises SandboxError if no test
     could begin.
     """
-    limits = limits or TestLimits()
+    limits = limits or CaseLimits()
     setup = {
         "programs": list(programs),
         "test_s": limits.wall_s,
@@ -99,16 +93,18 @@ def run_tests(
             f"the sandbox ended before a program began: status {outcome.status},"
             f" {outcome.killed or 'not killed'}, {outcome.stderr[-500:]!r}"
         )
-    runs = [_read(line) for line in lines[: len(tests)]]
-    lost = TestRun(outcome.status, killed=outcome.killed or "the program ended its supervisor")
-    return [runs[i] if i < len(runs) and runs[i] else lost for i in range(len(tests))]  # type: ignore[misc]
+    lost = CaseRun(outcome.status, killed=outcome.killed or "the program ended its supervisor")
+    runs = [_read(line) or lost for line in lines[: len(tests)]]
+    return runs + [lost] * (len(tests) - len(runs))
 
 
 @cache
 def driver_text() -> str:
     """Return the program of the sandbox: values and driver, in one file."""
     folder = Path(__file__).parent
-    return "\n".join((folder / f"code_{n}.py").read_text() for n in ("values", "driver"))
+    driver = (folder / "code_driver.py").read_text()
+    assert _IMPORT in driver, f"the driver does not begin with {_IMPORT!r}"
+    return (folder / "code_values.py").read_text() + driver.replace(_IMPORT, "")
 
 
 def _frame(content: Any) -> str:
@@ -116,7 +112,7 @@ def _frame(content: Any) -> str:
     return f"{len(text):08x}{text}"
 
 
-def _sandbox(limits: TestLimits, tests: Sequence[Mapping[str, Any]]) -> Limits:
+def _sandbox(limits: CaseLimits, tests: Sequence[Mapping[str, Any]]) -> Limits:
     return Limits(
         wall_s=_START_S + min(limits.wall_s * len(tests), limits.total_s),
         cpu_s=limits.cpu_s,
@@ -127,9 +123,9 @@ def _sandbox(limits: TestLimits, tests: Sequence[Mapping[str, Any]]) -> Limits:
     )
 
 
-def _read(line: str) -> TestRun | None:
+def _read(line: str) -> CaseRun | None:
     """Return the report of a test; None for a line that the driver did not write whole."""
     try:
-        return TestRun(**json.loads(line))
+        return CaseRun(**json.loads(line))
     except (ValueError, TypeError, RecursionError):
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mcore_rl.rewards.code_execution import TestLimits
+from mcore_rl.rewards.code_execution import CaseLimits
 from mcore_rl.rewards.code_tests import ProgramTests, read_tests
 from mcore_rl.sandbox.run import SandboxError
 
@@ -28,7 +28,7 @@ def score_of(results: Sequence[bool]) -> dict[str, float]:
 
 
 def score_responses(
-    responses: Sequence[str], ground_truths: Sequence[Any], limits: TestLimits | None = None
+    responses: Sequence[str], ground_truths: Sequence[Any], limits: CaseLimits | None = None
 ) -> list[dict[str, float] | Exception]:
     """Return the numbers of each response, or the error that cost them.
 
@@ -56,5 +56,5 @@ def in_parallel(function: Callable[[T], R], entries: Sequence[T]) -> list[R]:
         return list(pool.map(function, entries))
 
 
-def _results(program: str | None, tests: ProgramTests, limits: TestLimits | None) -> list[bool]:
+def _results(program: str | None, tests: ProgramTests, limits: CaseLimits | None) -> list[bool]:
     return [False] * len(tests) if program is None else tests.results(program, limits)

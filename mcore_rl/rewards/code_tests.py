@@ -19,11 +19,11 @@ from typing import Any
 
 from mcore_rl.rewards.code_asserts import Assertion, check_assertions, read_assertion
 from mcore_rl.rewards.code_execution import (
-    TestLimits,
-    TestRun,
-    call_test,
-    run_tests,
-    script_test,
+    CaseLimits,
+    CaseRun,
+    call_case,
+    run_cases,
+    script_case,
 )
 from mcore_rl.rewards.code_values import pack, unpack
 
@@ -45,14 +45,14 @@ class ProgramTests:
     def __len__(self) -> int:
         return len(self.cases) + len(self.assertions)
 
-    def results(self, program: str, limits: TestLimits | None = None) -> list[bool]:
+    def results(self, program: str, limits: CaseLimits | None = None) -> list[bool]:
         """Return whether the program passes each test.
 
         What is expected never enters the program's sandbox. Raises SandboxError if there is none.
         """
         if self.assertions:
             return check_assertions(program, self.assertions, limits)
-        runs = run_tests([program], [test for test, _ in self.cases], limits)
+        runs = run_cases([program], [test for test, _ in self.cases], limits)
         return [
             is_passed(run, test, expected)
             for run, (test, expected) in zip(runs, self.cases, strict=True)
@@ -80,13 +80,13 @@ def read_tests(ground_truth: Any) -> ProgramTests:
         )
     function = truth.get("fn_name")
     if function:
-        tests = [call_test(function, pack(list(arguments))) for arguments in inputs]
+        tests = [call_case(function, pack(list(arguments))) for arguments in inputs]
     else:
-        tests = [script_test(_text(given)) for given in inputs]
+        tests = [script_case(_text(given)) for given in inputs]
     return ProgramTests(list(zip(tests, outputs, strict=True)))
 
 
-def is_passed(run: TestRun, test: Mapping[str, Any], expected: Any) -> bool:
+def is_passed(run: CaseRun, test: Mapping[str, Any], expected: Any) -> bool:
     """Return whether a program ended by itself and gave what was expected."""
     if not run.is_clean:
         return False

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from mcore_rl.data.code import feedback
 from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
-from mcore_rl.rewards.code_execution import TestLimits, TestRun, call_test, run_tests
+from mcore_rl.rewards.code_execution import CaseLimits, CaseRun, call_case, run_cases
 from mcore_rl.rewards.code_score import program_of
 from mcore_rl.rewards.code_tests import ProgramTests, is_passed, read_tests
 from mcore_rl.rewards.code_values import pack, unpack
@@ -76,7 +76,7 @@ class PythonTrial:
             return Verdict(False, "There is no program: write it as a ```python block.")
         if not self._public.cases:
             return Verdict(True, program=program)
-        runs = await _in_thread(run_tests, [program], [test for test, _ in self._public.cases])
+        runs = await _in_thread(run_cases, [program], [test for test, _ in self._public.cases])
         for run, (test, expected) in zip(runs, self._public.cases, strict=True):
             if not is_passed(run, test, expected):
                 return Verdict(False, _told(run, test, expected), program)
@@ -107,11 +107,10 @@ class StepsTrial:
         values: Sequence[int | None] = [None] * len(self._cases)
         if is_program(text):
             values = await _batcher().values(as_python(text), self._cases)
-        for case, got, wanted in zip(
-            self._cases[: self._num_public], values, self._expected, strict=False
-        ):
-            if got != wanted:
-                return Verdict(False, feedback(*case, got, wanted), text, values)
+        for i in range(self._num_public):
+            if values[i] != self._expected[i]:
+                a, b = self._cases[i]
+                return Verdict(False, feedback(a, b, values[i], self._expected[i]), text, values)
         return Verdict(True, program=text, values=values)
 
     async def hidden(self, verdict: Verdict) -> list[bool]:
@@ -120,42 +119,44 @@ class StepsTrial:
 
 
 class _Batcher:
-    """Runs what is asked for at about the same time in one sandbox."""
+    """Runs what is asked for at about the same time in one sandbox, and equal programs once."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[str, Any, asyncio.Future[TestRun]]] = []
+        self._waiting: dict[str, tuple[str, list[list[int]], asyncio.Future[CaseRun]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def values(self, program: str, cases: Sequence[Sequence[int]]) -> list[int | None]:
         """Return the program's value for each case, None where it has none."""
-        future: asyncio.Future[TestRun] = asyncio.get_running_loop().create_future()
-        self._waiting.append((program, [list(map(list, cases))], future))
+        given = [list(case) for case in cases]
+        key = f"{program}{given}"
+        if key not in self._waiting:
+            self._waiting[key] = (program, given, asyncio.get_running_loop().create_future())
+        future = self._waiting[key][2]
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
-        run = await future
+        run = await asyncio.shield(future)  # others may wait for the same
         return unpack(json.loads(run.result)) if run.result else [None] * len(cases)
 
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(_GATHER_S)
-            batch, self._waiting = self._waiting, []
+            batch = list(self._waiting.values())
+            self._waiting = {}
             if not batch:
                 return
             programs = [program for program, _, _ in batch]
-            tests = [call_test(FUNCTION, pack(given), i) for i, (_, given, _) in enumerate(batch)]
+            tests = [call_case(FUNCTION, pack([given]), i) for i, (_, given, _) in enumerate(batch)]
             try:
-                runs = await _in_thread(run_tests, programs, tests, _STEPS_LIMITS)
+                runs = await _in_thread(run_cases, programs, tests, _STEPS_LIMITS)
             except Exception as error:  # handed on to everyone who waits
                 for _, _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
+                    future.set_exception(error)
                 continue
             for run, (_, _, future) in zip(runs, batch, strict=True):
-                if not future.done():
-                    future.set_result(run)
+                future.set_result(run)
 
 
-_STEPS_LIMITS = TestLimits(wall_s=10.0, total_s=100.0, output_kib=8)
+_STEPS_LIMITS = CaseLimits(wall_s=10.0, total_s=100.0, output_kib=8)
 _batchers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Batcher] = WeakKeyDictionary()
 _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -172,13 +173,14 @@ async def _in_thread(function: Any, *arguments: Any) -> Any:
         return await asyncio.to_thread(function, *arguments)
 
 
-def _told(run: TestRun, test: Mapping[str, Any], expected: Any) -> str:
+def _told(run: CaseRun, test: Mapping[str, Any], expected: Any) -> str:
     """Return what the policy is told of a public test that failed."""
     is_call = "function" in test
     given = f"{test['function']}{tuple(unpack(test['arguments']))!r}" if is_call else test["stdin"]
     why = run.killed or (f"{run.error}\nexit status {run.status}" if run.status else "")
     got = _shown(run.result) if is_call else run.out
-    lines = [f"A test failed.\nInput: {given:.{_SHOWN_LEN}}", f"Expected: {expected!s:.{_SHOWN_LEN}}"]
+    lines = ["A test failed.", f"Input: {given:.{_SHOWN_LEN}}"]
+    lines.append(f"Expected: {expected!s:.{_SHOWN_LEN}}")
     lines.append(f"Error: {why[-_SHOWN_LEN:]}" if why else f"Got: {got:.{_SHOWN_LEN}}")
     return "\n".join([*lines, "Write the whole program again."])
 

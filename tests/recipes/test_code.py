@@ -41,6 +41,15 @@ def test_the_reward_is_the_share_of_tests_passed(response: str, truth: Any, shar
 
 
 def test_a_ground_truth_without_tests_is_an_error() -> None:
-    with Scorer(RewardConfig(path="recipes/rewards/code.py", workers=1), 100) as scorer:
+    with Scorer(
+        RewardConfig(path="recipes/rewards/code.py", name="reward_one", workers=1), 100
+    ) as scorer:
         scores = scorer([make_sample_of(ADD, {"answer": 1})])
     assert "no tests in the ground truth, whose keys are ['answer']" in scores.errors[0]
+
+
+def test_an_error_costs_its_sample_alone() -> None:
+    with Scorer(RewardConfig(path="recipes/rewards/code.py", error_value=-1.0), 100) as scorer:
+        scores = scorer([make_sample_of(ADD, {"answer": 1}), make_sample_of(ADD, CALLS)])
+    assert scores.rewards_N == [-1.0, 1.0]
+    assert "no tests" in scores.errors[0] and scores.errors[1] == ""

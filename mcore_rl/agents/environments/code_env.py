@@ -1,8 +1,8 @@
 """Lets a policy write a program, see the result of a public test, and repair the program.
 
-    problem --> program --public tests--> done, rewarded by hidden tests
-                   ^            |
-                   +- repair <- what the first failed test gave
+problem --> program --public tests--> done, rewarded by hidden tests
+               ^            |
+               +- repair <- what the first failed test gave
 """
 
 import json
@@ -77,5 +77,3 @@ class CodeEnvironment:
 
     async def close(self) -> None:
         self._trial = None
-
-

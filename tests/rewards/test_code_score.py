@@ -1,0 +1,57 @@
+"""Many responses at once: numbers for programs, errors for what is not their fault."""
+
+import threading
+import time
+
+import pytest
+
+from mcore_rl.rewards import code_execution
+from mcore_rl.rewards.code_score import in_parallel, program_of, score_of, score_responses
+from mcore_rl.sandbox.run import Limits, Outcome, SandboxError, run_program
+
+TRUTH = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("a\n```python\nx\n```\nb\n```py\ny\n```", "y\n"),
+        ("```\nz```", "z"),
+        ("no fence", None),
+        ("```python\nnot closed", None),
+    ],
+)
+def test_the_last_block_is_the_program(response: str, program: str | None) -> None:
+    assert program_of(response) == program
+
+
+def test_numbers() -> None:
+    assert score_of([True, False]) == {"score": 0.5, "passed": 0.5, "solved": 0.0}
+    assert score_of([True])["solved"] == 1.0
+
+
+def test_each_response_has_its_numbers_or_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sometimes(source: str, stdin: str, limits: Limits) -> Outcome:
+        if "unlucky" in stdin:
+            raise SandboxError("no namespace")
+        return run_program(source, stdin, limits)
+
+    monkeypatch.setattr(code_execution, "execute", sometimes)
+    double = "```python\nprint(2 * int(input()))\n```"
+    responses = [double, "```python\nprint(2)\n```", "none", "```python\n'unlucky'\n```", double]
+    truths = [TRUTH, TRUTH, TRUTH, TRUTH, {}]
+    answers = score_responses(responses, truths)
+    assert [a["score"] for a in answers[:3] if isinstance(a, dict)] == [1.0, 0.5, 0.0]
+    assert isinstance(answers[3], SandboxError) and isinstance(answers[4], ValueError)
+
+
+def test_entries_are_worked_on_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2})
+    together = threading.Barrier(3, timeout=30)
+
+    def meet(number: int) -> int:
+        together.wait()
+        time.sleep(0.01 * (3 - number))
+        return number
+
+    assert in_parallel(meet, [0, 1, 2]) == [0, 1, 2]
