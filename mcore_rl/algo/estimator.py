@@ -160,7 +160,7 @@ class Advantages:
         ]
         return {
             "rewards_N": torch.tensor(scores.rewards_N, dtype=torch.float64),
-            "group_N": shapes.group_N,
+            "group_N": groups_by_role(shapes.group_N, scores, self._config.role_part),
             "lens_N": shapes.lens_N,
             "parts": parts,
             "greedy_N": torch.tensor(scores.greedy_N, dtype=torch.float64)
@@ -183,6 +183,22 @@ class Advantages:
                 f" for {num_trained} response tokens: expected one number per token"
             )
         return torch.zeros(len(mask_T)).masked_scatter_(mask_T, values_R.float())
+
+
+def groups_by_role(group_N: Tensor, scores: Scores, part: str) -> Tensor:
+    """Return int64 [N], equal for samples of one group that have the same number `part`.
+
+    An empty `part` leaves groups as they are. Raises ValueError if rewards lack the number.
+    """
+    if not part:
+        return group_N
+    if part not in scores.parts:
+        raise ValueError(
+            f"algorithm.role_part={part}: the reward function gives no such number, only"
+            f" {', '.join(sorted(scores.parts)) or 'none'}"
+        )
+    pairs_N2 = torch.stack([group_N.double(), torch.tensor(scores.parts[part]).double()], dim=1)
+    return pairs_N2.unique(dim=0, return_inverse=True)[1]
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,9 @@ class AlgorithmConfig(Options, group="algorithm"):
     """Python file that registers advantages and losses of your own (docs/algorithms.md); a relative
     path is looked up from the working directory, then beside recipes/."""
     advantage: str = "grpo"
+    role_part: str = ""
+    """A number of the reward function that says which role a sample plays: samples of a prompt are
+    compared with those of the same role, as in CURE; empty: with all."""
     gamma: float = bounded(1.0, above=0, most=1)
     """Discount of later rewards, for advantages that are computed token by token."""
     gae_lambda: float = bounded(1.0, least=0, most=1)

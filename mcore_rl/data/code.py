@@ -32,12 +32,18 @@ MISTAKES = 0.65
 """Share of demonstrated steps that are mixed up, of those that can be."""
 LARGEST = 99
 """Largest number that feedback shows; others are shown as this."""
+TEST_TEXT = "test : "
+"""Said before a problem to who is to write a unit test for it."""
 _PROBES = tuple((a, b) for a in (0, 1, 3, 7, 12, 20) for b in (1, 4, 9, 15))
 """Two problems with equal values here count as the same."""
 
 
 def prepare_code(out_dir: Path, seed: int = 0) -> None:
-    """Write {train,heldout,sft}.parquet and model/ (config.json and tokenizer) to `out_dir`."""
+    """Write {train,heldout,sft,sft_roles}.parquet and model/ (config.json, tokenizer) to `out_dir`.
+
+    sft has programs and repairs, for recipe tiny_agent_code; sft_roles programs and unit tests, for
+    recipe tiny_cure.
+    """
     rng = random.Random(seed)
     held_out = _tasks(rng, NUM_HELD_OUT, set(), distinct=True)
     reserved = set(map(behavior, held_out))
@@ -48,6 +54,8 @@ def prepare_code(out_dir: Path, seed: int = 0) -> None:
         write_parquet(rows, out_dir / f"{name}.parquet")
     rows = [{"messages": turns} for task in demonstrated for turns in demonstrate(task, rng)]
     write_parquet(rows, out_dir / "sft.parquet")
+    roles = [{"messages": turns} for task in demonstrated for turns in demonstrate_roles(task, rng)]
+    write_parquet(roles, out_dir / "sft_roles.parquet")
     write_tiny_model(out_dir / "model", vocabulary())
     print(
         f"{len(train)} training and {len(held_out)} held-out problems,"
@@ -94,6 +102,28 @@ def demonstrate(task: Task, rng: random.Random) -> list[list[dict[str, str]]]:
     return turns
 
 
+def demonstrate_roles(task: Task, rng: random.Random) -> list[list[dict[str, str]]]:
+    """Return two conversations: who writes a program, and who writes a unit test.
+
+    A unit test works out the value after each step: "a = 3 b = 4 ; 7 ; 7". The same share of steps
+    is mixed up as in programs. A problem whose values get too large for the vocabulary has none.
+    """
+    written = [
+        _message("user", task.statement),
+        _message("assistant", task.mistaken(rng, MISTAKES)),
+    ]
+    mistaken = task.mistaken(rng, MISTAKES)
+    a, b = rng.randint(0, 9), rng.randint(1, 9)
+    steps = mistaken.split(" ; ")
+    programs = [" ; ".join(steps[: i + 1]) for i in range(len(steps))]
+    values = [value_of_program(program, a, b) for program in programs]
+    if any(value is None or abs(value) > LARGEST for value in values):
+        return [written]
+    test = " ; ".join([f"a = {a} b = {b}", *map(_shown, values)])
+    asked = _message("user", f"{TEST_TEXT}{task.statement}")
+    return [written, [asked, _message("assistant", test)]]
+
+
 def feedback(a: int, b: int, got: int | None, wanted: int | None) -> str:
     """Return what the policy is told of a public test that its program fails."""
     return f"wrong : a = {_shown(a)} b = {_shown(b)} gives {_shown(got)} not {_shown(wanted)}"
@@ -108,7 +138,7 @@ def value_of_program(program: str, a: int, b: int) -> int | None:
 
 def vocabulary() -> list[str]:
     """Return special tokens, numbers and words; a token's id is its index."""
-    return make_vocabulary(LARGEST, {*words_of(), "wrong", ":", "gives", "not", "nothing"})
+    return make_vocabulary(LARGEST, {*words_of(), "wrong", ":", "gives", "not", "nothing", "test"})
 
 
 def _tests(pairs: Sequence[tuple[tuple[int, int], int]]) -> dict[str, Any]:

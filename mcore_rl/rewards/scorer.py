@@ -217,8 +217,12 @@ def _reward_of_episode(sample: Sample) -> float | Exception:
 
 
 def _fields(sample: Sample) -> Fields:
+    """Return the arguments of a function; of an episode, extra_info has its numbers as well."""
     prompt = sample.prompt
-    return prompt.data_source, sample.text, prompt.ground_truth, prompt.extra_info
+    extra_info = prompt.extra_info
+    if sample.episode is not None:
+        extra_info = {**extra_info, "episode": dict(sample.episode.metrics)}
+    return prompt.data_source, sample.text, prompt.ground_truth, extra_info
 
 
 def _sole_part(config: RewardConfig, roles: Sequence[str]) -> dict[str, float]:

@@ -37,5 +37,5 @@ def test_an_object_that_could_act_is_refused(value: Any) -> None:
 
 @pytest.mark.parametrize("packed", [["list"], ["os", []], [["x"], []], {"a": 1}, ["list", 1]])
 def test_what_was_not_packed_is_refused(packed: Any) -> None:
-    with pytest.raises(ValueError, match="was not packed|is no kind of value"):
+    with pytest.raises(ValueError, match=r"was not packed|is no kind of value"):
         unpack(packed)

@@ -41,6 +41,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
     "code": Adapter(f"{_HERE}.code_env", "CodeEnvironment", "CodeOptions"),
+    "cure": Adapter(f"{_HERE}.cure_env", "CureEnvironment", "CureOptions"),
     "command": Adapter(f"{_HERE}.command", "CommandEpisode", "CommandOptions", is_program=True),
     "verifiers": Adapter(
         f"{_HERE}.verifiers_env",

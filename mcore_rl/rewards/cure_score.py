@@ -1,0 +1,141 @@
+"""Scores the programs and unit tests of each problem: runs all programs on all tests.
+
+samples of a call --by problem--> programs, tests --sandbox--> matrix --cure.py--> numbers
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
+from mcore_rl.rewards.code_execution import CaseLimits, call_case, run_cases, script_case
+from mcore_rl.rewards.code_score import in_parallel, program_of
+from mcore_rl.rewards.code_tests import ProgramTests, read_tests
+from mcore_rl.rewards.code_values import pack, unpack
+from mcore_rl.rewards.cure import coder_rewards, scaled_tester_rewards
+from mcore_rl.sandbox.run import SandboxError
+
+ROLE = "is_test"
+"""The number that says whether a sample is a unit test: for algorithm.role_part."""
+_WRITTEN = re.compile(r"```[^\S\n]*(?:\w+)?[^\S\n]*\n(.*?)```", re.DOTALL)
+_STEPS_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
+_LIMITS = CaseLimits(wall_s=10.0, total_s=200.0, output_kib=16)
+
+
+@dataclass
+class Problem:
+    """The samples of one problem: their numbers in the call, and what they wrote."""
+
+    ground_truth: Any
+    programs: list[tuple[int, str]] = field(default_factory=list)
+    tests: list[tuple[int, str]] = field(default_factory=list)
+
+
+Matrices = tuple[list[list[bool]], list[list[bool]]]
+"""(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
+Execution = Callable[[Problem], Matrices]
+TesterRewards = Callable[[Any, Any], list[float]]
+
+
+def score_samples(
+    responses: Sequence[str],
+    ground_truths: Sequence[Any],
+    extra_infos: Sequence[Mapping[str, Any]],
+    execution: Execution,
+    tester_rewards: TesterRewards = scaled_tester_rewards,
+) -> list[dict[str, float] | Exception]:
+    """Return the numbers of each sample: `program` or `test`, and `is_test`.
+
+    `extra_info["episode"]["is_test"]` says what a sample is; the environment `cure` sets it. A
+    problem without tests, or whose sandbox does not start, costs its samples.
+    """
+    problems = _problems_of(responses, ground_truths, extra_infos)
+    answers: list[dict[str, float] | Exception] = [{} for _ in responses]
+
+    def execute(problem: Problem) -> Matrices | Exception:
+        try:
+            return execution(problem)
+        except (ValueError, SandboxError) as error:
+            return error
+
+    for problem, matrices in zip(problems, in_parallel(execute, problems), strict=True):
+        numbers = [number for number, _ in [*problem.programs, *problem.tests]]
+        if isinstance(matrices, Exception):
+            values: list[Any] = [matrices] * len(numbers)
+        else:
+            values = _numbers_of(*matrices, len(problem.tests), tester_rewards)
+        for number, value in zip(numbers, values, strict=True):
+            answers[number] = value
+    return answers
+
+
+def execute_python(problem: Problem) -> Matrices:
+    """Run Python programs, each in a sandbox of its own, on texts of input and output.
+
+    A test is written as two fenced blocks: the input and what must be printed.
+    """
+    truth = read_tests(problem.ground_truth)
+    if truth.assertions or any("function" in test for test, _ in truth.cases):
+        raise ValueError("unit tests are written for programs that read standard input")
+    written = [_WRITTEN.findall(text)[-2:] for _, text in problem.tests]
+    cases = [(script_case(pair[0]), pair[1]) for pair in written if len(pair) == 2]
+    both = ProgramTests([*truth.cases, *cases])
+    matrices: Matrices = ([], [])
+    for _, response in problem.programs:
+        program = program_of(response)
+        results = [False] * len(both) if program is None else both.results(program)
+        generated = iter(results[len(truth) :])
+        matrices[0].append(results[: len(truth)])
+        matrices[1].append([len(pair) == 2 and next(generated) for pair in written])
+    return matrices
+
+
+def execute_steps(problem: Problem) -> Matrices:
+    """Run programs in steps (data/code_steps.py), which share a sandbox."""
+    truth = json.loads(problem.ground_truth)
+    tests = [_STEPS_TEST.fullmatch(text.strip()) for _, text in problem.tests]
+    cases = [*truth["inputs"], *([int(m[1]), int(m[2])] if m else [0, 1] for m in tests)]
+    wanted = [*truth["outputs"], *(int(m[3].replace(" ", "")) if m else None for m in tests)]
+    texts = [text.strip() for _, text in problem.programs]
+    programs = {text: as_python(text) for text in texts if is_program(text)}
+    runs = [call_case(FUNCTION, pack([cases]), number) for number in range(len(programs))]
+    values: dict[str, list[Any]] = {}
+    for text, run in zip(programs, run_cases(list(programs.values()), runs, _LIMITS), strict=True):
+        if run.is_clean:
+            values[text] = unpack(json.loads(run.result))
+    passes = [
+        [value is not None and value == want for value, want in zip(got, wanted, strict=True)]
+        for got in (values.get(text, [None] * len(cases)) for text in texts)
+    ]
+    num_truth = len(truth["inputs"])
+    return [row[:num_truth] for row in passes], [row[num_truth:] for row in passes]
+
+
+def _problems_of(
+    responses: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Mapping[str, Any]]
+) -> list[Problem]:
+    problems: dict[str, Problem] = {}
+    rows = zip(responses, ground_truths, extra_infos, strict=True)
+    for number, (response, truth, extra_info) in enumerate(rows):
+        problem = problems.setdefault(json.dumps(truth, sort_keys=True), Problem(truth))
+        if "episode" not in extra_info or ROLE not in extra_info["episode"]:
+            raise ValueError(
+                f"sample {number} does not say whether it is a unit test: set"
+                " agents.environment=cure"
+            )
+        is_test = bool(extra_info["episode"][ROLE])
+        (problem.tests if is_test else problem.programs).append((number, response))
+    return list(problems.values())
+
+
+def _numbers_of(
+    passes_PG: list[list[bool]],
+    passes_PT: list[list[bool]],
+    num_tests: int,
+    tester_rewards: TesterRewards,
+) -> list[dict[str, float]]:
+    of_tests = tester_rewards(passes_PG, passes_PT) if passes_PG else [0.0] * num_tests
+    programs = [{"program": r, "test": 0.0, ROLE: 0.0} for r in coder_rewards(passes_PG)]
+    return [*programs, *({"program": 0.0, "test": r, ROLE: 1.0} for r in of_tests)]
