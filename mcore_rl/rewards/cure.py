@@ -14,7 +14,7 @@ Matrix = Sequence[Sequence[bool]]
 """[P][tests], whether a program passes a test."""
 
 
-def coder_rewards(passes_PG: Matrix) -> list[float]:
+def rate_programs(passes_PG: Matrix) -> list[float]:
     """Return the share of ground-truth tests that each program passes.
 
     The paper has their number; GRPO's advantages are the same. Raises ValueError if there is none.
@@ -25,7 +25,7 @@ def coder_rewards(passes_PG: Matrix) -> list[float]:
     return [sum(passes_G) / len(passes_G) for passes_G in passes_PG]
 
 
-def tester_rewards(passes_PG: Matrix, passes_PT: Matrix) -> list[float]:
+def rate_tests(passes_PG: Matrix, passes_PT: Matrix) -> list[float]:
     """Return the reward of each generated test, as the paper has it.
 
     Program l is right, I_l = 1, if it passes all tests of the ground truth. With B the matrix,
@@ -47,7 +47,7 @@ def tester_rewards(passes_PG: Matrix, passes_PT: Matrix) -> list[float]:
     return rewards
 
 
-def scaled_tester_rewards(passes_PG: Matrix, passes_PT: Matrix) -> list[float]:
+def rate_tests_scaled(passes_PG: Matrix, passes_PT: Matrix) -> list[float]:
     """Return the same in [-1, 1]: divided by the number of wrong programs.
 
     If every program is right, a test gets 1 if all pass it, else -1, as in the authors' code; the
@@ -55,7 +55,7 @@ def scaled_tester_rewards(passes_PG: Matrix, passes_PT: Matrix) -> list[float]:
     """
     right, wrong = _split(passes_PG)
     if wrong:
-        return [reward / len(wrong) for reward in tester_rewards(passes_PG, passes_PT)]
+        return [reward / len(wrong) for reward in rate_tests(passes_PG, passes_PT)]
     if not right:
         return [0.0] * _num_tests(passes_PT)
     columns = range(_num_tests(passes_PT))

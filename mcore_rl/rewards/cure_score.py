@@ -14,7 +14,7 @@ from mcore_rl.rewards.code_execution import CaseLimits, call_case, run_cases, sc
 from mcore_rl.rewards.code_score import in_parallel, program_of
 from mcore_rl.rewards.code_tests import ProgramTests, read_tests
 from mcore_rl.rewards.code_values import pack, unpack
-from mcore_rl.rewards.cure import coder_rewards, scaled_tester_rewards
+from mcore_rl.rewards.cure import rate_programs, rate_tests_scaled
 from mcore_rl.sandbox.run import SandboxError
 
 ROLE = "is_test"
@@ -36,7 +36,7 @@ class Problem:
 Matrices = tuple[list[list[bool]], list[list[bool]]]
 """(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
 Execution = Callable[[Problem], Matrices]
-TesterRewards = Callable[[Any, Any], list[float]]
+RateTests = Callable[[Any, Any], list[float]]
 
 
 def score_samples(
@@ -44,7 +44,7 @@ def score_samples(
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
     execution: Execution,
-    tester_rewards: TesterRewards = scaled_tester_rewards,
+    rate_tests: RateTests = rate_tests_scaled,
 ) -> list[dict[str, float] | Exception]:
     """Return the numbers of each sample: `program` or `test`, and `is_test`.
 
@@ -65,7 +65,7 @@ def score_samples(
         if isinstance(matrices, Exception):
             values: list[Any] = [matrices] * len(numbers)
         else:
-            values = _numbers_of(*matrices, len(problem.tests), tester_rewards)
+            values = _numbers_of(*matrices, len(problem.tests), rate_tests)
         for number, value in zip(numbers, values, strict=True):
             answers[number] = value
     return answers
@@ -134,8 +134,8 @@ def _numbers_of(
     passes_PG: list[list[bool]],
     passes_PT: list[list[bool]],
     num_tests: int,
-    tester_rewards: TesterRewards,
+    rate_tests: RateTests,
 ) -> list[dict[str, float]]:
-    of_tests = tester_rewards(passes_PG, passes_PT) if passes_PG else [0.0] * num_tests
-    programs = [{"program": r, "test": 0.0, ROLE: 0.0} for r in coder_rewards(passes_PG)]
+    of_tests = rate_tests(passes_PG, passes_PT) if passes_PG else [0.0] * num_tests
+    programs = [{"program": r, "test": 0.0, ROLE: 0.0} for r in rate_programs(passes_PG)]
     return [*programs, *({"program": 0.0, "test": r, ROLE: 1.0} for r in of_tests)]

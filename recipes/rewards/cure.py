@@ -11,7 +11,7 @@ does, instead of taking their share; `reward_steps` is for the language of `mcor
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_rl.rewards.cure import tester_rewards
+from mcore_rl.rewards.cure import rate_tests
 from mcore_rl.rewards.cure_score import execute_python, execute_steps, score_samples
 
 
@@ -32,7 +32,7 @@ def reward_counted(
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, float] | Exception]:
-    return score_samples(solution_strs, ground_truths, extra_infos, execute_python, tester_rewards)
+    return score_samples(solution_strs, ground_truths, extra_infos, execute_python, rate_tests)
 
 
 def reward_steps(

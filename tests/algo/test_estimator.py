@@ -172,3 +172,25 @@ def test_an_advantage_of_whole_episodes_does_not_see_turns_or_rows() -> None:
         lens = torch.tensor([sample.response_len for sample in samples])
         expected = (torch.tensor(rewards) - 1.5).repeat_interleave(lens)
         torch.testing.assert_close(advised[batch.loss_mask_T], expected)
+
+
+def test_samples_are_compared_within_their_role() -> None:
+    """Programs 1 and 0, unit tests 0.5 and -0.5: each pair is centered by itself."""
+    samples = make_samples([2, 1, 3, 1], [0, 0, 0, 0])
+    scores = Scores([1.0, 0.5, 0.0, -0.5], parts={"is_test": [0.0, 1.0, 0.0, 1.0]})
+    config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
+    assert Advantages(config).of_samples(scores, samples).tolist() == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_the_same_role_of_other_prompts_is_another_group() -> None:
+    samples = make_samples([1, 1, 1, 1], [0, 0, 1, 1])
+    scores = Scores([1.0, 0.0, 5.0, 3.0], parts={"is_test": [0.0] * 4})
+    config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
+    assert Advantages(config).of_samples(scores, samples).tolist() == [0.5, -0.5, 1.0, -1.0]
+
+
+def test_a_role_that_rewards_do_not_have_is_refused() -> None:
+    config = AlgorithmConfig(advantage="dr_grpo", role_part="is_test")
+    scores = Scores([1.0], parts={"right": [1.0]})
+    with pytest.raises(ValueError, match=r"algorithm\.role_part=is_test.*only right"):
+        Advantages(config).of_samples(scores, make_samples([1], [0]))

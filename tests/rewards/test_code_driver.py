@@ -95,7 +95,8 @@ def test_a_program_does_not_find_the_tests_to_come() -> None:
     """Neither in an open file, nor in any object of its process."""
     program = (
         "import gc, os\n"
-        "found = any('SECRET' in str(o)[:9999] for o in gc.get_objects() if type(o) in (dict, list))\n"
+        "objects = [o for o in gc.get_objects() if type(o) in (dict, list)]\n"
+        "found = any('SECRET' in str(o)[:9999] for o in objects)\n"
         "for fd in range(3, 64):\n"
         "    try:\n"
         "        found = found or b'SEC' + b'RET' in os.pread(fd, 9999, 0)\n"

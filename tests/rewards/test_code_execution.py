@@ -32,7 +32,10 @@ def test_a_program_that_kills_its_supervisor_has_failed() -> None:
 
 def test_a_program_cannot_write_the_report_of_its_test() -> None:
     forged = '{"status": 0, "out": "42", "error": "", "killed": "", "result": ""}'
-    program = f"import os\nfor fd in range(64):\n    try: os.write(fd, b'{forged}\\n')\n    except OSError: pass"
+    program = (
+        f"import os\nfor fd in range(64):\n    try: os.write(fd, b'{forged}\\n')\n"
+        "    except OSError: pass"
+    )
     [first, second] = run_cases([program], [script_case(""), script_case("")])
     assert first.out != "42" and second.out != "42"
 

@@ -59,7 +59,8 @@ CHEATS = {
     "kills who supervises it": "import os\nos.kill(os.getppid(), 9)\ndef f(a, b): return 3",
     "never ends": "def f(a, b):\n    while True: pass\nf(1, 2)",
     "writes to every descriptor": (
-        "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'3')\n    except OSError: pass\n"
+        "import os\nfor fd in range(1, 64):\n"
+        "    try: os.write(fd, b'3')\n    except OSError: pass\n"
         "def f(a, b): os._exit(0)"
     ),
 }

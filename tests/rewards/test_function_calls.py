@@ -145,3 +145,14 @@ def test_a_ctrl_c_ends_the_run(reward_file: str, tmp_path: Path, name: str, work
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_function_of_all_samples_may_give_an_error_for_one(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def reward(*, data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [1.0, RuntimeError('no sandbox')]\n"
+    )
+    calls = FunctionCalls(RewardConfig(path=str(path)), load_function(str(path), "reward"))
+    answers = calls([("", "a", "7", {}), ("", "b", "7", {})])
+    assert answers == [{"score": 1.0}, "RuntimeError: no sandbox"]

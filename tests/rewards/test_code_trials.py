@@ -1,0 +1,74 @@
+"""Trials of programs: what the policy is told, and how many sandboxes that takes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mcore_rl.rewards import code_execution
+from mcore_rl.rewards.code_trials import trial_of
+from mcore_rl.sandbox.run import Limits, Outcome, run_program
+
+STEPS = {"public": {"inputs": [[3, 4]], "outputs": [7]}, "inputs": [[1, 1]], "outputs": [2]}
+
+
+def test_programs_in_steps_that_come_together_share_a_sandbox(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = []
+
+    def counting(source: str, stdin: str, limits: Limits) -> Outcome:
+        runs.append(stdin)
+        return run_program(source, stdin, limits)
+
+    monkeypatch.setattr(code_execution, "execute", counting)
+
+    async def try_all() -> list[bool]:
+        texts = ["a = a + b", "a = a - b", "a = a + b", "import os"]
+        verdicts = await asyncio.gather(*(trial_of("steps", STEPS).run(text) for text in texts))
+        return [verdict.passes_public for verdict in verdicts]
+
+    assert asyncio.run(try_all()) == [True, False, True, False]
+    assert len(runs) == 1
+    assert runs[0].count('"function"') == 2, "equal programs run once, what is no program never"
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "told"),
+    [
+        ({"inputs": ["1"], "outputs": ["5"]}, "print(4)", "Input: 1\nExpected: 5\nGot: 4"),
+        ({"inputs": ["1"], "outputs": ["5"]}, "exit(3)", "exit status 3"),
+        (
+            {"fn_name": "f", "inputs": [[1, "x"]], "outputs": [5]},
+            "def f(a, b): return (a, b)",
+            "Input: f(1, 'x')\nExpected: 5\nGot: (1, 'x')",
+        ),
+    ],
+)
+def test_the_first_failed_public_test_is_told(truth: Any, answer: str, told: str) -> None:
+    whole = {"public": truth, **truth}
+    verdict = asyncio.run(trial_of("python", whole).run(f"```python\n{answer}\n```"))
+    assert not verdict.passes_public and told in verdict.feedback
+
+
+def test_without_public_tests_hidden_ones_decide() -> None:
+    async def judge() -> list[bool]:
+        trial = trial_of("python", {"inputs": ["1", "2"], "outputs": ["1", "0"]})
+        return await trial.hidden(await trial.run("```\nprint(input())\n```"))
+
+    assert asyncio.run(judge()) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("language", "truth", "message"),
+    [
+        ("steps", {"inputs": [], "outputs": []}, "needs as many of both"),
+        ("python", {"public": {"inputs": ["1"], "outputs": ["1"]}}, "no tests"),
+        ("python", {**STEPS, "public": {"asserts": ["assert f(1) == 1"]}}, "are assertions"),
+    ],
+)
+def test_problems_that_cannot_be_tried_are_refused(
+    language: str, truth: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trial_of(language, truth)
