@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.code_steps import Task, as_python, make_task, words_of
+from mcore_rl.data.code_steps import StepsTask, as_python, make_task, words_of
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
 
@@ -32,6 +32,12 @@ MISTAKES = 0.65
 """Share of demonstrated steps that are mixed up, of those that can be."""
 LARGEST = 99
 """Largest number that feedback shows; others are shown as this."""
+TEST_MISTAKES = 0.4
+"""The same of unit tests."""
+TESTED_STEPS = 2
+NUM_TESTS = 3
+"""Unit tests that are shown for each problem of at most TESTED_STEPS."""
+LARGEST_TESTED = 40
 TEST_TEXT = "test : "
 """Said before a problem to who is to write a unit test for it."""
 _PROBES = tuple((a, b) for a in (0, 1, 3, 7, 12, 20) for b in (1, 4, 9, 15))
@@ -63,12 +69,12 @@ def prepare_code(out_dir: Path, seed: int = 0) -> None:
     )
 
 
-def behavior(task: Task) -> tuple[int, ...]:
+def behavior(task: StepsTask) -> tuple[int, ...]:
     """Return a key that is equal for problems that ask for the same values."""
     return tuple(task.value(a, b) for a, b in _PROBES)
 
 
-def problem_row(task: Task, split: str, index: int, rng: random.Random) -> dict[str, Any]:
+def problem_row(task: StepsTask, split: str, index: int, rng: random.Random) -> dict[str, Any]:
     """Return a row in verl's columns; its ground truth is JSON with public and hidden tests."""
     cases: dict[tuple[int, int], int] = {}
     while len(cases) < NUM_PUBLIC + NUM_HIDDEN:
@@ -88,7 +94,7 @@ def problem_row(task: Task, split: str, index: int, rng: random.Random) -> dict[
     }
 
 
-def demonstrate(task: Task, rng: random.Random) -> list[list[dict[str, str]]]:
+def demonstrate(task: StepsTask, rng: random.Random) -> list[list[dict[str, str]]]:
     """Return a conversation for each attempt, which ends with that attempt."""
     first = task.mistaken(rng, MISTAKES)
     asked = [_message("user", task.statement)]
@@ -102,26 +108,34 @@ def demonstrate(task: Task, rng: random.Random) -> list[list[dict[str, str]]]:
     return turns
 
 
-def demonstrate_roles(task: Task, rng: random.Random) -> list[list[dict[str, str]]]:
-    """Return two conversations: who writes a program, and who writes a unit test.
+def demonstrate_roles(task: StepsTask, rng: random.Random) -> list[list[dict[str, str]]]:
+    """Return conversations of who writes a program, and of who writes unit tests.
 
-    A unit test works out the value after each step: "a = 3 b = 4 ; 7 ; 7". The same share of steps
-    is mixed up as in programs. A problem whose values get too large for the vocabulary has none.
+    Only problems of at most two steps have unit tests: they are worked out step by step, which a
+    tiny model learns for small numbers alone.
     """
-    written = [
-        _message("user", task.statement),
-        _message("assistant", task.mistaken(rng, MISTAKES)),
-    ]
-    mistaken = task.mistaken(rng, MISTAKES)
-    a, b = rng.randint(0, 9), rng.randint(1, 9)
+    program = task.mistaken(rng, MISTAKES)
+    written = [[_message("user", task.statement), _message("assistant", program)]]
+    if len(task.steps) > TESTED_STEPS:
+        return written
+    asked = _message("user", f"{TEST_TEXT}{task.statement}")
+    tests = (write_test(task, rng) for _ in range(NUM_TESTS))
+    return [*written, *([asked, _message("assistant", test)] for test in tests if test)]
+
+
+def write_test(task: StepsTask, rng: random.Random) -> str:
+    """Return a unit test with the value after each step, "a = 3 b = 4 ; 7 ; 7".
+
+    A share of the steps is mixed up. Empty if a value is large.
+    """
+    mistaken = task.mistaken(rng, TEST_MISTAKES)
+    a, b = rng.randint(0, 5), rng.randint(1, 5)
     steps = mistaken.split(" ; ")
     programs = [" ; ".join(steps[: i + 1]) for i in range(len(steps))]
     values = [value_of_program(program, a, b) for program in programs]
-    if any(value is None or abs(value) > LARGEST for value in values):
-        return [written]
-    test = " ; ".join([f"a = {a} b = {b}", *map(_shown, values)])
-    asked = _message("user", f"{TEST_TEXT}{task.statement}")
-    return [written, [asked, _message("assistant", test)]]
+    if any(value is None or abs(value) > LARGEST_TESTED for value in values):
+        return ""
+    return " ; ".join([f"a = {a} b = {b}", *map(_shown, values)])
 
 
 def feedback(a: int, b: int, got: int | None, wanted: int | None) -> str:
@@ -147,7 +161,7 @@ def _tests(pairs: Sequence[tuple[tuple[int, int], int]]) -> dict[str, Any]:
 
 def _tasks(
     rng: random.Random, nums: dict[int, int], reserved: set[tuple[int, ...]], *, distinct: bool
-) -> list[Task]:
+) -> list[StepsTask]:
     """Return problems outside of `reserved`; `distinct`: no two of them ask for the same."""
     tasks = []
     seen = set(reserved)

@@ -45,7 +45,7 @@ OPERATIONS = (
 
 
 @dataclass(frozen=True)
-class Task:
+class StepsTask:
     """Operations, each with its operand, to be done one after the other."""
 
     steps: tuple[tuple[Operation, str], ...]
@@ -86,13 +86,13 @@ _APPLIED = {
 }
 
 
-def make_task(rng: random.Random, num_steps: int) -> Task:
+def make_task(rng: random.Random, num_steps: int) -> StepsTask:
     steps = []
     for _ in range(num_steps):
         operation = rng.choice(OPERATIONS)
         is_b = operation.takes_b and rng.random() < 0.4
         steps.append((operation, "b" if is_b else str(rng.choice(CONSTANTS))))
-    return Task(tuple(steps))
+    return StepsTask(tuple(steps))
 
 
 def is_program(text: str) -> bool:

@@ -19,7 +19,7 @@ from mcore_rl.rewards.code_execution import CaseLimits, CaseRun, call_case, run_
 from mcore_rl.rewards.code_values import pack, unpack
 
 _HELD = "held"
-"""What the second program prints if the assertion holds."""
+"""The second program prints this if the assertion holds."""
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ _SHOWN_LEN = 500
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a program did on the public tests.
+class PublicVerdict:
+    """The outcome of a program on the public tests.
 
     feedback  what the policy is told; empty if they pass
     program   to be tried on the hidden tests; None: there is none
@@ -42,11 +42,11 @@ class Verdict:
 class Trial(Protocol):
     """The tests of one problem. Both methods raise SandboxError if there is no sandbox."""
 
-    async def run(self, response: str) -> Verdict:
+    async def run(self, response: str) -> PublicVerdict:
         """Try the program of a response on the public tests."""
         ...
 
-    async def hidden(self, verdict: Verdict) -> list[bool]:
+    async def hidden(self, verdict: PublicVerdict) -> list[bool]:
         """Return whether the program passes each hidden test."""
         ...
 
@@ -70,19 +70,19 @@ class PythonTrial:
         if self._public.assertions:
             raise ValueError('the public tests are assertions: give them as "inputs", "outputs"')
 
-    async def run(self, response: str) -> Verdict:
+    async def run(self, response: str) -> PublicVerdict:
         program = program_of(response)
         if program is None:
-            return Verdict(False, "There is no program: write it as a ```python block.")
+            return PublicVerdict(False, "There is no program: write it as a ```python block.")
         if not self._public.cases:
-            return Verdict(True, program=program)
+            return PublicVerdict(True, program=program)
         runs = await _in_thread(run_cases, [program], [test for test, _ in self._public.cases])
         for run, (test, expected) in zip(runs, self._public.cases, strict=True):
             if not is_passed(run, test, expected):
-                return Verdict(False, _told(run, test, expected), program)
-        return Verdict(True, program=program)
+                return PublicVerdict(False, _told(run, test, expected), program)
+        return PublicVerdict(True, program=program)
 
-    async def hidden(self, verdict: Verdict) -> list[bool]:
+    async def hidden(self, verdict: PublicVerdict) -> list[bool]:
         if verdict.program is None:
             return [False] * len(self._hidden)
         return await _in_thread(self._hidden.results, verdict.program)
@@ -102,7 +102,7 @@ class StepsTrial:
                 " needs as many of both, and one at least"
             )
 
-    async def run(self, response: str) -> Verdict:
+    async def run(self, response: str) -> PublicVerdict:
         text = response.strip()
         values: Sequence[int | None] = [None] * len(self._cases)
         if is_program(text):
@@ -110,10 +110,12 @@ class StepsTrial:
         for i in range(self._num_public):
             if values[i] != self._expected[i]:
                 a, b = self._cases[i]
-                return Verdict(False, feedback(a, b, values[i], self._expected[i]), text, values)
-        return Verdict(True, program=text, values=values)
+                return PublicVerdict(
+                    False, feedback(a, b, values[i], self._expected[i]), text, values
+                )
+        return PublicVerdict(True, program=text, values=values)
 
-    async def hidden(self, verdict: Verdict) -> list[bool]:
+    async def hidden(self, verdict: PublicVerdict) -> list[bool]:
         pairs = zip(verdict.values, self._expected, strict=True)
         return [got == wanted for got, wanted in pairs][self._num_public :]
 

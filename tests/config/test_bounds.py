@@ -44,7 +44,13 @@ FREE_TEXTS = {
     *("path", "dir", "cache_dir", "spill_dir", "template", "model_tokenizer", "revision"),  # files
     "calibration",  # a folder
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
-    *("name", "correct_part", "verdict", "column"),  # what the user's functions, judges, files say
+    *(
+        "name",
+        "correct_part",
+        "role_part",
+        "verdict",
+        "column",
+    ),  # what the user's functions, judges, files say
     *("environment", "python", "tool_parser", "reasoning_parser"),  # checked before a run
     "recompute",  # modules, which tests/config/test_training.py checks
 }

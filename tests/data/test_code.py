@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -87,12 +88,22 @@ def test_demonstrations_mix_up_what_is_easily_mixed_up() -> None:
 
 def test_unit_tests_work_out_each_step() -> None:
     rng = random.Random(3)
-    for _ in range(200):
+    num_tests = 0
+    num_right = 0
+    for _ in range(1000):
         task = make_task(rng, 2)
-        conversations = demonstrate_roles(task, rng)
-        for asked, test in conversations[1:]:
+        for asked, test in demonstrate_roles(task, rng)[1:]:
             assert asked["content"] == f"{TEST_TEXT}{task.statement}"
-            assert test["content"].count(";") == 2
+            a, b, *values = map(int, re.findall(r"(-?\d+)", test["content"].replace("- ", "-")))
+            assert len(values) == 2
+            num_tests += 1
+            num_right += values[-1] == task.value(a, b)
+    assert num_tests > 1500 and 0.55 < num_right / num_tests < 0.9
+
+
+def test_long_problems_have_no_unit_tests() -> None:
+    rng = random.Random(3)
+    assert len(demonstrate_roles(make_task(rng, 3), rng)) == 1
 
 
 def test_feedback_shows_numbers_that_the_vocabulary_has() -> None:
