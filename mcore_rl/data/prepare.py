@@ -21,12 +21,40 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         made.add_argument("--out", type=Path, default=Path("data", name))
         made.add_argument("--seed", type=int, default=0)
         made.set_defaults(run=prepare)
+    _add_code_files(kinds)
     gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
     gsm8k.add_argument(
         "--source", default="openai/gsm8k", help="local folder, or dataset name on the hub"
     )
     gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
     gsm8k.set_defaults(run=_prepare_gsm8k)
+
+
+def _add_code_files(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    files = kinds.add_parser(
+        "code-files", help="problems of APPS, TACO or LiveCodeBench as a prompt file"
+    )
+    files.add_argument("sources", nargs="+", help="jsonl or parquet files, as they are published")
+    files.add_argument("--out", type=Path, required=True, help="the parquet file to write")
+    files.set_defaults(run=_prepare_code_files)
+    overlap = kinds.add_parser(
+        "code-overlap", help="held-out problems that occur in a training set; status 1 if any do"
+    )
+    overlap.add_argument("--train", nargs="+", required=True, help="prompt files")
+    overlap.add_argument("--held-out", nargs="+", required=True, help="prompt files")
+    overlap.set_defaults(run=_check_overlap)
+
+
+def _prepare_code_files(args: argparse.Namespace) -> None:
+    from mcore_rl.data.code_formats import prepare_code_files
+
+    prepare_code_files(args.sources, args.out)
+
+
+def _check_overlap(args: argparse.Namespace) -> None:
+    from mcore_rl.data.code_overlap import check_overlap
+
+    check_overlap(args.train, args.held_out)
 
 
 def _prepare_countdown(args: argparse.Namespace) -> None:

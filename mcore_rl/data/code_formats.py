@@ -1,0 +1,169 @@
+"""Turns rows of APPS, TACO and LiveCodeBench, as they are published, into prompt files.
+
+APPS, TACO      question, starter_code, input_output: JSON with inputs, outputs and maybe fn_name
+LiveCodeBench   question_content, starter_code, metadata: JSON with func_name,
+                public_test_cases, private_test_cases: JSON lists of input, output and testtype;
+                private ones may be that JSON as a pickled text, compressed by zlib, in base64
+"""
+
+import base64
+import binascii
+import io
+import json
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.files import write_parquet
+from mcore_rl.data.rows import Row, load_rows, required
+
+INSTRUCTIONS = {
+    False: "Write a Python program that reads standard input and prints the answer.",
+    True: "Write the Python code of {function}. Complete this:\n```python\n{starter}\n```",
+}
+"""Said after a problem, by whether a function is to be written."""
+ANSWER_FORM = "Give the whole program as one ```python block."
+MAX_TESTS_BYTES = 1 << 30
+"""Bound of the unpacked tests of one LiveCodeBench row."""
+
+
+def prepare_code_files(sources: Sequence[str], out_file: Path) -> None:
+    """Write the problems of jsonl or parquet files as the prompt file `out_file`.
+
+    Rows without tests are left out and counted. Raises ValueError naming the row that is malformed,
+    or if there is no problem.
+    """
+    rows: list[dict[str, Any]] = []
+    num_untested = 0
+    for where, row in load_rows(sources):
+        problem = read_problem(row, where)
+        if problem is None:
+            num_untested += 1
+            continue
+        problem["extra_info"] |= {"split": out_file.stem, "index": len(rows)}
+        rows.append(problem)
+    if not rows:
+        raise ValueError(f"{', '.join(sources)}: no problem with tests in {num_untested} rows")
+    write_parquet(rows, out_file)
+    print(f"{len(rows)} problems in {out_file}, {num_untested} rows without tests left out")
+
+
+def read_problem(row: Row, where: str) -> dict[str, Any] | None:
+    """Return a row in verl's columns, or None if it has no tests.
+
+    Raises ValueError naming `where` if it is a row of none of the data sets, or malformed.
+    """
+    if "input_output" in row:
+        return _of_apps(row, where)
+    if "private_test_cases" in row:
+        return _of_livecodebench(row, where)
+    raise ValueError(
+        f"{where}: neither a row of APPS or TACO, which has `input_output`, nor of LiveCodeBench,"
+        f" which has `private_test_cases`; it has {', '.join(sorted(row))}"
+    )
+
+
+def _of_apps(row: Row, where: str) -> dict[str, Any] | None:
+    if not row["input_output"]:
+        return None
+    tests = _json(row["input_output"], f"{where}, `input_output`")
+    inputs, outputs = tests.get("inputs") or [], tests.get("outputs") or []
+    if len(inputs) != len(outputs):
+        raise ValueError(f"{where}: {len(inputs)} inputs and {len(outputs)} outputs")
+    if not inputs:
+        return None
+    truth: dict[str, Any] = {"inputs": inputs, "outputs": outputs}
+    function = tests.get("fn_name")
+    if function:
+        truth |= {"fn_name": function, "wrapped": all(map(_is_wrapped, outputs))}
+    name = row.get("name") or row.get("problem_id") or row.get("url")
+    question = required(row, "question", where)
+    return _problem(row, question, function, truth, "apps", name)
+
+
+def _is_wrapped(output: Any) -> bool:
+    return isinstance(output, list) and len(output) == 1
+
+
+def _of_livecodebench(row: Row, where: str) -> dict[str, Any] | None:
+    public = _json(row.get("public_test_cases") or "[]", f"{where}, `public_test_cases`")
+    private = _private_tests(row["private_test_cases"], f"{where}, `private_test_cases`")
+    if not private:
+        return None
+    metadata = _json(row.get("metadata") or "{}", f"{where}, `metadata`")
+    kinds = {case["testtype"] for case in [*public, *private]}
+    if len(kinds) != 1 or not kinds <= {"stdin", "functional"}:
+        raise ValueError(f"{where}: tests of kinds {sorted(kinds)}, not of stdin or functional")
+    function = metadata.get("func_name") if kinds == {"functional"} else None
+    if kinds == {"functional"} and not function:
+        raise ValueError(f"{where}: functional tests, but `metadata` has no func_name")
+    truth = _tests(private, function, where)
+    if public:
+        truth["public"] = _tests(public, function, where)
+    if function:
+        truth["fn_name"] = function
+    question = required(row, "question_content", where)
+    return _problem(row, question, function, truth, "livecodebench", row.get("question_id"))
+
+
+def _tests(cases: Sequence[Mapping[str, Any]], function: str | None, where: str) -> dict[str, Any]:
+    """Return inputs and outputs; those of a function are JSON, an argument on each line."""
+    if not function:
+        return {"inputs": [c["input"] for c in cases], "outputs": [c["output"] for c in cases]}
+    return {
+        "inputs": [[_json(t, where) for t in c["input"].split("\n") if t] for c in cases],
+        "outputs": [_json(c["output"], where) for c in cases],
+    }
+
+
+def _private_tests(text: str, where: str) -> list[dict[str, Any]]:
+    """Return the tests in JSON, plain or packed. Raises ValueError if they are neither."""
+    if not text or text.lstrip().startswith("["):
+        return _json(text or "[]", where)
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
+        if not unpacker.eof:
+            raise ValueError(f"{where}: cut short, or more than {MAX_TESTS_BYTES} bytes")
+        content = _TextUnpickler(io.BytesIO(data)).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, IndexError) as error:
+        raise ValueError(f"{where}: neither JSON nor a packed text: {error}") from None
+    if not isinstance(content, str):
+        raise ValueError(f"{where}: packs {type(content).__name__}, not a text")
+    return _json(content, where)
+
+
+class _TextUnpickler(pickle.Unpickler):
+    """Loads plain values alone: a pickle that names a function or class could run any code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError(f"it asks for the object {pid!r:.40}")
+
+
+def _problem(
+    row: Row, question: str, function: str | None, truth: Mapping[str, Any], kind: str, name: Any
+) -> dict[str, Any]:
+    starter = row.get("starter_code") or (f"def {function}(...):" if function else "")
+    task = INSTRUCTIONS[bool(function)].format(function=function, starter=starter)
+    content = f"{question.strip()}\n\n{task}\n{ANSWER_FORM}"
+    return {
+        "prompt": [{"role": "user", "content": content}],
+        "data_source": kind,
+        "ability": "code",
+        "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+        "extra_info": {"name": str(name or ""), "difficulty": str(row.get("difficulty") or "")},
+    }
+
+
+def _json(text: Any, where: str) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}; it begins with {text[:60]!r}") from None
