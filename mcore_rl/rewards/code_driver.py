@@ -145,9 +145,8 @@ def run(program: str, test: Any, result_fd: int) -> None:
     if function is None:
         _end()
     names = module.__dict__
-    owner = names.get("Solution")
-    is_method = owner is not None and hasattr(owner, function)
-    found = getattr(owner(), function) if is_method else names[function]
+    owner: Any = names.get("Solution")
+    found = getattr(owner(), function) if hasattr(owner, function) else names[function]
     result = json.dumps(pack(found(*unpack(test["arguments"]))))
     data = result.encode()
     while data:
