@@ -48,10 +48,16 @@ def serve() -> tuple[str, Any, int]:
     gc.freeze()  # a collection in a program would copy the memory that it shares with the driver
     _say(READY)
     while (test := read_frame()) is not None:
+        try:
+            given = _input_of(test)
+        except OSError as error:
+            _say(json.dumps({"refused": f"no file for standard input: {error}"}))
+            os._exit(1)
         pipes = [os.pipe() for _ in range(3)]
         pid = os.fork()
         if pid == 0:
-            return setup["programs"][test["program"]], test, _enter(test, pipes)
+            return setup["programs"][test["program"]], test, _enter(given, pipes)
+        os.close(given)
         for _, writer in pipes:
             os.close(writer)
         readers = [reader for reader, _ in pipes]
@@ -67,14 +73,19 @@ def _say(line: str) -> None:
         data = data[os.write(1, data) :]
 
 
-def _enter(test: Any, pipes: list[tuple[int, int]]) -> int:
-    """Give this process its input and output; return the descriptor for its result."""
-    os.setsid()
-    given = os.memfd_create("stdin")
+def _input_of(test: Any) -> int:
+    """Return a file without a name that holds the test's standard input."""
+    given = os.open(os.environ.get("TMPDIR", "/tmp"), os.O_TMPFILE | os.O_RDWR, 0o600)
     text = test.get("stdin", "").encode()
     while text:
         text = text[os.write(given, text) :]
     os.lseek(given, 0, os.SEEK_SET)
+    return given
+
+
+def _enter(given: int, pipes: list[tuple[int, int]]) -> int:
+    """Give this process its input and output; return the descriptor for its result."""
+    os.setsid()
     os.dup2(given, 0)
     os.close(given)
     (_, out), (_, error), (_, result) = pipes

@@ -78,7 +78,7 @@ def run_cases(
 
     Programs that do not trust one another belong into different calls. Tests for which there is no
     time left, or whose driver the program ended, count as killed. Raises SandboxError if no test
-    could begin.
+    could begin, or if the sandbox refused one what it needs.
     """
     limits = limits or CaseLimits()
     setup = {
@@ -93,6 +93,9 @@ def run_cases(
             f"the sandbox ended before a program began: status {outcome.status},"
             f" {outcome.killed or 'not killed'}, {outcome.stderr[-500:]!r}"
         )
+    refusals = [reason for line in lines[: len(tests)] if (reason := _refusal_in(line))]
+    if refusals:
+        raise SandboxError(f"the sandbox gave a test no place to run: {refusals[0]}")
     lost = CaseRun(outcome.status, killed=outcome.killed or "the program ended its supervisor")
     runs = [_read(line) or lost for line in lines[: len(tests)]]
     return runs + [lost] * (len(tests) - len(runs))
@@ -121,6 +124,15 @@ def _sandbox(limits: CaseLimits, tests: Sequence[Mapping[str, Any]]) -> Limits:
         files_mib=limits.files_mib,
         output_kib=6 * limits.output_kib * (len(tests) + 1),  # JSON writes \u0000 for one byte
     )
+
+
+def _refusal_in(line: str) -> str:
+    """Return why the driver could not begin a test; empty for any other line."""
+    try:
+        report = json.loads(line)
+    except (ValueError, RecursionError):
+        return ""
+    return str(report.get("refused", "")) if isinstance(report, dict) else ""
 
 
 def _read(line: str) -> CaseRun | None:

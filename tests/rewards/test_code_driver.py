@@ -46,6 +46,13 @@ def test_input_longer_than_a_pipe_holds_is_read() -> None:
     assert report["out"] == "300000\n"
 
 
+def test_a_test_without_a_place_for_its_input_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the program, which has not begun."""
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    [report] = drive(["print(1)"], [script(), script()])
+    assert "no file for standard input" in report["refused"]
+
+
 @pytest.mark.parametrize(
     ("program", "status", "out"),
     [

@@ -60,6 +60,13 @@ def test_a_sandbox_in_which_nothing_began_is_an_error(
         run_cases(["print(1)"], [script_case("")])
 
 
+def test_a_test_that_the_sandbox_refuses_is_an_error() -> None:
+    """An input that is larger than all files may be."""
+    small = CaseLimits(files_mib=1)
+    with pytest.raises(SandboxError, match="no file for standard input"):
+        run_cases(["print(1)"], [script_case("x" * (2 << 20))], small)
+
+
 @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "total_s", "output_kib"])
 def test_limits_without_sense_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"limit {field} of a test is 0"):
