@@ -122,6 +122,21 @@ def check_import_models_when_asked():
     )
 
 
+def check_import_few_image_processors():
+    from sglang.srt.managers import multimodal_processor, tokenizer_manager
+    from sglang_on_cpu.models import import_few_image_processors
+
+    whole = multimodal_processor.import_processors
+    imports_all = "pkgutil.iter_modules" in inspect.getsource(whole)
+    assert_defect("import_few_image_processors", imports_all)
+    import_few_image_processors()
+    tokenizer_manager.import_processors("sglang.srt.multimodal.processors")
+    served = {model.__name__ for model in multimodal_processor.PROCESSOR_MAPPING}
+    assert "Qwen2_5_VLForConditionalGeneration" in served
+    assert "sglang.srt.multimodal.processors.minicpm" not in sys.modules
+    tokenizer_manager.import_processors("a.package.of.nobody")
+
+
 def check_pad_batches():
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
     from sglang_on_cpu.data_parallel import pad_batches

@@ -74,6 +74,14 @@ def murmur_hash32_cpu(seed_N: Tensor, positions_N: Tensor, columns_V: Tensor) ->
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
 _library.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+# SGLang's processor of Qwen's images imports the models of other families, which look these up.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _library.define(f"{_name}(Tensor x) -> Tensor")
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

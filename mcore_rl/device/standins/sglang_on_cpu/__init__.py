@@ -16,7 +16,7 @@ from sglang_on_cpu.attention import (
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
 from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory, run_local_experts
 from sglang_on_cpu.kernels import gate_shared_expert
-from sglang_on_cpu.models import import_models_when_asked
+from sglang_on_cpu.models import import_few_image_processors, import_models_when_asked
 from sglang_on_cpu.processes import (
     fork_workers,
     keep_load_snapshots_in_temp_dir,
@@ -30,6 +30,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     leave_megatron_out,
     keep_load_snapshots_in_temp_dir,
     import_models_when_asked,
+    import_few_image_processors,
     sleep_while_paused,
     batch_attention,
     absorb_latents,

@@ -17,9 +17,12 @@ MODULES = {
     "OlmoeForCausalLM": "olmoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3",
 }
 """Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
+PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl",)}
+"""Package -> those of its modules that have processors of images for the models in MODULES."""
 
 
 class _Models(dict[str, type]):
@@ -48,6 +51,25 @@ def import_models_when_asked() -> None:
     from sglang.srt.models.registry import ModelRegistry
 
     ModelRegistry.models = _Models(ModelRegistry.models)
+
+
+def import_few_image_processors() -> None:
+    """Import the image processors of the families here, where SGLang would import those of all.
+
+    The server of a vision-language model imports 45 files and the models that they name. Many fail
+    on packages that a CPU environment lacks, and each failure is logged.
+    """
+    from sglang.srt.managers import multimodal_processor, tokenizer_manager
+
+    def import_processors(package_name: str, overwrite: bool = False) -> None:
+        for name in PROCESSORS.get(package_name, ()):
+            module = import_module(f"{package_name}.{name}")
+            for entry in vars(module).values():
+                if isinstance(entry, type) and entry.__module__ == module.__name__:
+                    for model in getattr(entry, "models", ()):
+                        multimodal_processor.PROCESSOR_MAPPING[model] = entry
+
+    tokenizer_manager.import_processors = import_processors
 
 
 def _import_class(architecture: str) -> type:
