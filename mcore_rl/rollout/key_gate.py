@@ -20,7 +20,14 @@ OPEN_PATHS = frozenset({"/health"})
 """They say that the server is up, and nothing else."""
 USER_PATHS = frozenset(
     {
-        *("/generate", "/encode", "/classify", "/v1/completions", "/v1/chat/completions"),
+        *(
+            "/generate",
+            "/generate_images",
+            "/encode",
+            "/classify",
+            "/v1/completions",
+            "/v1/chat/completions",
+        ),
         *("/v1/embeddings", "/v1/classify", "/v1/score", "/v1/responses"),
         *("/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/tokenize", "/v1/tokenize"),
         *("/detokenize", "/v1/detokenize", "/model_info", "/get_model_info"),

@@ -14,6 +14,8 @@ from typing import Any
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
 from mcore_rl.process.server_keys import ServerKeys, read_keys
+from mcore_rl.rollout import image_request
+from mcore_rl.rollout.image_request import processor_output, unpack_request
 from mcore_rl.rollout.key_gate import KeyGate
 
 _PR_SET_PDEATHSIG = 1
@@ -72,12 +74,32 @@ def main(arguments: list[str]) -> None:
     load_plugins()
     bind_meetings_to_their_host()
     server_args = prepare_server_args(arguments)
+    take_patches()
     if keys is not None:
         guard_server(server_args, keys)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def take_patches() -> None:
+    """Add a route to SGLang's application for requests that bring the patches of their images."""
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints.http_server import app, serve_generate_request
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    async def generate_images(request: Request) -> Any:
+        try:
+            body, *patches = unpack_request(await request.body())
+            images = processor_output(body, *patches)
+            asked = GenerateReqInput(**body, image_data=images)
+        except (KeyError, TypeError, ValueError) as error:
+            return JSONResponse({"error": str(error)}, status_code=400)
+        return await serve_generate_request(asked, request)
+
+    app.post(image_request.PATH)(generate_images)
 
 
 def guard_server(server_args: Any, keys: ServerKeys) -> None:

@@ -12,7 +12,7 @@ VOCAB = 99
 PLACEHOLDER = 90
 START = 92
 END = 93
-PATCH_VALUES = 3 * 2 * 4 * 4
+PATCH_VALUES = 3 * 2 * 14 * 14  # SGLang takes no other
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -33,12 +33,12 @@ TEXT: dict[str, Any] = {
 VISION: dict[str, Any] = {
     "depth": 3,
     "hidden_size": 32,
-    "intermediate_size": 48,
+    "intermediate_size": 44,  # SGLang pads it to 48
     "num_heads": 2,
-    "patch_size": 4,
+    "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "window_size": 16,
+    "window_size": 56,
     "out_hidden_size": 64,
     "fullatt_block_indexes": [1],
     "initializer_range": 0.08,

@@ -1,0 +1,75 @@
+"""Packs a request with the patches of its images, and opens it again in the engine's server.
+
+SGLang's /generate takes images as files, which it would decode and resize itself, to other pixels
+than the trainer's. Its processors also take patches, but not by JSON. Here they travel as they are:
+
+    safetensors: request (JSON, uint8), pixels [P, D] float32, grids [I, 3] int64
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from mcore_rl.types import Images
+
+PATH = "/generate_images"
+"""The server's route for such requests."""
+FORMATS = {"request": torch.uint8, "pixels": torch.float32, "grids": torch.int64}
+
+
+def pack_request(body: Mapping[str, Any], images: Images) -> bytes:
+    """Return the body of a request to `PATH`.
+
+    body     what SGLang's /generate takes, with `input_ids` in which placeholders are expanded
+    images   of one sequence
+    """
+    request = torch.frombuffer(bytearray(json.dumps(body).encode()), dtype=torch.uint8)
+    return save(
+        {
+            "request": request,
+            "pixels": images.pixels_PD.contiguous(),
+            "grids": images.grids_I3.contiguous(),
+        }
+    )
+
+
+def unpack_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return (body, pixels_PD, grids_I3) of a packed request.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        tensors = load(data)
+        body = json.loads(bytes(tensors["request"].tolist()))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"not a request with images: {error}") from error
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    if dtypes != FORMATS or not isinstance(body, dict):
+        raise ValueError(f"not a request with images: tensors {dtypes}, expected {FORMATS}")
+    pixels_PD = tensors["pixels"]
+    grids_I3 = tensors["grids"]
+    shapes = (tuple(pixels_PD.shape), tuple(grids_I3.shape))
+    is_grid = grids_I3.dim() == 2 and grids_I3.shape[1] == 3 and len(grids_I3) > 0
+    if pixels_PD.dim() != 2 or not is_grid or grids_I3.min() < 1:
+        raise ValueError(f"not a request with images: shapes {shapes}, expected [P, D] and [I, 3]")
+    num_patches = int(grids_I3.prod(-1).sum())
+    if num_patches != len(pixels_PD):
+        raise ValueError(f"{len(pixels_PD)} patches, but the grids describe {num_patches}")
+    return body, pixels_PD, grids_I3
+
+
+def processor_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tensor) -> Any:
+    """Return the `image_data` that SGLang's processors take for patches made elsewhere."""
+    return [
+        {
+            "format": "processor_output",
+            "input_ids": torch.tensor(body["input_ids"]),
+            "pixel_values": pixels_PD,
+            "image_grid_thw": grids_I3,
+        }
+    ]
