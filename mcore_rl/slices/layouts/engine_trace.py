@@ -22,11 +22,12 @@ from mcore_rl.slices.box import Shard
 from mcore_rl.slices.hf.fp8 import FP8, SCALE_DTYPE, num_blocks, scale_name
 from mcore_rl.slices.layouts.local_tensors import LocalTensors
 from mcore_rl.slices.layouts.strided import shards_of_view
+from mcore_rl.slices.layouts.tracers import Joined, Tracer, is_uniform
 from mcore_rl.slices.plan.coverage import Span, check_coverage, runs
 
 aten = torch.ops.aten
 JOIN = {aten.cat.default}
-"""Operations that lay tracers end to end."""
+"""Operations that lay tracers and padding end to end."""
 CAST = {aten._to_copy.default, aten.clone.default}
 """Operations that keep a tracer's place in its HF tensor; they may change its dtype."""
 FILL = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default}
@@ -61,8 +62,8 @@ def trace_load_weights(
                     a matrix that goes into a float8_e4m3fn parameter (slices/hf/fp8.py) are added
                     at the end
     local_tensors   name -> contiguous parameter of this rank. Elements that the loader sets to a
-                    constant (`fill_`, `zero_`) are padding: they are filled once tracing has
-                    succeeded, and never sent
+                    constant (`fill_`, `zero_`, a copy of it) are padding: they are filled once
+                    tracing has succeeded, and never sent
 
     Raises ValueError naming the tensor and the operation that cannot be traced, or the parameter
     element that is not loaded exactly once.
@@ -81,81 +82,11 @@ def trace_load_weights(
     return TracedLoad(trace.shards, trace.fill_padding)
 
 
-class _Tracer(Tensor):
-    """A tensor without data that stands for a view of the HF tensor `hf_name`.
-
-    meta      the same view of a uint8 meta tensor of shape `hf_shape`
-    is_zero   whether the loader set the HF tensor to 0 before copying it: its values are on other
-              ranks
-    """
-
-    meta: Tensor
-    hf_name: str
-    hf_shape: tuple[int, ...]
-    recorder: "_Recorder"
-    is_zero: bool = False
-
-    @staticmethod
-    def make(
-        meta: Tensor,
-        hf_name: str,
-        hf_shape: tuple[int, ...],
-        dtype: torch.dtype,
-        recorder: "_Recorder",
-    ) -> "_Tracer":
-        layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset()}
-        device = recorder.local.device
-        self = Tensor._make_wrapper_subclass(
-            _Tracer, meta.shape, **layout, dtype=dtype, device=device
-        )
-        self.meta = meta
-        self.hf_name = hf_name
-        self.hf_shape = hf_shape
-        self.recorder = recorder
-        return self
-
-    def like(self, meta: Tensor, dtype: torch.dtype) -> "_Tracer":
-        """Return a tracer of another view of the same HF tensor."""
-        tracer = _Tracer.make(meta, self.hf_name, self.hf_shape, dtype, self.recorder)
-        tracer.is_zero = self.is_zero
-        return tracer
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        tracer = next(leaf for leaf in leaves if isinstance(leaf, _Tracer | _Joined))
-        if isinstance(tracer, _Joined):
-            return tracer.recorder.on_joined(tracer, func, args, kwargs or {})
-        return tracer.recorder.on_tracer(tracer, func, args, kwargs or {})
-
-
-class _Joined(Tensor):
-    """Tracers laid end to end along `axis`, as torch.cat lays them."""
-
-    parts: list[_Tracer]
-    axis: int
-    recorder: "_Recorder"
-    __torch_dispatch__ = _Tracer.__torch_dispatch__
-
-    @staticmethod
-    def make(parts: list[_Tracer], dim: int = 0) -> "_Joined":
-        shape = list(parts[0].shape)
-        dim = dim % len(shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
-        options = {"dtype": parts[0].dtype, "device": parts[0].device}
-        self = Tensor._make_wrapper_subclass(_Joined, shape, **options)
-        self.parts = parts
-        self.axis = dim
-        self.recorder = parts[0].recorder
-        return self
-
-    @property
-    def hf_name(self) -> str:
-        return " + ".join(part.hf_name for part in self.parts)
-
-
 class _Recorder(TorchDispatchMode):
-    """Records copies of tracers and constants into parameters; refuses every other write."""
+    """Records copies of tracers and constants into parameters; refuses every other write.
+
+    Of several values, a constant is the same value everywhere.
+    """
 
     def __init__(self, local: LocalTensors) -> None:
         super().__init__()
@@ -166,6 +97,10 @@ class _Recorder(TorchDispatchMode):
         self._quantized: dict[str, tuple[int, ...]] = {}
         """HF name -> shape of the matrices that went into FP8 parameters."""
         self.current = "(nothing yet)"
+
+    @property
+    def device(self) -> torch.device:
+        return self.local.device
 
     def tracers(
         self, hf_tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -181,31 +116,42 @@ class _Recorder(TorchDispatchMode):
             scales = scale_name(name)
             yield scales, self._tracer(scales, tuple(map(num_blocks, shape)), scale_dtype)
 
-    def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> _Tracer:
+    def _tracer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tracer:
         self.current = name
         meta = torch.empty(shape, dtype=torch.uint8, device="meta")
-        return _Tracer.make(meta, name, shape, dtype, self)
+        return Tracer.make(meta, name, shape, dtype, self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        if func._schema.is_mutable and not any(isinstance(x, _Tracer | _Joined) for x in leaves):
+        if func._schema.is_mutable and not any(isinstance(x, Tracer | Joined) for x in leaves):
             for target in _written_tensors(func, args, kwargs):
                 place = self.local.locate(target)
                 if place is not None:
-                    self._on_constant(func, target, *place)
-                    self._fills.append(partial(func, *args, **kwargs))
+                    if func not in FILL and not self._copies_constant(func, args):
+                        raise ValueError(
+                            f"load_weights writes to parameter {place[0]!r} by {func}, which cannot"
+                            " be traced"
+                        )
+                    self._on_constant(target, *place, partial(func, *args, **kwargs))
                     return target
         return func(*args, **kwargs)
 
-    def _on_constant(self, func: Any, target: Tensor, name: str, offset: int) -> None:
-        """Record a constant that is written to a parameter as padding."""
-        if func not in FILL:
-            raise ValueError(
-                f"load_weights writes to parameter {name!r} by {func}, which cannot be traced"
-            )
+    def _copies_constant(self, func: Any, args: Any) -> bool:
+        """Return whether an operation copies one value everywhere, but not from a parameter."""
+        return (
+            func is aten.copy_.default
+            and self.local.locate(args[1]) is None
+            and is_uniform(args[1])
+        )
+
+    def _on_constant(
+        self, target: Tensor, name: str, offset: int, fill: Callable[[], object]
+    ) -> None:
+        """Record as padding what `fill` writes to `target`, a view of a parameter."""
         starts, run_len = runs(target.shape, target.stride(), offset)
         self.padding += [Span(name, int(start), int(start) + run_len) for start in starts]
+        self._fills.append(fill)
 
     @torch.no_grad()
     def fill_padding(self) -> None:
@@ -213,12 +159,12 @@ class _Recorder(TorchDispatchMode):
         for fill in self._fills:
             fill()
 
-    def on_tracer(self, tracer: _Tracer, func: Any, args: Any, kwargs: Any) -> Any:
+    def on_tracer(self, tracer: Tracer, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `func` gives for a tracer: another tracer for views and casts.
 
         A copy into a parameter is recorded. Raises ValueError for any other operation.
         """
-        if func is aten.copy_.default and not isinstance(args[0], _Tracer):
+        if func is aten.copy_.default and not isinstance(args[0], Tracer):
             self._on_copy(args[0], tracer)
             return args[0]
         if func in CAST:
@@ -226,29 +172,31 @@ class _Recorder(TorchDispatchMode):
         if func is aten.zero_.default and tracer.meta.numel() == math.prod(tracer.hf_shape):
             tracer.is_zero = True
             return tracer
-        if func in JOIN and all(isinstance(part, _Tracer) for part in args[0]):
-            parts = list(args[0])
-            return _Joined.make(parts, *args[1:], **kwargs) if len(parts) > 1 else parts[0]
+        if func in JOIN and all(isinstance(part, Tracer) or is_uniform(part) for part in args[0]):
+            return self._join(*args, **kwargs)
         if not func.is_view or func is aten.view.dtype:
             raise ValueError(
                 f"load_weights applies {func} to {tracer.hf_name!r}, which cannot be traced"
             )
         plain_args, plain_kwargs = tree_map(
-            lambda x: x.meta if isinstance(x, _Tracer) else x, (args, kwargs)
+            lambda x: x.meta if isinstance(x, Tracer) else x, (args, kwargs)
         )
         views = func(*plain_args, **plain_kwargs)
         return tree_map(
             lambda x: tracer.like(x, tracer.dtype) if isinstance(x, Tensor) else x, views
         )
 
-    def on_joined(self, joined: _Joined, func: Any, args: Any, kwargs: Any) -> Any:
+    def _join(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        return Joined.make(parts, dim, self) if len(parts) > 1 else parts[0]
+
+    def on_joined(self, joined: Joined, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what `func` gives for joined tracers; a copy or cast is one of each part.
 
         Raises ValueError for any other operation.
         """
         if (
             func is aten.copy_.default
-            and not isinstance(args[0], _Joined)
+            and not isinstance(args[0], Joined)
             and args[0].shape == joined.shape
         ):
             targets = args[0].split([part.shape[joined.axis] for part in joined.parts], joined.axis)
@@ -256,17 +204,17 @@ class _Recorder(TorchDispatchMode):
                 self._on_copy(target, part)
             return args[0]
         if func in CAST:
-            dtype = kwargs.get("dtype") or joined.dtype
-            return _Joined.make([part.like(part.meta, dtype) for part in joined.parts], joined.axis)
+            return joined.cast(kwargs.get("dtype") or joined.dtype)
         raise ValueError(
             f"load_weights applies {func} to {joined.hf_name!r}, which cannot be traced"
         )
 
-    def _on_copy(self, target: Tensor, tracer: _Tracer) -> None:
-        """Record a copy of a tracer into a parameter."""
-        if target.shape != tracer.shape:
+    def _on_copy(self, target: Tensor, source: Tensor) -> None:
+        """Record a copy of a tracer, or of padding beside one, into a parameter."""
+        label = repr(source.hf_name) if isinstance(source, Tracer) else "padding"
+        if target.shape != source.shape:
             raise ValueError(
-                f"load_weights copies {tracer.hf_name!r} of shape {tuple(tracer.shape)} to shape"
+                f"load_weights copies {label} of shape {tuple(source.shape)} to shape"
                 f" {tuple(target.shape)}: broadcasting cannot be traced"
             )
         if target.numel() == 0:
@@ -274,14 +222,17 @@ class _Recorder(TorchDispatchMode):
         place = self.local.locate(target)
         if place is None:
             raise ValueError(
-                f"load_weights copies {tracer.hf_name!r} to a tensor of shape {tuple(target.shape)}"
+                f"load_weights copies {label} to a tensor of shape {tuple(target.shape)}"
                 " that is no parameter, which cannot be traced"
             )
-        name, offset = place
-        if tracer.is_zero:
-            self._on_constant(aten.zero_.default, target, name, offset)
-            self._fills.append(target.zero_)
-            return
+        if not isinstance(source, Tracer):
+            self._on_constant(target, *place, partial(target.copy_, source))
+        elif source.is_zero:
+            self._on_constant(target, *place, target.zero_)
+        else:
+            self._on_weight(target, *place, source)
+
+    def _on_weight(self, target: Tensor, name: str, offset: int, tracer: Tracer) -> None:
         dtype = str(target.dtype).removeprefix("torch.")
         if dtype == FP8:
             self._quantized[tracer.hf_name] = tracer.hf_shape

@@ -87,7 +87,7 @@ def assign_data(param: Tensor, loaded: Tensor) -> None:
     [
         (lambda p, w: p.copy_(w * 2), r"applies aten.mul.Tensor to 'hf.w'"),
         (
-            lambda p, w: p.copy_(torch.cat([w[:2], torch.zeros(2, 4)])),
+            lambda p, w: p.copy_(torch.cat([w[:2], torch.arange(8.0).view(2, 4)])),
             r"applies aten.cat.default to 'hf.w'",
         ),
         (
@@ -100,6 +100,8 @@ def assign_data(param: Tensor, loaded: Tensor) -> None:
         ),
         (lambda p, w: p.fill_(w[0, 0].item()), r"_local_scalar_dense.default to 'hf.w'"),
         (lambda p, w: (w[:2].zero_(), p.copy_(w)), r"applies aten.zero_.default to 'hf.w'"),
+        (lambda p, w: p.copy_(torch.arange(16.0).view(4, 4)), r"to parameter 'p.w' by aten.copy_"),
+        (lambda p, w: (p[:2].zero_(), p[2:].copy_(p[:2])), r"parameter 'p.w' by aten.copy_"),
         (lambda p, w: p.add_(w), r"applies aten.add_.Tensor to 'hf.w'"),
         (lambda p, w: (p.copy_(w), p.mul_(2)), r"writes to parameter 'p.w' by aten.mul_"),
         (
@@ -139,6 +141,27 @@ def test_tensors_that_the_loader_joins_are_traced_each():
         )
     assert torch.equal(params["rows"], torch.cat(list(weights.values())))
     assert torch.equal(params["columns"], params["rows"].t())
+
+
+def test_padding_beside_a_weight_is_filled_and_needs_no_weights():
+    """SGLang's GPU loaders lengthen a weight with zeros, or copy zeros alone."""
+    params = {"part": torch.full((4, 4), 7.0), "beyond": torch.full((2, 4), 7.0)}
+    weight = torch.arange(12.0).view(3, 4)
+
+    def load_weights(weights):
+        for _, loaded in weights:
+            params["part"].copy_(torch.cat([loaded, torch.zeros(1, 4)]).to(torch.float32))
+            params["beyond"].copy_(torch.zeros(2, 4))
+
+    traced = trace_load_weights(load_weights, {"w": ((3, 4), torch.float32)}, params)
+    [shard] = traced.shards
+    assert (shard.tensor, shard.box.stop) == ("part", (3, 4))
+    assert torch.equal(params["part"], torch.tensor([7.0, 7.0, 7.0, 0.0])[:, None].expand(4, 4))
+    shard.view(params).copy_(weight)
+    assert torch.equal(params["part"], torch.cat([weight, torch.zeros(1, 4)]))
+    params["beyond"].fill_(5.0)
+    traced.fill_padding()
+    assert not params["beyond"].any()
 
 
 def test_padding_that_the_loader_zeroes_is_zeroed_and_needs_no_weights():
