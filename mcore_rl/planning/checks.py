@@ -41,6 +41,11 @@ def _check_hosts(parallel: ParallelConfig, group: str, ranks_per_host: int) -> N
 def check_engines(config: Config, policy: ModelFacts) -> None:
     """Raise ValueError if engines of these sizes cannot serve the model, or not rightly."""
     rollout = config.rollout
+    if rollout.quantization != "none" and policy.has_tower:
+        raise ValueError(
+            f"rollout.quantization={rollout.quantization} with model.path={config.model.path}: the"
+            " engines would quantize its vision tower, too; use rollout.quantization=none"
+        )
     if rollout.quantization != "none" and policy.stacks_experts:
         raise ValueError(
             f"rollout.quantization={rollout.quantization} with model.path={config.model.path},"
@@ -87,6 +92,9 @@ def check_engine_sizes(rollout: RolloutConfig, policy: ModelFacts) -> None:
         raise ValueError(f"rollout.ep={rollout.ep}, but the model has no experts: set rollout.ep=1")
     if not all(is_moe):
         _check_divides("rollout.tp", rollout.tp, "intermediate_size", sizes["dense_ffn"])
+    if policy.has_tower and not rollout.sglang.get("mm_enable_dp_encoder"):
+        key = "num_heads of vision_config"
+        _check_divides("rollout.tp", rollout.tp, key, sizes["tower_heads"])
     if rollout.pp > len(is_moe):
         raise ValueError(
             f"rollout.pp={rollout.pp} exceeds num_hidden_layers={len(is_moe)} of config.json"

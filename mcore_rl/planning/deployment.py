@@ -40,6 +40,7 @@ def engine_sizes(rollout: RolloutConfig) -> SGLangSizes:
         head_by_dp=bool(passed.get("enable_dp_lm_head")),
         whole_dense_layers=passed.get("moe_dense_tp_size") == 1,
         whole_shared_experts=passed.get("moe_a2a_backend") == "deepep",
+        whole_tower=bool(passed.get("mm_enable_dp_encoder")),
     )
 
 

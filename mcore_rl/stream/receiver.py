@@ -157,6 +157,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and report.error is None:
         post_load_weights(model)
+        forget_image_embeddings()
 
 
 def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -169,6 +170,17 @@ def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
         for name, tensor in model.named_parameters()
         if not getattr(tensor, "_skip_weight_check", False)
     }
+
+
+def forget_image_embeddings() -> None:
+    """Clear SGLang's cache of image embeddings, made by the vision tower's old weights.
+
+    SGLang clears neither this cache when it flushes the KV cache, nor when weights change.
+    """
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
 
 
 def _connect_in_thread(

@@ -18,6 +18,7 @@ from tests.support.recipes import LARGE
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")
 DEEPSEEK = ModelFacts.read("recipes/model/deepseek_v3")
 GPT_OSS = ModelFacts.read("recipes/model/gpt_oss_20b")
+QWEN_VL = ModelFacts.read("recipes/model/qwen2_5_vl_7b")
 
 
 def altered(model: ModelFacts, settings: dict[str, int]) -> ModelFacts:
@@ -61,6 +62,11 @@ def test_shipped_recipes_pass(recipe: str) -> None:
             {"tp": 8, "ep": 8},
             "rollout.tp=8 does not divide intermediate_size=18433",
         ),
+        (
+            altered(QWEN_VL, {"num_key_value_heads": 28, "intermediate_size": 7 * 2706}),
+            {"tp": 7},
+            "rollout.tp=7 does not divide num_heads of vision_config=16 of config.json",
+        ),
         (GPT_OSS, {"pp": 25}, "rollout.pp=25 exceeds num_hidden_layers=24 of config.json"),
     ],
 )
@@ -69,6 +75,18 @@ def test_engines_that_do_not_divide_the_model(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine_sizes(RolloutConfig(**sizes), model)  # type: ignore[arg-type]
+
+
+def test_a_tower_that_engines_do_not_cut_need_not_be_divided() -> None:
+    config = altered(QWEN_VL, {"num_key_value_heads": 28, "intermediate_size": 7 * 2706})
+    whole = {"mm_enable_dp_encoder": True}
+    check_engine_sizes(RolloutConfig(tp=7, sglang=whole), config)
+
+
+def test_engines_of_a_vision_model_are_not_quantized() -> None:
+    config = load_recipe("qwen3_30b_a3b_grpo_8", ["rollout.quantization=fp8"])
+    with pytest.raises(ValueError, match=r"quantization=fp8 .* would quantize its vision tower"):
+        check_engines(config, QWEN_VL)
 
 
 def test_more_ranks_than_key_value_heads_hold_copies() -> None:

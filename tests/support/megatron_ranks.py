@@ -142,7 +142,7 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
 
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """A Megatron checkpoint's weights by HF name: assembled by torch, named and split by hand."""
-    model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer)\.")
+    model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer|visual)\.")
     return dict(_hf_tensors(model, config))
 
 
@@ -198,6 +198,9 @@ def _hf_tensors(
     for key, tensor in model.items():
         if key in MODEL_NAMES:
             yield MODEL_NAMES[key], tensor[: config["vocab_size"]] if "norm" not in key else tensor
+            continue
+        if key.startswith("visual."):
+            yield key, tensor
             continue
         match = re.fullmatch(r"decoder\.layers\.(?:(\d+)\.)?(.*)", key)
         assert match, key

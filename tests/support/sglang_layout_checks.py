@@ -1,8 +1,9 @@
 """The recorded SGLang layouts against SGLang's own models and loaders, rank by rank in one process.
 
 SGLang builds a model for any rank before there are process groups, so no rank needs a process of
-its own. The argument is a JSON list of cases {"hf_dir": ..., "dtype": ..., "sizes": {"tp": 2,
-...}}. The last line of output is JSON.
+its own. The argument is a JSON list of cases {"hf_dir": ..., "dtype": ..., "loader": "cpu" or
+"gpu", "sizes": {"tp": 2, ...}}. "gpu" takes the branch of SGLang's linear layers that pads weights
+on GPUs. The last line of output is JSON.
 """
 
 # pyright: reportMissingImports=false
@@ -46,6 +47,7 @@ class ProcessGroupStub:
 def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the number of ranks checked and the errors found."""
     use_cpu([])
+    from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton import layer as moe_layer
 
     # DeepEP's sends tokens between GPUs; it holds no weights.
@@ -54,6 +56,7 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     for case in cases:
         sizes, dtype = SGLangSizes(**case["sizes"]), case["dtype"]
         torch.set_default_dtype(getattr(torch, dtype))
+        linear._is_cpu = case["loader"] == "cpu"
         hf_config = read_hf_config(case["hf_dir"])
         layout = SGLangLayout(family_of(hf_config), hf_config, sizes, dtype)
         for rank in range(sizes.engine_ranks):
@@ -104,6 +107,8 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     arguments = [str(part) for item in options.items() for part in item]
     if sizes.head_by_dp:
         arguments.append("--enable-dp-lm-head")
+    if sizes.whole_tower:
+        arguments.append("--mm-enable-dp-encoder")
     if sizes.whole_dense_layers:
         arguments += ["--moe-dense-tp-size", "1"]
     if sizes.whole_shared_experts:

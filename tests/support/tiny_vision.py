@@ -1,5 +1,6 @@
 """A tiny random Qwen2.5-VL directory and packed batches of text and images of unequal sizes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,19 @@ BATCHES: tuple[tuple[Sequence, ...], ...] = (
 """Packed micro-batches: several images of unequal sizes in a sequence, some text alone."""
 
 
-def write_vision_model(folder: Path, seed: int = 0, **text: Any) -> Path:
-    """Save a random model: 4 layers, and a tower of 3 blocks with windows and full attention."""
+def write_vision_model(
+    folder: Path, seed: int = 0, vision: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
+    """Save a random model: 4 layers, and a tower of 3 blocks with windows and full attention.
+
+    `vision` changes settings of the tower, `text` those of the language model.
+    """
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     tied = text.pop("tie_word_embeddings", False)
     config: Any = Qwen2_5_VLConfig(
         text_config={**TEXT, **text, "tie_word_embeddings": tied},
-        vision_config=VISION,
+        vision_config={**VISION, **(vision or {})},
         image_token_id=PLACEHOLDER,
         video_token_id=91,
         vision_start_token_id=START,

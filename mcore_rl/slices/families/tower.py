@@ -68,6 +68,7 @@ def tower_sizes(config: HfConfig) -> dict[str, int]:
         "tower_blocks": _need(vision, "depth"),
         "tower_hidden": hidden,
         "tower_qkv": 3 * hidden,
+        "tower_heads": _need(vision, "num_heads"),
         "tower_ffn": _need(vision, "intermediate_size"),
         "merged": hidden * vision.get("spatial_merge_size", 2) ** 2,
         "channels": vision.get("in_channels", vision.get("in_chans", 3)),

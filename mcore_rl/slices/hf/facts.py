@@ -77,6 +77,11 @@ class ModelFacts:
         return self.family.stacks_experts
 
     @property
+    def has_tower(self) -> bool:
+        """Return whether the model sees images."""
+        return self.family.has_tower
+
+    @property
     def has_value_head(self) -> bool:
         """Return whether the model gives one value per token instead of log-probs."""
         return has_value_head(self.config)

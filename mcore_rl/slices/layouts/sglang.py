@@ -13,11 +13,12 @@ get_pp_indices).
 
 from collections.abc import Iterable
 
+from mcore_rl.slices.families import tower
 from mcore_rl.slices.families.table import Family, HfConfig, Shape
+from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
 from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.sglang_models import (
-    COLUMNS,
     DENSE_MLP,
     DTYPES,
     EMBEDDING_ON_EVERY_STAGE,
@@ -26,11 +27,10 @@ from mcore_rl.slices.layouts.sglang_models import (
     RULES,
     RULES_OF,
     SHARED_EXPERTS,
-    WHOLE,
-    EngineRule,
     SGLangSizes,
     refuse_unserved,
 )
+from mcore_rl.slices.layouts.sglang_towers import cut_tower, tower_rule_of
 from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
 
@@ -65,13 +65,13 @@ class SGLangLayout(StagedLayout):
         stages = self._model_stages(entry) if stage is None else [stage]
         cuts = self._expert_cuts(entry) if ep is not None else self._cuts(entry)
         pieces = []
-        for part, box in enumerate(cuts):
-            if box is None:
-                continue
+        for part, boxes in enumerate(cuts):
             ranks = self._ranks(entry, stages[0], ep, part, len(cuts))
             for other in stages[1:]:
                 ranks = _interleave(ranks, self._ranks(entry, other, ep, part, len(cuts)))
-            pieces.append(PlacedPiece(*self._experts_of(entry, ep, box), ranks, self._dtype(entry)))
+            for box in boxes:
+                span = self._experts_of(entry, ep, box)
+                pieces.append(PlacedPiece(*span, ranks, self._dtype(entry)))
         return Placement(tuple(pieces))
 
     def _model_stages(self, entry: Entry) -> list[int]:
@@ -79,6 +79,8 @@ class SGLangLayout(StagedLayout):
         last = self._sizes.pp - 1
         architecture = self._tensors.family.architecture
         everywhere = list(range(last + 1))
+        if entry.rule.key.startswith(tower.PREFIX):
+            return everywhere
         if entry.tensor.name == "lm_head.weight" and architecture in HEAD_ON_EVERY_STAGE:
             return everywhere
         if entry.tensor.name != "model.embed_tokens.weight":
@@ -87,26 +89,29 @@ class SGLangLayout(StagedLayout):
             return everywhere
         return [0, last] if self._tensors.tied and last else [0]
 
-    def _cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
-        """Return the box (start, stop) of each part of a tensor; None where all is padding."""
+    def _cuts(self, entry: Entry) -> list[list[tuple[Shape, Shape]]]:
+        """Return the boxes (start, stop) of each part of a tensor; none where all is padding."""
         rule = self._rule(entry)
         where = f"SGLang's {entry.suffix}"
         attn_tp = self._attn_tp
         if rule.group == "all":
-            return list(cut_evenly(entry.shape, None, 1, where))
+            return _single(cut_evenly(entry.shape, None, 1, where))
         parts = self._sizes.tp if rule.group == "tensor" else attn_tp
         if entry.rule.padded:
-            return cut_rows(entry.shape, _padded_rows(entry.shape[0], parts) // parts, parts)
+            rows = _padded_rows(entry.shape[0], parts) // parts
+            return _single(cut_rows(entry.shape, rows, parts))
+        if entry.rule.key.startswith(tower.PREFIX):
+            return cut_tower(entry.shape, rule, parts, where)
         if rule.group == "kv_heads":
             heads = self._tensors.sizes["kv_heads"]
             if attn_tp > heads:
                 divide(attn_tp, heads, "engine's tp / dp", "key-value heads")
             parts = min(attn_tp, heads)
-        return list(cut_evenly(entry.shape, rule.axis, parts, where))
+        return _single(cut_evenly(entry.shape, rule.axis, parts, where))
 
-    def _expert_cuts(self, entry: Entry) -> list[tuple[Shape, Shape] | None]:
+    def _expert_cuts(self, entry: Entry) -> list[list[tuple[Shape, Shape]]]:
         axis = EXPERT_AXIS[".".join(entry.suffix.split(".")[-2:])]
-        return list(cut_evenly(entry.shape, axis, self._moe_tp, f"SGLang's {entry.suffix}"))
+        return _single(cut_evenly(entry.shape, axis, self._moe_tp, f"SGLang's {entry.suffix}"))
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
         """Return the ranks of a stage, in all engines, that hold part number `part` of `parts`."""
@@ -138,14 +143,23 @@ class SGLangLayout(StagedLayout):
             return WHOLE
         if sizes.whole_shared_experts and module.startswith(SHARED_EXPERTS):
             return WHOLE
-        own = RULES_OF.get(self._tensors.family.architecture, {})
-        rule = own.get(module) or RULES.get(module)
+        architecture = self._tensors.family.architecture
+        rule = tower_rule_of(architecture, entry)
+        if rule is None:
+            rule = RULES_OF.get(architecture, {}).get(module) or RULES.get(module)
+        elif sizes.whole_tower:
+            return WHOLE
         if rule is None:
             raise ValueError(f"how SGLang cuts {entry.tensor.name!r} is not recorded")
         return WHOLE if kind == "bias" and rule.axis == COLUMNS else rule
 
     def _dtype(self, entry: Entry) -> str:
         return DTYPES.get((self._tensors.family.architecture, entry.suffix), entry.dtype)
+
+
+def _single(cuts: Iterable[tuple[Shape, Shape] | None]) -> list[list[tuple[Shape, Shape]]]:
+    """Return the boxes of parts that have one box, or none, each."""
+    return [[box] if box is not None else [] for box in cuts]
 
 
 def _padded_rows(num_rows: int, parts: int) -> int:

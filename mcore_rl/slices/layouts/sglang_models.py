@@ -10,25 +10,15 @@ Source: srt/models and srt/layers. tests/scenarios/rollout compares all of it wi
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.settings import sparse_layers
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import named_dtype
+from mcore_rl.slices.layouts.engine_rule import COLUMNS, ROWS, WHOLE, EngineRule
+from mcore_rl.slices.layouts.sglang_towers import TOWER_RULES
 
-ROWS, COLUMNS = 0, 1
-
-
-@dataclass(frozen=True)
-class EngineRule:
-    """The group of ranks that cuts a tensor, and along which axis; "all" does not cut it."""
-
-    group: Literal["all", "attention", "kv_heads", "tensor"]
-    axis: int = ROWS
-
-
-WHOLE = EngineRule("all")
 RULES: Mapping[str, EngineRule] = {
     "model.embed_tokens": EngineRule("attention"),
     "lm_head": EngineRule("tensor"),
@@ -145,6 +135,7 @@ WITHOUT_ATTENTION_DP = {
     "Qwen2ForCausalLM",
     "MixtralForCausalLM",
     "OlmoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
 }
 WITHOUT_TIED_HEAD = {
     "Qwen3MoeForCausalLM",
@@ -168,6 +159,7 @@ class SGLangSizes:
     head_by_dp            each of these groups has the whole output layer (--enable-dp-lm-head)
     whole_dense_layers    every rank has the dense layers' whole MLP (--moe-dense-tp-size 1)
     whole_shared_experts  every rank has the whole shared experts (--moe-a2a-backend deepep)
+    whole_tower           every rank has the whole vision tower (--mm-enable-dp-encoder)
     """
 
     engines: int = 1
@@ -178,6 +170,7 @@ class SGLangSizes:
     head_by_dp: bool = False
     whole_dense_layers: bool = False
     whole_shared_experts: bool = False
+    whole_tower: bool = False
 
     @property
     def engine_ranks(self) -> int:
@@ -242,6 +235,7 @@ def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[st
         ("enable_dp_lm_head", sizes.head_by_dp, WITH_HEAD_BY_DP),
         ("moe_dense_tp_size", sizes.whole_dense_layers, WITH_WHOLE_DENSE_LAYERS),
         ("moe_a2a_backend", sizes.whole_shared_experts, WITH_DEEPEP),
+        ("mm_enable_dp_encoder", sizes.whole_tower, TOWER_RULES),
     ):
         if is_set and architecture not in known:
             yield f"rollout.sglang.{option}", "does not read it: leave it out"

@@ -158,6 +158,25 @@ def cut_evenly(shape: Shape, axis: int | None, parts: int, where: str) -> list[t
     return boxes
 
 
+def cut_padded(
+    shape: Shape, axis: int, multiple: int, parts: int, where: str
+) -> list[tuple[Shape, Shape] | None]:
+    """Return the boxes (start, stop) of equal parts along `axis`, padded to a multiple at its end.
+
+    None stands for a part that is all padding. Raises ValueError naming the two numbers if the
+    parts of the padded axis are not equal; `where` names the tensor in it.
+    """
+    padded = -(-shape[axis] // multiple) * multiple
+    size = divide(padded, parts, f"padded axis {axis} of {where}", "ranks")
+    cuts: list[tuple[Shape, Shape] | None] = []
+    for i in range(parts):
+        first, last = (min(at * size, shape[axis]) for at in (i, i + 1))
+        start = (*(0 for _ in shape[:axis]), first, *(0 for _ in shape[axis + 1 :]))
+        stop = (*shape[:axis], last, *shape[axis + 1 :])
+        cuts.append((start, stop) if first < last else None)
+    return cuts
+
+
 def cut_rows(shape: Shape, rows_per_part: int, parts: int) -> list[tuple[Shape, Shape] | None]:
     """Return the boxes (start, stop) of parts of a table that is padded at its end.
 

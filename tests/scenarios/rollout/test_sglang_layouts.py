@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny_models import write_model
+from tests.support.tiny_vision import write_vision_model
 
 TIED = {"tie_word_embeddings": True}
 CASES = [
@@ -60,6 +61,16 @@ BFLOAT16 = [
     ("gpt_oss", {"dtype": "bfloat16"}, {}),
 ]
 """Families with tensors that have a dtype of their own."""
+HEADS = {"vision": {"num_heads": 4}}
+ALL_PADDING = {"vision": {"num_heads": 4, "intermediate_size": 4}}
+VISION = [
+    ({}, {"tp": 2}),
+    (HEADS, {"tp": 2, "pp": 2}),
+    (HEADS | TIED, {"pp": 2}),
+    (ALL_PADDING, {"tp": 4}),
+    ({}, {"tp": 4, "whole_tower": True}),
+]
+"""The same for Qwen2.5-VL; each is loaded as on CPUs and as on GPUs."""
 
 
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
@@ -67,7 +78,23 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = []
     for i, (dtype, (kind, changes, sizes)) in enumerate(listed):
         write_model(kind, tmp_path / str(i), **changes)
-        cases.append({"hf_dir": str(tmp_path / str(i)), "dtype": dtype, "sizes": sizes})
+        folder = str(tmp_path / str(i))
+        cases.append({"hf_dir": folder, "dtype": dtype, "loader": "cpu", "sizes": sizes})
+    check_ranks(cases)
+
+
+def test_every_rank_loads_of_a_tower_what_the_rule_says(tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = []
+    for i, (changes, sizes) in enumerate(VISION):
+        folder = str(write_vision_model(tmp_path / str(i), **changes))
+        cases += [
+            {"hf_dir": folder, "dtype": "float32", "loader": loader, "sizes": sizes}
+            for loader in ("cpu", "gpu")
+        ]
+    check_ranks(cases)
+
+
+def check_ranks(cases: list[dict[str, Any]]) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "tests.support.sglang_layout_checks", json.dumps(cases)],
         env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},

@@ -6,6 +6,7 @@ from mcore_rl.slices.families.tower import RULES, tower_refusal, tower_sizes, vi
 
 VISION = {
     "depth": 2,
+    "num_heads": 2,
     "hidden_size": 8,
     "intermediate_size": 12,
     "out_hidden_size": 16,

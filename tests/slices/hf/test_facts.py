@@ -26,6 +26,7 @@ def test_facts_of_published_models_agree_with_config_and_family(file: Path) -> N
     assert facts.max_position_embeddings == config["max_position_embeddings"]
     assert facts.has_experts == (facts.num_experts > 0)
     assert not facts.has_value_head
+    assert facts.has_tower == ("vision_config" in config)
 
 
 def test_facts_of_deepseek_v3() -> None:

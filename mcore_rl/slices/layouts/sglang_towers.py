@@ -1,0 +1,56 @@
+"""How SGLang 0.5.23 cuts the tensors of vision towers; every pipeline stage has the whole tower.
+
+    qkv of 2 ranks, 3 blocks of rows      q0 k0 v0 | q1 k1 v1
+    MLP of width 44, a multiple of 8      rows 0-23 | rows 24-43, 4 rows of zeros
+
+Source: srt/models/qwen2_5_vl.py, srt/layers/attention/vision.py. tests/scenarios/rollout compares
+all of it with SGLang itself.
+"""
+
+from collections.abc import Mapping
+
+from mcore_rl.slices.families import tower
+from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
+from mcore_rl.slices.layouts.tensors import Entry, cut_evenly, cut_padded
+
+QWEN2_5_TOWER: Mapping[str, EngineRule] = {
+    "patch_embed.proj": WHOLE,
+    "blocks.norm1": WHOLE,
+    "blocks.norm2": WHOLE,
+    "blocks.attn.qkv": EngineRule("attention", blocks=3),
+    "blocks.attn.proj": EngineRule("attention", COLUMNS),
+    "blocks.mlp.gate_proj": EngineRule("tensor", multiple=8),
+    "blocks.mlp.up_proj": EngineRule("tensor", multiple=8),
+    "blocks.mlp.down_proj": EngineRule("tensor", COLUMNS, multiple=8),
+    "merger.ln_q": WHOLE,
+    "merger.mlp.0": EngineRule("tensor"),
+    "merger.mlp.2": EngineRule("tensor", COLUMNS),
+}
+TOWER_RULES: Mapping[str, Mapping[str, EngineRule]] = {
+    "Qwen2_5_VLForConditionalGeneration": QWEN2_5_TOWER,
+}
+"""Architecture -> module of its tower, without the block's number -> how it is cut."""
+
+
+def tower_rule_of(architecture: str, entry: Entry) -> EngineRule | None:
+    """Return how a tower's tensor is cut; None for other tensors, or if it is not recorded."""
+    if not entry.rule.key.startswith(tower.PREFIX):
+        return None
+    module = entry.rule.key.removeprefix(tower.PREFIX).rpartition(".")[0]
+    return TOWER_RULES.get(architecture, {}).get(module)
+
+
+def cut_tower(
+    shape: Shape, rule: EngineRule, parts: int, where: str
+) -> list[list[tuple[Shape, Shape]]]:
+    """Return the boxes (start, stop) of each of `parts`; none of a part that is all padding.
+
+    Raises ValueError naming the two numbers if blocks and parts do not divide; `where` names the
+    tensor in it.
+    """
+    if rule.blocks == 1:
+        cuts = cut_padded(shape, rule.axis, rule.multiple, parts, where)
+        return [[box] if box else [] for box in cuts]
+    pieces = cut_evenly(shape, rule.axis, rule.blocks * parts, where)
+    return [pieces[part::parts] for part in range(parts)]

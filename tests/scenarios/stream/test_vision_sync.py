@@ -1,0 +1,103 @@
+"""A step on images reaches SGLang's vision tower, and embeddings of the old tower are forgotten."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mcore_rl.config import DriftConfig
+from mcore_rl.rollout.engine import EngineProcess
+from tests.support.image_requests import engine_logprobs, write_served_model
+from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.support.megatron_run import MegatronRun, make_config, start_engines
+from tests.support.sync_stage import checksums, checksums_after_loading
+from tests.support.tiny_vision import (
+    PLACEHOLDER,
+    load_vision_model,
+    make_vision_batches,
+    num_tokens,
+    split_batch,
+    transformers_vision_logprobs,
+)
+
+pytestmark = pytest.mark.e2e
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def ranks() -> Iterator[MegatronRanks]:
+    ranks = MegatronRanks(2)
+    yield ranks
+    ranks.stop()
+
+
+def gather(run: MegatronRun, hf_dir: Path) -> Path:
+    """An HF directory of the run's weights, made without `mcore_rl.slices`."""
+    run.trainer.save(1, {})
+    gathered = run.folder.path / "gathered"
+    shutil.copytree(hf_dir, gathered)
+    config = json.loads((hf_dir / "config.json").read_text())
+    weights = hf_weights_of(run.folder.checkpoint(1), {**config, **config["text_config"]})
+    before = load_file(hf_dir / "model.safetensors")
+    assert weights.keys() == before.keys()
+    assert not any(torch.equal(weights[name], before[name]) for name in before)
+    save_file(weights, gathered / "model.safetensors", metadata={"format": "pt"})
+    return gathered
+
+
+def scores(engine: EngineProcess) -> Tensor:
+    """The engine's log-probs of the text of all batches."""
+    batches = make_vision_batches()
+    parts = [engine_logprobs(engine.url, *each) for batch in batches for each in split_batch(batch)]
+    return torch.cat(parts)[is_text()]
+
+
+def reference(hf_dir: Path) -> Tensor:
+    with torch.no_grad():
+        parts = transformers_vision_logprobs(load_vision_model(hf_dir), make_vision_batches())
+    return torch.cat(parts)[is_text()]
+
+
+def is_text() -> Tensor:
+    return torch.cat([batch.token_ids_T for batch in make_vision_batches()]) != PLACEHOLDER
+
+
+@pytest.mark.gloo
+def test_a_step_on_images_reaches_every_parameter_of_engines(
+    ranks: MegatronRanks, tmp_path: Path
+) -> None:
+    hf_dir = write_served_model(tmp_path / "model")
+    config = replace(make_config(hf_dir, {"tp": 2}), drift=DriftConfig(routed_experts=False))
+    engines = start_engines(config, tmp_path, [{}, {"tp": 2}])
+    try:
+        ranks.build(config)
+        for engine in engines:
+            engine.wait_healthy()
+        with MegatronRun(config, ranks, engines, tmp_path / "run") as run:
+            urls = [engine.url for engine in engines]
+            asyncio.run(run.sync_controller.connect(urls))
+            before = [scores(engine) for engine in engines]
+            batches = make_vision_batches()
+            ranks.train_step([batches], temperature=1.0, num_tokens=num_tokens(batches))
+            assert not asyncio.run(run.sync_controller.sync(1)).failed
+            gathered = gather(run, hf_dir)
+            old, new = reference(hf_dir), reference(gathered)
+            assert (old - new).abs().max() > 100 * TOLERANCE
+            for engine, first in zip(engines, before, strict=True):
+                assert (first - old).abs().max() < TOLERANCE
+                assert (scores(engine) - new).abs().max() < TOLERANCE
+                assert checksums(engine.url) == checksums_after_loading(engine.url, gathered)
+            agreed = [run.sync_controller.agreed_layouts(url).split()[0] for url in urls]
+            # On a CPU, SGLang cuts the language model's MLP unevenly over two ranks.
+            assert agreed == ["recorded", "listed"]
+    finally:
+        for engine in engines:
+            engine.stop()
