@@ -75,11 +75,15 @@ class ThreeQuestions:
 def test_tokens_of_all_turns_train_as_they_were_sampled(
     begin: Start, calculator: Path, tmp_path: Path, mode: str
 ) -> None:
-    """The trainer gives each sampled token the log-prob that the engine gave it in its turn."""
+    """The trainer gives each sampled token the log-prob that the engine gave it in its turn.
+
+    In sync mode the beginnings that episodes of a prompt have in common are computed once.
+    """
     (tmp_path / "three.py").write_text(THREE_QUESTIONS)
     environment = f"agents.environment={tmp_path / 'three.py'}:ThreeQuestions"
     unread = ["agents.options.functions=null", "agents.options.reward=null"]
     options = [environment, *unread, "rollout.max_response_len=80", "run.steps=3"]
+    options.append(f"train.share_prefixes={'true' if mode == 'sync' else 'false'}")
     run = begin(*settings(calculator), *options, f"rollout.mode={mode}")
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
