@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mcore_rl.config import OptimizerConfig, TrainConfig
 from mcore_rl.device import (
     empty_cache,
@@ -33,6 +35,7 @@ from mcore_rl.doctor.lone_rank import (
 from mcore_rl.players.train_speed import TrainSpeed
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.slices.hf.flops import ModelFlops
+from mcore_rl.types import TrainBatch
 
 NEEDED = ("megatron", "zlib_ng")
 LEAST_MFU = 0.35
@@ -156,6 +159,40 @@ def bfloat16_moments() -> Figures:
     return {"loss_first": round(first, 4), "loss_last": round(last, 4), "held_gb": held / 1e9}
 
 
+def shared_prefixes() -> Figures:
+    """Responses to a prompt that is computed once have the log-probs of separate ones."""
+    logprobs, seconds, losses = [], [], []
+    for share in (False, True):
+        with _rank(qwen3_moe(), train=TrainConfig(share_prefixes=share)) as rank:
+            rank.batch = _responses(rank.batch)
+            [scores] = rank.actor.compute_logprobs([rank.batch]) or [None]
+            assert scores is not None, "the only rank owns the output"
+            logprobs.append(scores.logprobs_T.float().cpu())
+            losses.append(rank.step().loss)
+            seconds.append(_seconds(rank, num_steps=5))
+    difference_T = (logprobs[0] - logprobs[1]).abs()
+    limit = 0.05 if has_cuda() else 1e-4
+    expect(float(difference_T.mean()) < limit, f"log-probs differ by {difference_T.mean()}")
+    expect(abs(losses[0] - losses[1]) < limit, f"losses {losses}")
+    return {
+        "largest": float(difference_T.max()),
+        "mean": float(difference_T.mean()),
+        "speedup": round(seconds[0] / seconds[1], 3),
+    }
+
+
+def _responses(batch: TrainBatch) -> TrainBatch:
+    """Return eight sequences that begin with the same seven eighths of their tokens."""
+    length = len(batch.token_ids_T) // 8
+    rows_NL = batch.token_ids_T.view(8, length).clone()
+    rows_NL[:, : 7 * length // 8] = rows_NL[0, : 7 * length // 8]
+    mask_NL = (torch.arange(length) >= 7 * length // 8).expand(8, length)
+    mask_T = mask_NL.flatten()
+    return TrainBatch(
+        rows_NL.flatten(), mask_T, (length,) * 8, loss_weights_T=mask_T / mask_T.sum()
+    )
+
+
 def fp8_training() -> Figures:
     """Matrix products in FP8 by blocks: the loss falls as it does in bfloat16, and how fast."""
     train = TrainConfig(megatron={"fp8": "e4m3", "fp8_recipe": "blockwise"})
@@ -181,6 +218,7 @@ TE = Stage(
         Check("DeepSeek as transformers", deepseek_logprobs, 240, modules=WITH_TRANSFORMERS),
         Check("speed", speed, 240, modules=NEEDED),
         Check("recompute", recompute, 400, modules=NEEDED),
+        Check("shared prefixes", shared_prefixes, 240, modules=NEEDED),
         Check("moments in bfloat16", bfloat16_moments, 240, modules=NEEDED),
         Check("FP8 training", fp8_training, 240, gpu=True, modules=NEEDED),
     ),
