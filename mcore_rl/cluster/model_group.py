@@ -103,7 +103,7 @@ class ModelWorker:
         self._stores = stores
 
     def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
-        """Return micro-batches with their tokens, and the experts of this rank's layers and tokens.
+        """Return micro-batches with what this rank reads: its tokens, its layers' experts.
 
         Raises SamplesLost on all ranks if any of them finds samples lost: none has begun then.
         """
@@ -115,8 +115,9 @@ class ModelWorker:
         lost = None
         parts: list[TrainBatch] = []
         try:
+            model = self._model
             parts = self._stores.assemble_parts(
-                share, self._model.layers, self._model.routed_tokens
+                share, model.layers, model.routed_tokens, model.seen_tokens
             )
         except SamplesLost as error:
             lost = error

@@ -49,10 +49,14 @@ class StoreHandles:
         return assemble(batch, self.read)
 
     def assemble_parts(
-        self, batch: StoredBatch, layers: Sequence[int], own_tokens: OwnTokens = all_tokens
+        self,
+        batch: StoredBatch,
+        layers: Sequence[int],
+        own_tokens: OwnTokens = all_tokens,
+        seen_tokens: OwnTokens = all_tokens,
     ) -> list[TrainBatch]:
-        """Return the batch's micro-batches; experts are those of `layers` and `own_tokens`."""
-        return assemble_parts(batch, self.read, layers, own_tokens)
+        """Return the batch's micro-batches; see data.assembly.assemble_parts."""
+        return assemble_parts(batch, self.read, layers, own_tokens, seen_tokens)
 
     def scatter(self, batch: StoredBatch, columns: Mapping[str, Tensor]) -> None:
         """Bring the values of a batch's tokens, by column, to the stores of its samples."""

@@ -61,18 +61,21 @@ def assemble_parts(
     read: ReadStores,
     layers: Sequence[int] = (),
     own_tokens: OwnTokens = all_tokens,
+    seen_tokens: OwnTokens = all_tokens,
 ) -> list[TrainBatch]:
     """Return the micro-batches of `batch.parts` with their tokens.
 
     Routed experts are read for `layers` (empty: all) and for the tokens that `own_tokens` names,
-    and are in `own_experts`.
+    and are in `own_experts`. All else is read for the tokens that `seen_tokens` names; others have
+    0 and False.
     """
+    seen, seen_G = _of_parts(batch, seen_tokens)
+    if sum(map(len, seen)) == sum(batch.lens_N):
+        seen_G = None
     if batch.routed_experts_TLK is None:
-        return _cut(assemble(batch, read), batch.parts)
-    own = [own_tokens(batch.lens_N[part]) for part in _slices(batch.parts)]
-    starts = torch.tensor([0, *(sum(batch.lens_N[part]) for part in _slices(batch.parts))])
-    index_G = torch.cat([t + start for t, start in zip(own, starts.cumsum(0), strict=False)])
-    values = _read_all(batch, read, tuple(layers), index_G)
+        return _cut(_made(batch, _read_all(batch, read, seen_G=seen_G)), batch.parts)
+    own, own_G = _of_parts(batch, own_tokens)
+    values = _read_all(batch, read, tuple(layers), own_G, seen_G)
     experts = values.pop("routed_experts_TLK").split([len(tokens) for tokens in own])
     return [
         replace(part, own_experts=OwnExperts(tokens, of_part, tuple(layers)))
@@ -80,6 +83,13 @@ def assemble_parts(
             _cut(_made(batch, values), batch.parts), own, experts, strict=True
         )
     ]
+
+
+def _of_parts(batch: StoredBatch, choose: OwnTokens) -> tuple[list[Tensor], Tensor]:
+    """Return the tokens that are chosen, by index in each micro-batch and in the batch."""
+    own = [choose(batch.lens_N[part]) for part in _slices(batch.parts)]
+    starts = torch.tensor([0, *(sum(batch.lens_N[part]) for part in _slices(batch.parts))])
+    return own, torch.cat([t + start for t, start in zip(own, starts.cumsum(0), strict=False)])
 
 
 def _made(batch: StoredBatch, values: dict[str, Tensor]) -> TrainBatch:
@@ -160,41 +170,64 @@ def _read_all(
     batch: StoredBatch,
     read: ReadStores,
     layers: tuple[int, ...] = (),
-    index_G: Tensor | None = None,
+    own_G: Tensor | None = None,
+    seen_G: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the fields that have columns, in the order of the batch.
 
-    Routed experts are those of `layers` (empty: all) and of the tokens `index_G`, which rise (None:
-    all).
+    Routed experts are those of `layers` (empty: all) and of the tokens `own_G`, all else is that of
+    the tokens `seen_G`, both rising (None: all).
     """
-    ranges_R3 = None if index_G is None else _ranges(batch.lens_N, index_G)
     columns = columns_of(batch)
-    names = tuple(columns.values())
-    version = batch.version or 0
+    own, seen = _Picked(batch.lens_N, own_G), _Picked(batch.lens_N, seen_G)
     requests, rows, rows_of_experts = {}, {}, {}
     for store, here in _sequences_by_store(batch).items():
-        own_R3 = None
-        rows[store] = rows_of_experts[store] = tokens_of(batch.lens_N, here.tolist())
-        if ranges_R3 is not None:
-            own_R3, rows_of_experts[store] = _of_sequences(ranges_R3, here)
+        experts_R3, rows_of_experts[store] = own.of_sequences(here)
+        tokens_R3, picked = seen.of_sequences(here)
+        rows[store] = picked if seen_G is None else seen_G[picked]
         requests[store] = ReadRequest(
-            batch.group_N[here], batch.index_N[here], names, version, layers, own_R3
+            group_N=batch.group_N[here],
+            index_N=batch.index_N[here],
+            names=tuple(columns.values()),
+            version=batch.version or 0,
+            layers=layers,
+            experts_R3=experts_R3,
+            tokens_R3=tokens_R3,
         )
     answers = read(requests)
-    fields = {
-        field: _in_order(
+    num_tokens = sum(batch.lens_N)
+    fields = {}
+    for field, name in columns.items():
+        is_experts = name == ROUTED_EXPERTS
+        fields[field] = _in_order(
             {store: answer[name] for store, answer in answers.items()},
-            rows_of_experts if name == ROUTED_EXPERTS else rows,
+            rows_of_experts if is_experts else rows,
+            num_tokens if own_G is None or not is_experts else len(own_G),
             WIDER.get(name),
         )
-        for field, name in columns.items()
-    }
     if "routed_experts_TLK" in fields:
         # No engine has run the last token of a sequence.
         last_N = torch.tensor(batch.lens_N).cumsum(0) - 1
-        unknown = last_N if index_G is None else torch.isin(index_G, last_N)
+        unknown = last_N if own_G is None else torch.isin(own_G, last_N)
         fields["routed_experts_TLK"][unknown] = -1
     return fields
+
+
+class _Picked:
+    """Tokens of a batch, as ranges of its sequences."""
+
+    def __init__(self, lens_N: Sequence[int], index_G: Tensor | None) -> None:
+        """`index_G` are the tokens, rising; None: all."""
+        self._lens_N = lens_N
+        self._ranges_R3 = None if index_G is None else _ranges(lens_N, index_G)
+
+    def of_sequences(self, here: Array) -> tuple[Array | None, Tensor]:
+        """Return the ranges of the sequences `here`, counted among those, and which tokens of the
+        picked ones they are.
+        """
+        if self._ranges_R3 is None:
+            return None, tokens_of(self._lens_N, here.tolist())
+        return _of_sequences(self._ranges_R3, here)
 
 
 def _of_sequences(ranges_R3: Array, here: Array) -> tuple[Array, Tensor]:
@@ -207,13 +240,15 @@ def _of_sequences(ranges_R3: Array, here: Array) -> tuple[Array, Tensor]:
 
 
 def _in_order(
-    answers: Mapping[int, Array], rows: Mapping[int, Tensor], dtype: torch.dtype | None
+    answers: Mapping[int, Array],
+    rows: Mapping[int, Tensor],
+    num_rows: int,
+    dtype: torch.dtype | None,
 ) -> Tensor:
-    """Return the values of all stores, each at its rows; `dtype` None: as they are kept."""
+    """Return the values of all stores, each at its rows, 0 at others; `dtype` None: as kept."""
     parts = {store: torch.from_numpy(np.array(values)) for store, values in answers.items()}
     first = next(iter(parts.values()))
-    num_rows = sum(len(of_store) for of_store in rows.values())
-    whole = torch.empty(num_rows, *first.shape[1:], dtype=dtype or first.dtype)
+    whole = torch.zeros(num_rows, *first.shape[1:], dtype=dtype or first.dtype)
     for store, values in parts.items():
         whole[rows[store]] = values.to(whole.dtype)
     return whole

@@ -33,10 +33,11 @@ class KeptRow:
 class ReadRequest:
     """Asks for columns of samples, each laid end to end in the order of group_N and index_N.
 
-    version     weights that are trained, for the column `stale`
-    layers      the layers whose experts are read; empty: all
-    ranges_R3   int64 (place in group_N, first token, end), the tokens whose experts are read, laid
-                end to end in this order; None: those of all tokens
+    version      weights that are trained, for the column `stale`
+    layers       the layers whose experts are read; empty: all
+    experts_R3   int64 (place in group_N, first token, end), the tokens whose experts are read, laid
+                 end to end in this order; None: those of all tokens
+    tokens_R3    the same of all other columns
     """
 
     group_N: Array
@@ -44,16 +45,22 @@ class ReadRequest:
     names: tuple[str, ...]
     version: int = 0
     layers: tuple[int, ...] = ()
-    ranges_R3: Array | None = None
+    experts_R3: Array | None = None
+    tokens_R3: Array | None = None
 
 
 def lay_out(name: str, samples: Sequence[KeptRow], request: ReadRequest) -> Array:
     """Return a column of rows, laid end to end. Raises KeyError for an unknown one."""
-    if name == STALE:
-        return np.concatenate([_stale(sample, request.version) for sample in samples])
     if name == ROUTED_EXPERTS:
         return _experts_laid_out(samples, request)
-    return np.concatenate([column_of(sample, name) for sample in samples])
+    if name == STALE:
+        columns = [_stale(sample, request.version) for sample in samples]
+    else:
+        columns = [column_of(sample, name) for sample in samples]
+    if request.tokens_R3 is None:
+        return np.concatenate(columns)
+    parts = [columns[k][first:stop] for k, first, stop in request.tokens_R3.tolist()]
+    return np.concatenate(parts or [columns[0][:0]])
 
 
 def column_of(row: KeptRow, name: str) -> Array:
@@ -69,10 +76,10 @@ def _experts_laid_out(samples: Sequence[KeptRow], request: ReadRequest) -> Array
 
     No engine has run a sample's last token: its experts are zeros, which readers mark as unknown.
     """
-    if request.ranges_R3 is None:
+    if request.experts_R3 is None:
         ranges = [(k, 0, len(sample.columns[TOKEN_IDS])) for k, sample in enumerate(samples)]
     else:
-        ranges = request.ranges_R3.tolist()
+        ranges = request.experts_R3.tolist()
     kept = [sample.columns[ROUTED_EXPERTS] for sample in samples]
     num_layers, topk = kept[0].shape[1:]
     layers = list(request.layers) or slice(None)

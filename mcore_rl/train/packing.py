@@ -191,6 +191,17 @@ def local_sources(
     return _indices(lens_N, *_local_tokens(padded_N, cp_rank, cp_size))
 
 
+def local_tokens(
+    lens_N: tuple[int, ...], cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
+) -> Tensor:
+    """Return the tokens that `make_rank_batch` reads, computed or predicted ones, rising."""
+    padded_N = padded_lens(lens_N, cp_size, tp_size, rows)
+    sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
+    computed_T, predicted_T = (_indices(lens_N, sequence_T, position_T + k) for k in (0, 1))
+    read_T = torch.cat([computed_T, predicted_T]).unique()
+    return read_T[read_T >= 0]
+
+
 def _indices(lens_N: tuple[int, ...], sequence_T: Tensor, position_T: Tensor) -> Tensor:
     """Return the index in the micro-batch of each (sequence, position); -1 beyond a sequence."""
     start_T = torch.tensor((0, *lens_N)).cumsum(0)[sequence_T]

@@ -28,7 +28,7 @@ from mcore_rl.train.export import export_hf
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import DeviceMemory
 from mcore_rl.train.optimizer import learning_rate, make_optimizer, set_learning_rate, wrap_chunks
-from mcore_rl.train.packing import RankBatch, local_sources, make_rank_batch
+from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
 from mcore_rl.train.router import balance_losses
 from mcore_rl.train.routing import Routing
 from mcore_rl.train.runtime import on_last_stage, rank_coordinate
@@ -117,6 +117,18 @@ class TrainedModel:
         sources_T = local_sources(lens_N, *self._rank_part())
         own_T = sources_T[self._routing.own_rows(len(sources_T))]
         return own_T[own_T >= 0].sort().values
+
+    def seen_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
+        """Return which tokens of a micro-batch this rank computes or predicts, int64, rising.
+
+        Context parallelism divides them; the positions of images depend on all of a sequence.
+        """
+        if not lens_N or self._image_tokens is not None:
+            return torch.arange(sum(lens_N))
+        cp_rank, cp_size, tp_size, rows = self._rank_part()
+        if cp_size == 1:
+            return torch.arange(sum(lens_N))
+        return local_tokens(lens_N, cp_rank, cp_size, tp_size, rows)
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""

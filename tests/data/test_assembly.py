@@ -88,9 +88,45 @@ def test_a_rank_reads_the_experts_of_its_tokens_and_layers(
             assert wanted.routed_experts_TLK is not None
             kept = list(layers) or slice(None)
             assert torch.equal(own.experts_MLK, wanted.routed_experts_TLK[tokens_M][:, kept])
-    ranges = [request.ranges_R3 for request in stores.reads[-1].values()]
+    ranges = [request.experts_R3 for request in stores.reads[-1].values()]
     num_read = sum(int((r[:, 2] - r[:, 1]).sum()) for r in ranges if r is not None)
     assert num_read == sum(map(len, asked)), "no other tokens are read"
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), num_stores=st.integers(1, 3))
+def test_a_rank_reads_the_tokens_that_it_sees(seed: int, num_stores: int) -> None:
+    stores, samples, rows = make_stored(seed, num_stores=num_stores)
+    here = make_train_batch(samples, VERSION)
+    num = len(here.lens_N)
+    parts = [range(0, num, 2), [], range(1, num, 2)]
+    drawn = random.Random(seed)
+    seen: list[Tensor] = []
+
+    def seen_tokens(lens_N: tuple[int, ...]) -> Tensor:
+        seen.append(torch.tensor([t for t in range(sum(lens_N)) if drawn.random() < 0.5]).long())
+        return seen[-1]
+
+    shared = in_parts(make_stored_batch(rows, VERSION), parts)
+    made = assemble_parts(shared, stores.read, seen_tokens=seen_tokens)
+    expected = iter(select_each(here, [part for part in parts if part]))
+    for part, index in zip(made, seen, strict=True):
+        if part.is_filler or not part.lens_N:
+            continue
+        wanted = next(expected)
+        others = torch.ones(len(part.token_ids_T), dtype=torch.bool)
+        others[index] = False
+        assert torch.equal(part.loss_mask_T, wanted.loss_mask_T), "known from lengths"
+        for name in ("token_ids_T", "rollout_logprobs_T", "stale_T"):
+            value = getattr(part, name)
+            assert torch.equal(value[index], getattr(wanted, name)[index]), name
+            assert not value[others].any(), name
+        assert part.own_experts is not None and len(part.own_experts.tokens_M) == len(others)
+    request = next(iter(stores.reads[-1].values()))
+    assert request.experts_R3 is not None
+    ranges = [request.tokens_R3 for request in stores.reads[-1].values()]
+    num_read = sum(int((r[:, 2] - r[:, 1]).sum()) for r in ranges if r is not None)
+    assert num_read == sum(map(len, seen)) or all(r is None for r in ranges)
 
 
 def test_what_ranks_write_comes_back_in_any_other_cut() -> None:

@@ -52,7 +52,7 @@ def test_experts_are_those_of_the_ranges_and_layers() -> None:
     second = first + 10
     rows = [row(3, 0, routed_experts=first), row(3, 0, routed_experts=second)]
     ranges = np.array([[1, 1, 3], [0, 0, 1]])
-    found = lay_out(ROUTED_EXPERTS, rows, request(layers=(2,), ranges_R3=ranges))
+    found = lay_out(ROUTED_EXPERTS, rows, request(layers=(2,), experts_R3=ranges))
     assert found[:, :, 0].tolist() == [[15], [0], [2]], "the last token's experts are zeros"
 
 

@@ -18,7 +18,7 @@ def routed(rank: int, world_size: int, port: int, model: ModelConfig, layout: An
     actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
     assert isinstance(actor, TrainedModel)
     assert len(actor.routed_tokens(())) == 0, "a filler has no token"
-    return actor.routed_tokens(LENS).tolist()
+    return actor.routed_tokens(LENS).tolist(), actor.seen_tokens(LENS).tolist()
 
 
 @pytest.mark.gloo
@@ -28,6 +28,12 @@ def test_context_and_sequence_parallel_ranks_divide_the_tokens(
 ) -> None:
     model = ModelConfig(path=str(write_hf_model(tmp_path)), dtype="float32")
     world_size = torch.tensor(list(layout.values())).prod().item()
-    of_ranks = run_ranks(routed, int(world_size), model, layout)
+    found = run_ranks(routed, int(world_size), model, layout)
+    of_ranks = [tokens for tokens, _ in found]
     assert all(tokens == sorted(tokens) and tokens for tokens in of_ranks)
     assert sorted(token for tokens in of_ranks for token in tokens) == list(range(sum(LENS)))
+    firsts = {0, *torch.tensor(LENS[:-1]).cumsum(0).tolist()}
+    for routed_here, seen in found:
+        assert seen == sorted(seen)
+        assert {*routed_here, *(t + 1 for t in routed_here)} - {21} - firsts <= set(seen)
+        assert len(seen) < 21 or "cp" not in layout
