@@ -154,6 +154,10 @@ class RolloutConfig(Options, group="rollout"):
 class SyncConfig(Options, group="sync"):
     bucket_mib: float = bounded(4.0, above=0)
     """Size of the buffers that weights travel in; each end of a link has four of them."""
+    delta: str = one_of("auto", ("off", "auto", "always"))
+    """Between machines, send what changed since the last sync. auto: where weights go from host to
+    host; always: from GPU to GPU, too, by the hosts instead of NCCL, for slow networks. Both ends
+    keep a copy of what travels so."""
     relay: bool = True
     """Engines with equal layouts pass weights on to one another; otherwise trainer ranks send
     to each engine."""

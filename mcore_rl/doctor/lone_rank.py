@@ -98,8 +98,12 @@ class LoneRank:
         dtype: str | None = None,
         train: TrainConfig | None = None,
         optimizer: OptimizerConfig | None = None,
+        weights: str | None = None,
     ) -> None:
-        """Build a random model of `hf_config`; the default dtype is bfloat16 on a GPU."""
+        """Build a random model of `hf_config`; the default dtype is bfloat16 on a GPU.
+
+        `weights` is a HuggingFace directory to take the weights from.
+        """
         from mcore_rl.train.actor import Actor
         from mcore_rl.train.runtime import init_distributed
 
@@ -108,7 +112,9 @@ class LoneRank:
         dtype = dtype or ("bfloat16" if has_cuda() else "float32")
         num_tokens = 8192 if has_cuda() else 256
         recipe = self.recipe = Config(
-            model=ModelConfig(path=str(folder), init="random", dtype=dtype),
+            model=ModelConfig(
+                path=weights or str(folder), init="hf" if weights else "random", dtype=dtype
+            ),
             parallel=ParallelConfig(),
             train=replace(
                 train or TrainConfig(),

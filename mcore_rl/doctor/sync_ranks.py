@@ -39,7 +39,7 @@ class FaultyTransport:
     def device(self, peer: int) -> torch.device:
         return self._transport.device(peer)
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         if self._num_sent == self._fault.message:
             if self._fault.kind == "corrupt":
                 tensor_u8[-3] ^= 1
@@ -48,13 +48,16 @@ class FaultyTransport:
                     os.getpid(), signal.SIGKILL if self._fault.kind == "kill" else signal.SIGSTOP
                 )
         self._num_sent += 1
-        self._transport.send(tensor_u8, peer, what)
+        self._transport.send(tensor_u8, peer, what, number)
 
-    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        self._transport.recv(tensor_u8, peer, what)
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        self._transport.recv(tensor_u8, peer, what, number)
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
         self._transport.run(deadline_s, failure, pending)
+
+    def take_saved(self) -> int:
+        return self._transport.take_saved()
 
     def close(self) -> None:
         self._transport.close()

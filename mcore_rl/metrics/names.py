@@ -115,6 +115,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "sync/transfer_seconds": "wall time of its transfer, slowest engine",
         "sync/pause_s": "seconds in which an engine does not generate, worst engine",
         "sync/mib": "MiB received by all engines",
+        "sync/saved_mib": "MiB of it that did not travel because it was as before (sync.delta)",
         "sync/trainer_mib": "MiB of it sent by the trainer, the rest by engines to each other",
         "sync/engines_failed": "engines without the weights",
     },

@@ -16,6 +16,7 @@ from mcore_rl.slices.plan.cost import (
     predict_gather_broadcast,
 )
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
+from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 GIB = 2**30
@@ -29,6 +30,8 @@ class PlanSummary:
     that of the rank which copies most from or to other ranks of its host, at `memory_gbps`. The
     seconds of the lower bound and of gather and broadcast count links alone.
     direct_*: with sync.relay=false, where trainer ranks send every engine rank all that it wants.
+    *_kept_bytes: host memory for differences (sync.delta=always), per host: what the trainer's, or
+    the engines', ranks there have sent and received over the network.
     """
 
     trainer_ranks: int
@@ -49,6 +52,8 @@ class PlanSummary:
     trainer_buffer_bytes: int
     engine_buffer_bytes: int
     engine_staged_bytes: int
+    trainer_kept_bytes: int
+    engine_kept_bytes: int
     seconds: float
     lower_bound_seconds: float
     direct_network_bytes: int
@@ -96,6 +101,7 @@ def _summarize(
     memory_gbps = config.plan.memory_gbps
     links = engine_links(config.rollout.engines, deployment.relays)
     buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), links)
+    kept = _kept_bytes(traffic, hosts) if config.sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,
@@ -117,6 +123,8 @@ def _summarize(
         trainer_buffer_bytes=max(buffers[0]),
         engine_buffer_bytes=max(buffers[1]),
         engine_staged_bytes=max(_into_engines(traffic)) if config.rollout.stage_weights else 0,
+        trainer_kept_bytes=kept[0],
+        engine_kept_bytes=kept[1],
         seconds=sync_seconds(traffic, link_gbps, memory_gbps),
         lower_bound_seconds=traffic.lower_bound * 8 / (link_gbps * 1e9),
         direct_network_bytes=direct.network_bytes,
@@ -151,6 +159,15 @@ def _buffer_bytes(
     ]
     ends = {0, target.num_ranks - 1}
     return trainers, [num_links * buffers(plan_recvs(rank, source, target, hosts)) for rank in ends]
+
+
+def _kept_bytes(traffic: Traffic, hosts: RegularHosts) -> tuple[int, int]:
+    """Return the most bytes that ranks of the trainer, and of engines, exchange between hosts."""
+    trainers = by_host(traffic.trainer.network_out, hosts.source_host)
+    received = by_host(traffic.engines.network_in, hosts.target_host)
+    forwarded = by_host(traffic.engines.network_out, hosts.target_host)
+    engines = [num + forwarded.get(host, 0) for host, num in received.items()]
+    return max(trainers.values(), default=0), max(engines, default=0)
 
 
 def _into_engines(traffic: Traffic) -> list[int]:
@@ -215,6 +232,9 @@ def _empty_comparison(summary: PlanSummary, gib: Mapping[str, str]) -> Table:
     """Return the table with its title, caption and columns, without rows."""
     staged = f" and {gib['engine_staged_bytes']} staged" if summary.engine_staged_bytes else ""
     buffers = f"{gib['trainer_buffer_bytes']}, engine {gib['engine_buffer_bytes']}{staged}"
+    if summary.trainer_kept_bytes or summary.engine_kept_bytes:
+        kept = f"trainer {gib['trainer_kept_bytes']}, engine {gib['engine_kept_bytes']}"
+        buffers += f"; kept in a host's memory for differences: {kept}"
     table = Table(
         title=f"one weight sync at {summary.link_gbps:g} Gbit/s per link and"
         f" {summary.memory_gbps:g} Gbit/s within a host",

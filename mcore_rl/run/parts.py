@@ -107,6 +107,7 @@ def make_sync(
         timeout_s=timeout_s,
         staged=config.rollout.stage_weights,
         relay=config.sync.relay,
+        delta=config.sync.delta,
         record=partial(record_layouts, config, policy),
     )
     canary = Canary(

@@ -89,7 +89,8 @@ class BucketTransfer:
                 sums_P = None if verified is None else verified.wait(i, deadline_s)
                 placed.pack(version, sums_P)
                 peer = self._buckets[i].peer
-                self._transport.send(placed.message_u8, peer, _describe(version, placed))
+                what = _describe(version, placed)
+                self._transport.send(placed.message_u8, peer, what, placed.bucket.index)
             self._run(deadline_s)
 
     def receive(
@@ -119,6 +120,10 @@ class BucketTransfer:
                     verified.add(sums_P)
             self._run(deadline_s)
 
+    def take_saved(self) -> int:
+        """Return the bytes that did not travel because they were as before, since the last call."""
+        return self._transport.take_saved()
+
     def close(self) -> None:
         """Leave; peers that wait for this rank fail at once."""
         self._transport.close()
@@ -143,7 +148,8 @@ class BucketTransfer:
     ) -> None:
         for i in indices:
             peer = self._buckets[i].peer
-            self._transport.recv(buckets[i].message_u8, peer, _describe(version, buckets[i]))
+            what = _describe(version, buckets[i])
+            self._transport.recv(buckets[i].message_u8, peer, what, buckets[i].bucket.index)
 
     def _allocate_messages(self, offsets: Sequence[int]) -> list[Tensor]:
         """Return the int64 words in which each bucket travels, shared with its peer if possible."""

@@ -52,7 +52,7 @@ class Connection:
         """Send this trainer rank's slices."""
         began_s = time.monotonic()
         self._transfer.send(version, tensors, began_s + timeout_s + SENDER_GRACE_S)
-        return self._report(began_s)
+        return self._report(began_s, self._transfer)
 
     def receive(
         self,
@@ -69,7 +69,7 @@ class Connection:
         began_s = time.monotonic()
         transfer = relay_transfer or self._transfer
         transfer.receive(version, tensors, began_s + timeout_s, verified)
-        return self._report(began_s)
+        return self._report(began_s, transfer)
 
     def open_relay_transfer(self, link: Link) -> BucketTransfer:
         """Connect to the same rank of another engine over relay link `link`, as its sender or
@@ -94,6 +94,7 @@ class Connection:
         """Leave; peers that wait for this rank fail at once."""
         self._transfer.close()
 
-    def _report(self, began_s: float) -> Report:
+    def _report(self, began_s: float, transfer: BucketTransfer) -> Report:
         seconds = time.monotonic() - began_s
-        return Report(self.name, self.digest, self.num_bytes, len(self._buckets), seconds)
+        saved = transfer.take_saved()
+        return Report(self.name, self.digest, self.num_bytes, len(self._buckets), seconds, saved)

@@ -42,6 +42,10 @@ class Link:
     layouts: str = ""
     """Encoded RecordedLayouts of both sides. If empty, the ranks list their shards for one another.
     """
+    delta: str = "off"
+    """Whether only what changed since the last version travels between machines: off; auto, where
+    messages go from host to host; always, so that messages between GPUs go from host to host, too.
+    """
     relay: str = ""
     """The engine that sends: each of its ranks forwards what it received to the same rank of
     `engine`. If empty, trainer ranks send.
@@ -74,6 +78,8 @@ class Report:
     num_bytes: int = 0
     num_buckets: int = 0
     seconds: float = 0.0
+    saved_bytes: int = 0
+    """Bytes of num_bytes that did not travel."""
     error: str | None = None
     peer_lost: bool = False
     """A peer went away or kept this rank waiting; the peer's own report says more."""

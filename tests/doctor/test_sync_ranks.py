@@ -13,7 +13,7 @@ class Kept:
     def __init__(self) -> None:
         self.sent: list[Tensor] = []
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self.sent.append(tensor_u8.clone())
 
 

@@ -224,3 +224,23 @@ def test_the_summary_adds_up_and_the_tables_show_it() -> None:
     comparison = comparison_table(summary)
     *_, seconds = comparison.columns[1].cells
     assert seconds == f"{summary.seconds:.3f}"
+
+
+def test_copies_for_differences_are_counted_per_host() -> None:
+    without, shown = kept("auto")
+    assert without == (0, 0) and "differences" not in shown
+    (trainer, engine), shown = kept("always")
+    assert "kept in a host's memory for differences: trainer " in shown
+    config = load_recipe("qwen3_30b_a3b_grpo_32", [])
+    deployment = make_deployment(config, read_policy(config.model.path))
+    summary, traffic = predict_sync(config, deployment)
+    assert trainer == summary.trainer_out_per_host[1] > 0
+    assert engine * 2 >= sum(traffic.engines.network_in) > 0
+
+
+def kept(delta: str) -> tuple[tuple[int, int], str]:
+    config = load_recipe("qwen3_30b_a3b_grpo_32", [f"sync.delta={delta}"])
+    deployment = make_deployment(config, read_policy(config.model.path))
+    summary, _ = predict_sync(config, deployment)
+    shown = str(comparison_table(summary).caption)
+    return (summary.trainer_kept_bytes, summary.engine_kept_bytes), shown

@@ -17,6 +17,7 @@ from mcore_rl.stream.link_end import LinkEnd
 from mcore_rl.stream.placed_bucket import holdings
 from mcore_rl.stream.routes.choice import (
     MakeTransport,
+    make_delta_transport,
     make_gloo_transport,
     make_routed_transport,
 )
@@ -57,7 +58,9 @@ def soon() -> float:
 
 
 @pytest.mark.parametrize("num_buckets", [1, NUM_SLOTS, 3 * NUM_SLOTS + 1])
-@pytest.mark.parametrize("make_transport", [make_routed_transport, make_gloo_transport])
+@pytest.mark.parametrize(
+    "make_transport", [make_routed_transport, make_gloo_transport, make_delta_transport]
+)
 def test_each_version_arrives_exactly_in_either_set_of_tensors(
     make_transport: MakeTransport, num_buckets: int
 ) -> None:

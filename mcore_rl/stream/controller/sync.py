@@ -45,6 +45,7 @@ class SyncController:
         timeout_s: float = 120.0,
         staged: bool = True,
         relay: bool = True,
+        delta: str = "off",
         record: RecordLayouts | None = None,
         keys: ServerKeys | None = None,
     ) -> None:
@@ -56,6 +57,7 @@ class SyncController:
                    pause only to swap; otherwise they pause for the whole transfer and need memory
                    for a few buckets per trainer rank
         relay      over staged links, engines with equal layouts forward slices to one another
+        delta      as in stream.wire.Link
         record     recorded layouts spare ranks listing their shards for one another
         keys       open the engines; None if they were started without
         """
@@ -64,6 +66,7 @@ class SyncController:
         self._bucket_bytes = int(bucket_mib * 2**20)
         self._timeout_s = timeout_s
         self._staged = staged
+        self._delta = delta
         self._record = record
         self._headers = admin_headers(keys)
         self._engines: dict[str, LinkedEngine] = {}
@@ -174,6 +177,7 @@ class SyncController:
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
             staged=self._staged,
+            delta=self._delta,
             layouts="" if self._record is None else self._record(sizes).encode(),
         )
         return LinkedEngine(link, store, sizes.tp)

@@ -13,6 +13,7 @@ class EngineSyncResult:
     num_bytes         of weights, received by all its ranks
     transfer_seconds  of its slowest rank
     pause_seconds     from before the engine was told to pause until after it was told to resume
+    saved_bytes       of num_bytes, what did not travel because it was as before
     relay             the engine that forwarded the slices; None if trainer ranks sent them
     missing_reports   a rank sent no report
     """
@@ -22,6 +23,7 @@ class EngineSyncResult:
     num_buckets: int = 0
     transfer_seconds: float = 0.0
     pause_seconds: float = 0.0
+    saved_bytes: int = 0
     error: str | None = None
     relay: str | None = None
     missing_reports: bool = False
@@ -54,6 +56,7 @@ class SyncReport:
             "sync/pause_s": max(engine.pause_seconds for engine in self.engines),
             "sync/mib": num_bytes / 2**20,
             "sync/trainer_mib": trainer_bytes / 2**20,
+            "sync/saved_mib": sum(engine.saved_bytes for engine in self.engines) / 2**20,
             "sync/engines_failed": float(len(self.failed)),
         }
 
@@ -80,6 +83,7 @@ def summarize(url: str, received: Sequence[Report], error: str | None) -> Engine
     return EngineSyncResult(
         url,
         num_bytes=sum(report.num_bytes for report in received),
+        saved_bytes=sum(report.saved_bytes for report in received),
         num_buckets=sum(report.num_buckets for report in received),
         transfer_seconds=max(report.seconds for report in received),
         error=error,

@@ -5,11 +5,14 @@ host to host          shared memory                                      gloo
 GPU to GPU            sender's GPU memory, if the receiver can read it;  NCCL
                       else NCCL
 GPU and host          as host to host, with one copy per bucket at the GPU's end
+
+Over a link with differences, gloo carries them (delta.py).
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,6 +27,7 @@ from mcore_rl.stream.routes.channel import (
     fetch_channel,
     machine_id,
 )
+from mcore_rl.stream.routes.delta import DeltaTransport
 from mcore_rl.stream.routes.gloo import GlooTransport
 from mcore_rl.stream.routes.gpu_pairs import GpuPairTransport
 from mcore_rl.stream.routes.shared_memory import SharedMemoryTransport
@@ -55,16 +59,24 @@ class RankLocation:
     segment_server: str = ""
 
 
-def choose_route(sender: RankLocation, receiver: RankLocation) -> Route:
+def choose_route(
+    sender: RankLocation, receiver: RankLocation, *, through_hosts: bool = False
+) -> Route:
+    """Return the best route; `through_hosts`: between machines, GPUs' messages go by hosts."""
     same_machine = sender.machine == receiver.machine
     if not sender.gpu or not receiver.gpu:
         return "shared memory" if same_machine else "gloo"
     if same_machine and sender.gpu in receiver.readable_gpus:
         return "shared GPU memory"
-    return "NCCL"
+    return "gloo" if through_hosts and not same_machine else "NCCL"
 
 
-def needs_gloo(senders: Sequence[RankLocation], receivers: Sequence[RankLocation]) -> bool:
+def needs_gloo(
+    senders: Sequence[RankLocation],
+    receivers: Sequence[RankLocation],
+    *,
+    through_hosts: bool = False,
+) -> bool:
     """Return whether any pair uses gloo, whose group all ranks of a link must make together.
 
     Which GPU a rank uses makes no difference, so ranks are first reduced to machine and
@@ -75,7 +87,7 @@ def needs_gloo(senders: Sequence[RankLocation], receivers: Sequence[RankLocation
         RankLocation(receiver.machine, receiver.gpu and "any") for receiver in receivers
     }
     return any(
-        choose_route(sender, receiver) == "gloo"
+        choose_route(sender, receiver, through_hosts=through_hosts) == "gloo"
         for sender in sender_kinds
         for receiver in receiver_kinds
     )
@@ -96,13 +108,13 @@ class RoutedTransport:
     def device(self, peer: int) -> torch.device:
         return self._by_peer[peer].device(peer)
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._started.append(self._by_peer[peer])
-        self._started[-1].send(tensor_u8, peer, what)
+        self._started[-1].send(tensor_u8, peer, what, number)
 
-    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._started.append(self._by_peer[peer])
-        self._started[-1].recv(tensor_u8, peer, what)
+        self._started[-1].recv(tensor_u8, peer, what, number)
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
         # A run that waits for nothing tells peers at once that received messages may be
@@ -112,6 +124,9 @@ class RoutedTransport:
         while len(self._started) > pending:
             oldest = self._started.pop(0)
             oldest.run(deadline_s, failure, self._started.count(oldest))
+
+    def take_saved(self) -> int:
+        return sum(transport.take_saved() for transport in self._transports)
 
     def close(self) -> None:
         for transport in self._transports:
@@ -138,8 +153,10 @@ def make_routed_transport(
     transports: list[Transport] = [shared_memory]
     by_peer: dict[int, Transport] = dict.fromkeys(segments, shared_memory)
     num_senders = end.link.num_senders
-    if needs_gloo(locations[:num_senders], locations[num_senders:]):
+    through_hosts = end.link.delta == "always"
+    if needs_gloo(locations[:num_senders], locations[num_senders:], through_hosts=through_hosts):
         gloo = GlooTransport(end)
+        gloo = gloo if end.link.delta == "off" else DeltaTransport(gloo)
         transports.append(gloo)
         by_peer |= dict.fromkeys(_peers_by(routes, "gloo"), gloo)
     nccl_peers = _peers_by(routes, "NCCL")
@@ -155,6 +172,13 @@ def make_gloo_transport(
 ) -> GlooTransport:
     """Return a transport that takes gloo to all peers, wherever they run."""
     return GlooTransport(end)
+
+
+def make_delta_transport(
+    end: LinkEnd, shared_words: Mapping[int, int], stream: DeviceStream
+) -> DeltaTransport:
+    """Return a transport of differences over gloo to all peers, wherever they run."""
+    return DeltaTransport(GlooTransport(end))
 
 
 def make_gpu_pair_transport(
@@ -183,9 +207,10 @@ def _routes_of(
 ) -> dict[int, Route]:
     """Return peer -> route of the messages between it and this rank."""
     own = locations[end.rank]
+    choose = partial(choose_route, through_hosts=end.link.delta == "always")
     if end.is_sender:
-        return {peer: choose_route(own, locations[peer]) for peer in peers}
-    return {peer: choose_route(locations[peer], own) for peer in peers}
+        return {peer: choose(own, locations[peer]) for peer in peers}
+    return {peer: choose(locations[peer], own) for peer in peers}
 
 
 def _peers_by(routes: Mapping[int, Route], route: Route) -> list[int]:

@@ -2,7 +2,7 @@
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,10 +21,11 @@ PrefixStore: Any = distributed.PrefixStore  # pyright: ignore[reportPrivateImpor
 
 
 @dataclass(frozen=True)
-class _Message:
+class GlooMessage:
+    """A started message; `tensor_u8` must outlive the operation."""
+
     work: Any
     tensor_u8: Tensor
-    """Must outlive the operation."""
     what: str
 
 
@@ -48,7 +49,9 @@ class GlooTransport:
         self._group = ProcessGroupGloo(store, end.rank, len(link.names), options)
         self._end = end
         self._names = link.names
-        self._started: list[_Message] = []
+        self._started: list[GlooMessage] = []
+        """Messages that `run` waits for."""
+        self._unfinished: list[GlooMessage] = []
 
     def memory(self, peer: int) -> None:
         return None
@@ -56,21 +59,32 @@ class GlooTransport:
     def device(self, peer: int) -> torch.device:
         return torch.device("cpu")
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        self._start(self._group.send, tensor_u8, peer, f"{self._names[peer]} to take {what}")
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        self._started.append(self.start_send(tensor_u8, peer, what))
 
-    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        self._start(self._group.recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        self._started.append(self.start_recv(tensor_u8, peer, what))
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
         due = self._started[: max(0, len(self._started) - pending)]
         if due:
-            self._run(due, deadline_s, failure)
+            self.wait(due, deadline_s, failure)
             del self._started[: len(due)]
 
-    def _run(
-        self, due: list[_Message], deadline_s: float, failure: Callable[[], str | None]
+    def start_send(self, tensor_u8: Tensor, peer: int, what: str, tag: int = 0) -> GlooMessage:
+        """Start a message for `wait`; those of one pair and tag arrive in their order."""
+        what = f"{self._names[peer]} to take {what}"
+        return self._start(self._group.send, tensor_u8, peer, what, tag)
+
+    def start_recv(self, tensor_u8: Tensor, peer: int, what: str, tag: int = 0) -> GlooMessage:
+        """Start to receive a message for `wait`."""
+        what = f"{what} from {self._names[peer]}"
+        return self._start(self._group.recv, tensor_u8, peer, what, tag)
+
+    def wait(
+        self, due: Sequence[GlooMessage], deadline_s: float, failure: Callable[[], str | None]
     ) -> None:
+        """Wait until these messages have arrived; errors are those of `run`."""
         # Gloo forgets some sends whose connection broke and then waits until its timeout. So it
         # waits in a thread, while this one checks for failures.
         outcome: SimpleQueue[TransferError | None] = SimpleQueue()
@@ -80,28 +94,38 @@ class GlooTransport:
         while reason is None:
             with suppress(Empty):
                 _raise_if(outcome.get(timeout=FAILURE_POLL_S))
+                self._forget(due)
                 return
             reason = failure() or _overdue(deadline_s)
         # A timeout of ours closes our peers' connections, and they may report that before our own
         # wait returns. Its error says more, so it gets a moment.
         with suppress(Empty):
             _raise_if(outcome.get(timeout=FAILURE_POLL_S))
+            self._forget(due)
             return
         raise TransferError(f"{self._end.name} stopped waiting: {reason}", peer_lost=True)
+
+    def _forget(self, due: Sequence[GlooMessage]) -> None:
+        done = set(map(id, due))
+        self._unfinished = [m for m in self._unfinished if id(m) not in done]
+
+    def take_saved(self) -> int:
+        return 0
 
     def close(self) -> None:
         # While bytes come in for a buffer that is gone, gloo's thread never ends: connections go
         # before buffers. A wait that times out closes all connections of a group.
-        for message in self._started:
+        for message in self._unfinished:
             with suppress(RuntimeError):
                 message.work.wait(timedelta(milliseconds=1))
         self._group.abort()
         del self._group
         self._started.clear()
+        self._unfinished.clear()
 
     def _wait(
         self,
-        due: list[_Message],
+        due: Sequence[GlooMessage],
         deadline_s: float,
         outcome: "SimpleQueue[TransferError | None]",
     ) -> None:
@@ -114,15 +138,18 @@ class GlooTransport:
                 return
         outcome.put(None)
 
-    def _start(self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str) -> None:
+    def _start(
+        self, verb: Callable[..., Any], tensor_u8: Tensor, peer: int, what: str, tag: int
+    ) -> GlooMessage:
         assert tensor_u8.is_contiguous() and tensor_u8.dim() == 1, (
             f"{what}: bytes must lie contiguous"
         )
         try:
-            work = verb([tensor_u8], peer, 0)
+            work = verb([tensor_u8], peer, tag)
         except RuntimeError as error:
             raise self._end.lost(what, _reason(error), time.monotonic()) from error
-        self._started.append(_Message(work, tensor_u8, what))
+        self._unfinished.append(GlooMessage(work, tensor_u8, what))
+        return self._unfinished[-1]
 
 
 def _raise_if(error: TransferError | None) -> None:

@@ -105,11 +105,11 @@ class GpuPairTransport:
     def device(self, peer: int) -> torch.device:
         return self._device
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._meet_all(time.monotonic() + self._end.link.timeout_s)
         self._start(self._groups[peer].send, tensor_u8, peer, f"{self._names[peer]} to take {what}")
 
-    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._meet_all(time.monotonic() + self._end.link.timeout_s)
         self._start(self._groups[peer].recv, tensor_u8, peer, f"{what} from {self._names[peer]}")
 
@@ -117,6 +117,9 @@ class GpuPairTransport:
         while len(self._started) > pending:
             self._wait(self._started[0], deadline_s, failure)
             self._started.pop(0)
+
+    def take_saved(self) -> int:
+        return 0
 
     def close(self) -> None:
         self._is_closed = True

@@ -44,7 +44,7 @@ class SharedMemoryTransport:
     def device(self, peer: int) -> torch.device:
         return self._channels[peer].words_W.device
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         message = self._start(peer, f"{self._names[peer]} to take {what}", is_incoming=False)
         self._stream.synchronize()
         try:
@@ -53,7 +53,7 @@ class SharedMemoryTransport:
             now_s = time.monotonic()
             raise self._end.lost(message.what, "the process is gone", now_s) from error
 
-    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         self._start(peer, f"{what} from {self._names[peer]}", is_incoming=True)
 
     def run(self, deadline_s: float, failure: Callable[[], str | None], pending: int = 0) -> None:
@@ -63,6 +63,9 @@ class SharedMemoryTransport:
             message = self._started.pop(0)
             if message.is_incoming:
                 self._valid.append(message)
+
+    def take_saved(self) -> int:
+        return 0
 
     def close(self) -> None:
         for channel in self._channels.values():

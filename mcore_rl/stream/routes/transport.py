@@ -56,11 +56,15 @@ class Transport(Protocol):
         """Return the device on which messages between this rank and `peer` must lie."""
         ...
 
-    def send(self, tensor_u8: Tensor, peer: int, what: str) -> None:
-        """Start sending contiguous bytes to rank `peer`; `what` names them in errors."""
+    def send(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
+        """Start sending contiguous bytes to rank `peer`; `what` names them in errors.
+
+        A later message of the same `number` to the same peer has the same length and may be sent as
+        its difference.
+        """
         ...
 
-    def recv(self, tensor_u8: Tensor, peer: int, what: str) -> None:
+    def recv(self, tensor_u8: Tensor, peer: int, what: str, number: int = 0) -> None:
         """Start filling contiguous bytes from rank `peer`."""
         ...
 
@@ -70,6 +74,10 @@ class Transport(Protocol):
         Raises TransferError when time.monotonic() passes `deadline_s`, or when `failure`, called
         about twice a second, returns a reason why waiting is pointless.
         """
+        ...
+
+    def take_saved(self) -> int:
+        """Return the bytes that did not travel because they were as before, since the last call."""
         ...
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def test_metrics_are_of_all_engines_but_what_relays_sent_is_not_the_trainers() -
         3,
         2.0,
         (
-            EngineSyncResult("a", 4 * mib, 1, transfer_seconds=1.0, pause_seconds=0.1),
+            EngineSyncResult("a", 4 * mib, 1, 1.0, pause_seconds=0.1, saved_bytes=3 * mib),
             EngineSyncResult("b", 4 * mib, 1, 1.5, pause_seconds=0.2, relay="a"),
             EngineSyncResult("c", 1 * mib, 1, 0.5, error="gone"),
         ),
@@ -65,6 +65,7 @@ def test_metrics_are_of_all_engines_but_what_relays_sent_is_not_the_trainers() -
         "sync/pause_s": 0.2,
         "sync/mib": 9.0,
         "sync/trainer_mib": 5.0,
+        "sync/saved_mib": 3.0,
         "sync/engines_failed": 1.0,
     }
     assert report.failed == {"c": "gone"}

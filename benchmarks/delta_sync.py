@@ -1,0 +1,219 @@
+"""Syncs of what has changed against whole ones, over a slow link, and how much changes in training.
+
+    python benchmarks/delta_sync.py              both parts; needs root, for network namespaces
+
+steps   trains a model in bfloat16 with Adam at a learning rate of reinforcement learning, and takes
+        the difference of its weights after each step, as sync.delta codes it
+link    sends a tensor of which 1.5 % of the elements change from version to version between two
+        network namespaces, whose link passes so many bits a second (tc tbf), whole and by
+        differences in turns, over gloo as a sync between machines; and over shared memory with
+        and without sync.delta, where it must change nothing
+
+The last line is JSON.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_rl.config import OptimizerConfig
+from mcore_rl.doctor.lone_rank import LoneRank, qwen3_moe
+from mcore_rl.slices.box import Box, Shard
+from mcore_rl.slices.plan.shared_region import Slice
+from mcore_rl.stream.bucket_transfer import BucketTransfer, RankBucket
+from mcore_rl.stream.buckets import plan_buckets
+from mcore_rl.stream.link_end import LinkEnd
+from mcore_rl.stream.link_store import LinkStore
+from mcore_rl.stream.placed_bucket import holdings
+from mcore_rl.stream.routes.choice import make_routed_transport
+from mcore_rl.stream.routes.delta_code import difference
+from mcore_rl.stream.wire import Link
+
+NAMES = ("mcore_delta_a", "mcore_delta_b")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+BUCKET_BYTES = 4 * 2**20
+CHANGED = 0.015
+DEADLINE_S = 300.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a HuggingFace directory; default: a tiny mixture")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=1e-6)
+    parser.add_argument("--mib", type=int, default=128, help="of weights over the link")
+    parser.add_argument("--gbit", default="1,10", help="speeds of the link")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--links", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.rank is not None:
+        run_rank(args)
+        return
+    result: dict[str, Any] = {"steps": changes_of_training(args) if args.steps else None}
+    with tempfile.TemporaryDirectory() as folder:
+        for gbit in filter(None, args.gbit.split(",")):
+            with limited_link(gbit):
+                result[f"{gbit} Gbit/s"] = compare(args, Path(folder) / gbit, NAMES, ADDRESSES[0])
+        result["shared memory"] = compare(args, Path(folder) / "shared", None, "127.0.0.1")
+    print(json.dumps(result))
+
+
+def changes_of_training(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the share of bytes that the difference takes after each step."""
+    config = qwen3_moe()
+    if args.model:
+        config = json.loads((Path(args.model) / "config.json").read_text())
+    optimizer = OptimizerConfig(lr=args.lr, schedule="constant", warmup_steps=0)
+    with tempfile.TemporaryDirectory() as folder:
+        rank = LoneRank(Path(folder), config, "bfloat16", optimizer=optimizer, weights=args.model)
+        before = rank.weights()
+        shares = []
+        for _ in range(args.steps):
+            rank.step()
+            now = rank.weights()
+            shares.append(share_of(before, now))
+            before = now
+    counts, edges = np.histogram(shares, bins=8)
+    for count, low, high in zip(counts, edges, edges[1:], strict=False):
+        print(f"{100 * low:6.2f} to {100 * high:6.2f} % of the bytes  {'#' * int(count)}")
+    return {
+        "lr": args.lr,
+        "steps": args.steps,
+        "mean_share": float(np.mean(shares)),
+        "first_share": shares[0],
+        "most_share": max(shares),
+    }
+
+
+def share_of(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
+    """Return the bytes of the difference, as a share of those of the weights."""
+    coded = whole = 0
+    for name, tensor in now.items():
+        pair = [t.flatten().view(torch.uint16).numpy() for t in (before[name], tensor)]
+        coded += difference(*pair).num_bytes
+        whole += pair[1].nbytes
+    return coded / whole
+
+
+@contextmanager
+def limited_link(gbit: str) -> Iterator[None]:
+    """Have two network namespaces whose link passes so many Gbit/s in each direction."""
+    run = subprocess.run
+    try:
+        for name in NAMES:
+            run(["ip", "netns", "add", name], check=True)
+        run(
+            [
+                *["ip", "link", "add", "mcore_a", "netns"],
+                NAMES[0],
+                *["type", "veth", "peer", "mcore_b"],
+                "netns",
+                NAMES[1],
+            ],
+            check=True,
+        )
+        for name, address, end in zip(NAMES, ADDRESSES, ("mcore_a", "mcore_b"), strict=True):
+            inside = ["ip", "netns", "exec", name]
+            run([*inside, "ip", "address", "add", f"{address}/24", "dev", end], check=True)
+            run([*inside, "ip", "link", "set", end, "up"], check=True)
+            run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+            limit = f"rate {gbit}gbit burst 1mb latency 50ms".split()
+            run([*inside, *f"tc qdisc add dev {end} root tbf".split(), *limit], check=True)
+        yield
+    finally:
+        for name in NAMES:
+            run(["ip", "netns", "del", name], check=False)
+
+
+def compare(
+    args: argparse.Namespace, folder: Path, names: tuple[str, str] | None, host: str
+) -> dict[str, Any]:
+    """Return the median seconds of a sync of both kinds, between two processes."""
+    folder.mkdir()
+    links = folder / "links.json"
+    ranks = []
+    for rank in (0, 1):
+        inside = [] if names is None else ["ip", "netns", "exec", names[rank]]
+        command = [sys.executable, __file__, "--rank", str(rank), "--links", str(links)]
+        sizes = ["--mib", str(args.mib), "--repeats", str(args.repeats), "--host", host]
+        pipe = subprocess.PIPE
+        ranks.append(subprocess.Popen([*inside, *command, *sizes], stdout=pipe, text=True))
+    outputs = [rank.communicate(timeout=DEADLINE_S)[0] for rank in ranks]
+    assert not any(rank.returncode for rank in ranks), outputs
+    sent, received = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert sent["sum"] == received["sum"], "the receiver has other weights"
+    whole, delta = (median(sent["seconds"][way][1:]) for way in ("off", "auto"))
+    figures = {"whole_s": whole, "delta_s": delta, "speedup": whole / delta}
+    figures["bytes_share"] = 1 - received["saved"] / (args.repeats * args.mib * 2**20)
+    print(f"{folder.name}: {figures}")
+    return figures
+
+
+def run_rank(args: argparse.Namespace) -> None:
+    """Send or receive versions over two links, whole and by differences in turns."""
+    numel = args.mib * 2**20 // 2
+    shard = Shard(Box("w", (0,), (numel,)), "param", 0, (1,), "bfloat16")
+    buckets = plan_buckets({(0, 0): [Slice(shard.box, "bfloat16")]}, 1, BUCKET_BYTES)
+    own = [RankBucket(b, 1 - args.rank, holdings(b, {"w": [shard]})) for b in buckets]
+    stores, links = open_links(args)
+    transfers = {}
+    for way, link in links.items():
+        end = LinkEnd.open(link, args.rank, torch.device("cpu"))
+        transfers[way] = BucketTransfer(end, own, make_routed_transport)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(numel, generator=generator).bfloat16()
+    sets = {way: {"param": values.clone()} for way in links}
+    seconds: dict[str, list[float]] = {way: [] for way in links}
+    saved = 0
+    for version in range(args.repeats + 1):
+        at = torch.randint(0, numel, (int(CHANGED * numel),), generator=generator)
+        for way, transfer in transfers.items():
+            if args.rank == 0:
+                sets[way]["param"].view(torch.int16)[at] += 1
+            began_s = time.perf_counter()
+            move = transfer.receive if args.rank else transfer.send
+            move(version, sets[way], time.monotonic() + DEADLINE_S)
+            seconds[way].append(time.perf_counter() - began_s)
+            saved += transfer.take_saved()
+    total = {way: int(s["param"].view(torch.int16).long().sum()) for way, s in sets.items()}
+    print(json.dumps({"seconds": seconds, "saved": saved, "sum": total}))
+    del stores
+
+
+def open_links(args: argparse.Namespace) -> tuple[list[LinkStore], dict[str, Link]]:
+    """Return a link of each kind; the sender serves their stores, and leaves them in a file."""
+    if args.rank == 0:
+        stores, links = [], {}
+        for way in ("off", "auto"):
+            stores.append(LinkStore.serve(args.host, DEADLINE_S))
+            store = stores[-1]
+            made = Link("engine", args.host, store.port, store.key, 1, 1, BUCKET_BYTES, DEADLINE_S)
+            links[way] = replace(made, delta=way)
+        unfinished = args.links.with_suffix(".part")
+        unfinished.write_text(json.dumps({way: asdict(link) for way, link in links.items()}))
+        unfinished.rename(args.links)
+        return stores, links
+    until_s = time.monotonic() + DEADLINE_S
+    while not args.links.exists():
+        assert time.monotonic() < until_s, "the sender left no links"
+        time.sleep(0.05)
+    return [], {way: Link(**fields) for way, fields in json.loads(args.links.read_text()).items()}
+
+
+if __name__ == "__main__":
+    main()
