@@ -1,6 +1,5 @@
 """Lends warm workers to callers from several threads, starts them and replaces lost ones."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,6 @@ class WorkerPool:
         self._num_waiting = 0
         self._is_closed = False
         self._changed = threading.Condition()
-        self.owner_pid = os.getpid()
 
     @property
     def num_workers(self) -> int:
@@ -73,6 +71,9 @@ class WorkerPool:
         """
         worker = self._take(time.monotonic() + timeout_s, timeout_s)
         try:
+            if worker is not None and not worker.is_alive:
+                worker.close()
+                worker = None
             if worker is None:
                 worker = self._start()
             yield worker

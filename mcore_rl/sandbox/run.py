@@ -1,4 +1,4 @@
-"""Runs untrusted Python programs in the sandbox of this process, and returns their output.
+"""Runs untrusted programs in the sandbox of this process, and returns their output.
 
 The first program starts a worker, which later ones find warm. docs/sandbox.md says what the sandbox
 guarantees and what it does not.
@@ -10,13 +10,13 @@ import threading
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mcore_rl.sandbox.execution import CodeRequest, execute
-from mcore_rl.sandbox.languages import Language, readable_paths
+from mcore_rl.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxError
-from mcore_rl.sandbox.pool import WorkerPool
+from mcore_rl.sandbox.service import Sandbox, SandboxOptions
 
-__all__ = ["Limits", "Outcome", "SandboxError", "run_program"]
-_PYTHON = {"python": Language("python", "program.py")}
+__all__ = ["Limits", "Outcome", "SandboxError", "run_code", "run_program"]
+_ENDLESS = 1 << 30
+"""Threads of this process may all wait for a worker: nobody else sends requests."""
 _lock = threading.Lock()
 
 
@@ -38,10 +38,7 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
 
     Raises SandboxError if this machine allows none: a program never runs outside of one.
     """
-    request = CodeRequest(source, stdin=stdin, limits=limits or Limits())
-    with _lock:
-        pool = _pool_of(os.getpid())
-    result = execute(pool, _PYTHON, request)
+    result = run_code(CodeRequest(source, stdin=stdin, limits=limits or Limits()))
     ran = result.ran
     if result.verdict == RunVerdict.SANDBOX_ERROR or ran is None:
         raise SandboxError(result.message)
@@ -49,14 +46,25 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
     return Outcome(ran.status, out, err, ran.killed)
 
 
+def run_code(request: CodeRequest) -> CodeResult:
+    """Run a request in any language of this machine.
+
+    Raises ValueError for a language that is not there and for files that do not fit. Every failure
+    of the sandbox is a result with verdict sandbox_error.
+    """
+    with _lock:
+        sandbox = _sandbox_of(os.getpid())
+    return sandbox.run_code(request)
+
+
 @lru_cache
-def _pool_of(pid: int) -> WorkerPool:
-    """Return the pool of this process; a fork must not use that of its parent."""
-    pool = WorkerPool(readable_paths({}), num_workers=os.cpu_count() or 1)
-    atexit.register(_close, pool)
-    return pool
+def _sandbox_of(pid: int) -> Sandbox:
+    """Return the sandbox of this process; a fork must not use that of its parent."""
+    sandbox = Sandbox(SandboxOptions(max_waiting=_ENDLESS))
+    atexit.register(_close, sandbox, pid)
+    return sandbox
 
 
-def _close(pool: WorkerPool) -> None:
-    if pool.owner_pid == os.getpid():
-        pool.close()
+def _close(sandbox: Sandbox, pid: int) -> None:
+    if pid == os.getpid():
+        sandbox.close()

@@ -77,6 +77,11 @@ class Worker:
         """Return the warden's process id."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the warden has not ended; something outside may have killed it."""
+        return self._process.poll() is None
+
     def begin_box(self, limits: Limits) -> socket.socket:
         """Return the socket of a new box; SandboxError if the warden has ended."""
         self.limit(limits)

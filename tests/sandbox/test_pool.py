@@ -69,6 +69,16 @@ def test_a_lost_worker_is_replaced(pool: WorkerPool) -> None:
         assert run(worker, "print(2)").stdout == b"2\n"
 
 
+def test_a_worker_that_was_killed_while_idle_is_not_lent(pool: WorkerPool) -> None:
+    with pool.lend() as worker:
+        first = worker.pid
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    with pool.lend() as worker:
+        assert worker.pid != first and worker.is_alive
+        assert run(worker, "print(3)").stdout == b"3\n"
+
+
 def test_a_closed_pool_refuses(pool: WorkerPool) -> None:
     pool.warm_up()
     assert pool.counts()["idle"] == 1

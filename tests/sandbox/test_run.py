@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_rl.sandbox.run import Limits, Outcome, run_program
+from mcore_rl.sandbox.execution import CodeRequest
+from mcore_rl.sandbox.run import Limits, Outcome, run_code, run_program
 
 LIMITS = Limits(wall_s=8.0, cpu_s=4, memory_mib=256, processes=6, files_mib=4, output_kib=64)
 
@@ -105,6 +106,14 @@ def test_a_fork_bomb_is_bounded_and_daemons_end_with_the_program() -> None:
     count = "import os, time\nn = 0\nwhile True:\n try:\n  if os.fork() == 0: time.sleep(60)\n"
     count += "  n += 1\n except OSError: break\nprint(n)"
     assert run(count).stdout == f"{LIMITS.processes - 1}\n"
+
+
+def test_a_request_in_another_language() -> None:
+    result = run_code(CodeRequest("read a; echo $a", "bash", "b", files={"c": b"d"}, fetch=("c",)))
+    assert result.ran is not None and result.ran.stdout == b"b\n"
+    assert result.files == {"c": b"d"}
+    with pytest.raises(ValueError, match="this machine has no kobol"):
+        run_code(CodeRequest("", "kobol"))
 
 
 def test_folders_are_removed() -> None:
