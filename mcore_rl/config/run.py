@@ -73,6 +73,8 @@ class RewardConfig(Options, group="reward"):
     recipes/."""
     name: str = "reward"
     """Function in that file."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the function, such as {sandbox_url: "http://10.0.0.7:8080"}."""
     parts: list[str] = field(default_factory=list)
     """Numbers that the reward is the weighted sum of: names that the function returns, "judge" and
     "reward_model". Empty: the function's "score", or the only model's number if there is no

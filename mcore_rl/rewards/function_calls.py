@@ -78,7 +78,9 @@ class FunctionCalls:
             pool = self._pool
         futures = [
             pool.schedule(
-                run_in_worker, args=(config.path, config.name, row), timeout=config.timeout_s
+                run_in_worker,
+                args=(config.path, config.name, config.kwargs, row),
+                timeout=config.timeout_s,
             )
             for row in rows
         ]

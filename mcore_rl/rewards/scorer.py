@@ -52,7 +52,8 @@ class Scorer:
         self._weights = config.part_weights or _sole_part(config, roles)
         self._calls: FunctionCalls | None = None
         if config.path:
-            self._calls = FunctionCalls(config, load_function(config.path, config.name))
+            function = load_function(config.path, config.name, config.kwargs)
+            self._calls = FunctionCalls(config, function)
 
     def connect(
         self, posts: Mapping[str, Post], watched: Callable[[Coroutine[Any, Any, Any]], Any]

@@ -10,7 +10,7 @@ import multiprocessing
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from numbers import Real
 from pathlib import Path
@@ -39,17 +39,19 @@ class UserFunction:
     function: Callable[..., Any]
     takes_all: bool
     is_async: bool
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments that the recipe gives (reward.kwargs)."""
 
     def call(self, fields: Fields) -> Any:
         """Return what the function returns for one sample."""
         if self.takes_all:
             return self.call_all([fields])[0]
-        result = self.function(**dict(zip(ONE, fields, strict=True)))
+        result = self.function(**dict(zip(ONE, fields, strict=True)), **self.kwargs)
         return asyncio.run(_await(result)) if self.is_async else result
 
     async def call_async(self, fields: Fields) -> Any:
         """Await what an async function of one sample returns for `fields`."""
-        return await self.function(**dict(zip(ONE, fields, strict=True)))
+        return await self.function(**dict(zip(ONE, fields, strict=True)), **self.kwargs)
 
     def call_all(self, rows: Sequence[Fields]) -> Sequence[Any]:
         """Return the results of a function of all samples.
@@ -57,7 +59,7 @@ class UserFunction:
         Raises ValueError if there is not one result per sample.
         """
         columns = [[row[i] for row in rows] for i in range(len(ALL))]
-        result = self.function(**dict(zip(ALL, columns, strict=True)))
+        result = self.function(**dict(zip(ALL, columns, strict=True)), **self.kwargs)
         answers = asyncio.run(_await(result)) if self.is_async else result
         if len(answers) != len(rows):
             raise ValueError(f"{len(answers)} rewards for {len(rows)} samples")
@@ -68,13 +70,15 @@ async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
-@lru_cache
-def load_function(path: str, name: str) -> UserFunction:
-    """Import the Python file `path` and return its function `name`.
+def load_function(path: str, name: str, kwargs: Mapping[str, Any] | None = None) -> UserFunction:
+    """Import the Python file `path`, once, and return its function `name`.
+
+    kwargs   further arguments of each call
 
     Raises ValueError if there is no such file or function, if the file cannot be imported, or if
     the function takes the arguments of neither form.
     """
+    kwargs = dict(kwargs or {})
     module = _import_file(path)
     function = getattr(module, name, None)
     if not callable(function):
@@ -90,15 +94,18 @@ def load_function(path: str, name: str) -> UserFunction:
     signature = inspect.signature(function)
     for arguments, takes_all in ((ONE, False), (ALL, True)):
         try:
-            signature.bind(**dict.fromkeys(arguments))
+            signature.bind(**dict.fromkeys(arguments), **kwargs)
         except TypeError:
             continue
-        return UserFunction(function, takes_all, is_async)
+        return UserFunction(function, takes_all, is_async, kwargs)
+    further = f", and those of reward.kwargs: {', '.join(kwargs)}" if kwargs else ""
     raise ValueError(
-        f"{path}:{name} must take the keyword arguments {', '.join(ONE)}, or {', '.join(ALL)}"
+        f"{path}:{name} must take the keyword arguments {', '.join(ONE)}, or"
+        f" {', '.join(ALL)}{further}; it takes {signature}"
     )
 
 
+@lru_cache
 def _import_file(path: str) -> ModuleType:
     file = find_file("reward.path", path)
     spec = importlib.util.spec_from_file_location(f"mcore_rl_reward_{file.stem}", file)
@@ -202,10 +209,10 @@ def describe_error(error: BaseException) -> str:
         return f"{name}, which has no text: its __str__ raised {type(second).__name__}"
 
 
-def run_in_worker(path: str, name: str, fields: Fields) -> Answer:
+def run_in_worker(path: str, name: str, kwargs: Mapping[str, Any], fields: Fields) -> Answer:
     """Score one sample in a worker process.
 
     An error returns as text, as an exception of the user's own class could not be unpickled in the
     controller.
     """
-    return answer_of(lambda: load_function(path, name).call(fields))
+    return answer_of(lambda: load_function(path, name, kwargs).call(fields))

@@ -101,6 +101,19 @@ def test_a_function_of_all_samples_costs_those_of_its_call(
     assert answers(reward_file, name, ["good", "good"]) == [GOOD] * 2
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_recipe_gives_further_arguments(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "mine.py"
+    arguments = "*, data_source, solution_str, ground_truth, extra_info, scale"
+    path.write_text(f"def f({arguments}):\n    return scale * len(solution_str)\n")
+    config = RewardConfig(path=str(path), name="f", kwargs={"scale": 2.0}, workers=workers)
+    calls = FunctionCalls(config, load_function(str(path), "f", config.kwargs))
+    try:
+        assert calls([("", "abc", "", {})]) == [{"score": 6.0}]
+    finally:
+        calls.close()
+
+
 def test_an_interrupt_that_a_worker_raises_is_the_function_s_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     arguments = "*, data_source, solution_str, ground_truth, extra_info"

@@ -25,6 +25,24 @@ def test_a_file_that_cannot_be_imported_is_refused(
         load_function(str(path), "reward")
 
 
+def test_a_recipe_gives_further_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "scaled.py"
+    path.write_text(
+        "def f(*, data_source, solution_str, ground_truth, extra_info, scale=1.0):\n"
+        "    return scale * len(solution_str)\n"
+        "def all_of(*, data_sources, solution_strs, ground_truths, extra_infos, scale):\n"
+        "    return [scale * len(text) for text in solution_strs]\n"
+        "async def later(*, data_source, solution_str, ground_truth, extra_info, scale):\n"
+        "    return scale * len(solution_str)\n"
+    )
+    fields = ("unit", "four", "", {})
+    assert load_function(str(path), "f").call(fields) == 4.0
+    for name in ("f", "all_of", "later"):
+        assert load_function(str(path), name, {"scale": 3.0}).call(fields) == 12.0
+    with pytest.raises(ValueError, match=r"those of reward\.kwargs: other; it takes .*scale"):
+        load_function(str(path), "f", {"other": 1})
+
+
 def test_results_become_numbers_by_name() -> None:
     assert numbers_of(True) == {"score": 1.0}
     assert numbers_of({"a": 2, "note": "text", 7: 0.5}) == {"a": 2.0, "7": 0.5}
