@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.rewards.code_execution import CaseLimits, CaseRun, call_case, run_cases, script_case
+from mcore_rl.rewards.code_execution import CaseRun, CaseSettings, call_case, run_cases, script_case
 from mcore_rl.rewards.code_values import pack, unpack
 
 _HELD = "held"
@@ -57,17 +57,17 @@ def read_assertion(text: str) -> Assertion:
 
 
 def check_assertions(
-    program: str, assertions: Sequence[Assertion], limits: CaseLimits | None = None
+    program: str, assertions: Sequence[Assertion], settings: CaseSettings | None = None
 ) -> list[bool]:
     """Return whether each assertion holds. Raises SandboxError if there is no sandbox."""
     tests = [call_case(name, given) for each in assertions for name, given in each.calls]
-    runs = iter(run_cases([program], tests, limits))
+    runs = iter(run_cases([program], tests, settings))
     filled = [_filled(each, [next(runs) for _ in each.calls]) for each in assertions]
     checks = [f"{text}\nprint({_HELD!r})" for text in filled if text is not None]
     if not checks:
         return [False] * len(filled)
     numbers = [script_case("", program=number) for number in range(len(checks))]
-    held = iter([_holds(run) for run in run_cases(checks, numbers, limits)])
+    held = iter([_holds(run) for run in run_cases(checks, numbers, settings)])
     return [text is not None and next(held) for text in filled]
 
 

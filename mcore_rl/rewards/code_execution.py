@@ -5,40 +5,61 @@ A sandbox that fails raises SandboxError. How a program ended is an answer, what
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.rewards.code_driver import READY
-from mcore_rl.sandbox.run import Limits, Outcome, SandboxError, run_program
+from mcore_rl.rewards.code_places import execute
+from mcore_rl.sandbox.execution import CodeRequest
+from mcore_rl.sandbox.limits import MIB, Limits, RunRecord, RunVerdict, SandboxError
 
-Execute = Callable[[str, str, Limits], Outcome]
-"""(Python program, standard input, limits) -> how it ended; raises SandboxError if it cannot."""
-execute: Execute = run_program
-"""The one way in which code reaches a sandbox from here."""
 _IMPORT = "from mcore_rl.rewards.code_values import pack, unpack\n"
+_SIGKILL = 137
+ENDED_SUPERVISOR = "the program ended its supervisor"
+_STALLS = 2
+"""Sandboxes in a row that end without a further test before the program counts as the cause."""
 _START_S = 20.0
 """For the sandbox and its Python to start, on a machine that is busy."""
 
 
 @dataclass(frozen=True)
-class CaseLimits:
-    """Limits of each test of a program; total_s bounds the time of all of them."""
+class CaseSettings:
+    """Limits of each test of a program, and where it runs.
+
+    total_s      seconds for all tests of a program
+    compile_s    seconds for its compiler
+    sandbox_url  a server of SandboxFusion's API, which bounds all but time and memory by its own
+                 limits; empty: the sandbox of this process
+    """
 
     wall_s: float = 6.0
     cpu_s: int = 5
     total_s: float = 60.0
+    compile_s: float = 30.0
     memory_mib: int = 1024
     processes: int = 12
     files_mib: int = 16
     output_kib: int = 256
+    sandbox_url: str = ""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not (math.isfinite(value) and value > 0):
+            if name != "sandbox_url" and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"limit {name} of a test is {value}: it must be greater than 0")
+
+    def limits(self, num_tests: int = 1) -> Limits:
+        """Return the limits of a program that has one test, or is the driver of several."""
+        return Limits(
+            wall_s=min(self.wall_s * num_tests, self.total_s),
+            cpu_s=self.cpu_s,
+            memory_mib=self.memory_mib,
+            processes=self.processes,
+            files_mib=self.files_mib,
+            output_kib=self.output_kib,
+        )
 
 
 @dataclass(frozen=True)
@@ -60,6 +81,11 @@ class CaseRun:
     def is_clean(self) -> bool:
         return not self.killed and self.status == 0
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Return whether SIGKILL ended it without a limit: perhaps something outside sent it."""
+        return not self.killed and self.status == _SIGKILL
+
 
 def script_case(stdin: str, program: int = 0) -> dict[str, Any]:
     """Return the test that runs a program with a standard input."""
@@ -71,34 +97,96 @@ def call_case(function: str, packed_arguments: Any, program: int = 0) -> dict[st
     return {"program": program, "function": function, "arguments": packed_arguments}
 
 
+def command_case(command: str, stdin: str) -> dict[str, Any]:
+    """Return the test that executes a file of the sandbox's folder with a standard input."""
+    return {"program": 0, "stdin": stdin, "command": command}
+
+
 def run_cases(
-    programs: Sequence[str], tests: Sequence[Mapping[str, Any]], limits: CaseLimits | None = None
+    programs: Sequence[str],
+    tests: Sequence[Mapping[str, Any]],
+    settings: CaseSettings | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> list[CaseRun]:
     """Return how each test ended, in order. All run in one sandbox, one after the other.
 
+    files   of the sandbox's folder, by path, executable
+
     Programs that do not trust one another belong into different calls. Tests for which there is no
-    time left, or whose driver the program ended, count as killed. Raises SandboxError if no test
-    could begin, or if the sandbox refused one what it needs.
+    time left, or whose driver the program ended, count as killed. What SIGKILL ended is tried once
+    more, as it may have come from outside; the second time it is the program's doing. Raises
+    SandboxError if no test could begin, or if the sandbox refused one what it needs.
     """
-    limits = limits or CaseLimits()
-    setup = {
-        "programs": list(programs),
-        "test_s": limits.wall_s,
-        "cap_bytes": limits.output_kib << 10,
-    }
-    outcome = execute(driver_text(), "".join(map(_frame, [setup, *tests])), _sandbox(limits, tests))
-    first, *lines = outcome.stdout.split("\n")
-    if first != READY:
-        raise SandboxError(
-            f"the sandbox ended before a program began: status {outcome.status},"
-            f" {outcome.killed or 'not killed'}, {outcome.stderr[-500:]!r}"
-        )
-    refusals = [reason for line in lines[: len(tests)] if (reason := _refusal_in(line))]
-    if refusals:
-        raise SandboxError(f"the sandbox gave a test no place to run: {refusals[0]}")
-    lost = CaseRun(outcome.status, killed=outcome.killed or "the program ended its supervisor")
-    runs = [_read(line) or lost for line in lines[: len(tests)]]
+    driver = _Driver(list(programs), settings or CaseSettings(), files or {})
+    runs: list[CaseRun] = []
+    lost = CaseRun(_SIGKILL)
+    num_stalls = 0
+    while len(runs) < len(tests) and num_stalls < _STALLS:
+        further, record = driver.run(tests[len(runs) :])
+        if further is None and num_stalls == _STALLS - 1:
+            raise SandboxError(_no_beginning(record))
+        runs += further or []
+        num_stalls = 0 if further else num_stalls + 1
+        lost = CaseRun(record.status, killed=record.killed or ENDED_SUPERVISOR)
+        if record.verdict == RunVerdict.TIMEOUT:
+            break
+    doubtful = [i for i, run in enumerate(runs) if run.is_doubtful]
+    if doubtful:
+        again, _ = driver.run([tests[i] for i in doubtful])
+        for i, run in zip(doubtful, again or [], strict=False):
+            runs[i] = run
     return runs + [lost] * (len(tests) - len(runs))
+
+
+def _no_beginning(record: RunRecord) -> str:
+    return (
+        f"the sandbox ended before a program began: status {record.status},"
+        f" {record.killed or 'not killed'}, {record.stderr[-500:].decode(errors='replace')!r}"
+    )
+
+
+@dataclass(frozen=True)
+class _Driver:
+    programs: list[str]
+    settings: CaseSettings
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def run(self, tests: Sequence[Mapping[str, Any]]) -> tuple[list[CaseRun] | None, RunRecord]:
+        """Return how the first tests ended, None if none began, and how the driver ended."""
+        record = self._execute(tests)
+        first, *lines = record.stdout.decode(errors="replace").split("\n")
+        if first != READY:
+            return None, record
+        runs: list[CaseRun] = []
+        for line in lines[: len(tests)]:
+            if reason := _refusal_in(line):
+                raise SandboxError(f"the sandbox gave a test no place to run: {reason}")
+            run = _read(line)
+            if run is None:
+                break
+            runs.append(run)
+        return runs, record
+
+    def _execute(self, tests: Sequence[Mapping[str, Any]]) -> RunRecord:
+        settings = self.settings
+        setup = {
+            "programs": self.programs,
+            "executables": sorted(self.files),
+            "test_s": settings.wall_s,
+            "cap_bytes": settings.output_kib << 10,
+        }
+        limits = settings.limits(len(tests))
+        limits = replace(
+            limits,
+            wall_s=_START_S + limits.wall_s,
+            files_mib=limits.files_mib + math.ceil(sum(map(len, self.files.values())) / MIB),
+            output_kib=6 * limits.output_kib * (len(tests) + 1),  # \u0000 stands for one byte
+        )
+        stdin = "".join(map(_frame, [setup, *tests]))
+        request = CodeRequest(driver_text(), stdin=stdin, files=self.files, limits=limits)
+        ran = execute(request, settings.sandbox_url).ran
+        assert ran is not None, "a program of Python is not compiled"
+        return ran
 
 
 @cache
@@ -113,17 +201,6 @@ def driver_text() -> str:
 def _frame(content: Any) -> str:
     text = json.dumps(content)
     return f"{len(text):08x}{text}"
-
-
-def _sandbox(limits: CaseLimits, tests: Sequence[Mapping[str, Any]]) -> Limits:
-    return Limits(
-        wall_s=_START_S + min(limits.wall_s * len(tests), limits.total_s),
-        cpu_s=limits.cpu_s,
-        memory_mib=limits.memory_mib,
-        processes=limits.processes,
-        files_mib=limits.files_mib,
-        output_kib=6 * limits.output_kib * (len(tests) + 1),  # JSON writes \u0000 for one byte
-    )
 
 
 def _refusal_in(line: str) -> str:

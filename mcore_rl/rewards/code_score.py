@@ -1,24 +1,17 @@
 """Scores many programs at once: finds each response's program and runs its tests in parallel."""
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from mcore_rl.rewards.code_execution import CaseLimits
-from mcore_rl.rewards.code_tests import ProgramTests, read_tests
-from mcore_rl.sandbox.run import SandboxError
+from mcore_rl.rewards.code_execution import CaseSettings
+from mcore_rl.rewards.code_languages import program_of
+from mcore_rl.rewards.code_tests import read_tests
+from mcore_rl.sandbox.limits import SandboxError
 
-_BLOCK = re.compile(r"```(?:python3?|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-def program_of(response: str) -> str | None:
-    """Return the last fenced block of a response; None if it has none."""
-    blocks = _BLOCK.findall(response)
-    return blocks[-1] if blocks else None
 
 
 def score_of(results: Sequence[bool]) -> dict[str, float]:
@@ -28,7 +21,7 @@ def score_of(results: Sequence[bool]) -> dict[str, float]:
 
 
 def score_responses(
-    responses: Sequence[str], ground_truths: Sequence[Any], limits: CaseLimits | None = None
+    responses: Sequence[str], ground_truths: Sequence[Any], settings: CaseSettings | None = None
 ) -> list[dict[str, float] | Exception]:
     """Return the numbers of each response, or the error that cost them.
 
@@ -40,7 +33,9 @@ def score_responses(
         response, ground_truth = pair
         try:
             tests = read_tests(ground_truth)
-            return score_of(_results(program_of(response), tests, limits))
+            program = program_of(response, tests.languages)
+            results = [False] * len(tests) if program is None else tests.results(program, settings)
+            return score_of(results)
         except (ValueError, SandboxError) as error:
             return error
 
@@ -54,7 +49,3 @@ def in_parallel(function: Callable[[T], R], entries: Sequence[T]) -> list[R]:
     num_threads = min(len(os.sched_getaffinity(0)), len(entries))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="code_reward") as pool:
         return list(pool.map(function, entries))
-
-
-def _results(program: str | None, tests: ProgramTests, limits: CaseLimits | None) -> list[bool]:
-    return [False] * len(tests) if program is None else tests.results(program, limits)

@@ -9,6 +9,9 @@ Three forms:
     "wrapped": true, outputs are lists of one value, and the value itself is right as well
 {"asserts": ["assert f(1) == 2", ...]}
     assertions about calls with constant arguments
+
+"language" beside them names the language of the program, or several that are allowed; the last two
+forms are for Python alone.
 """
 
 import json
@@ -19,13 +22,15 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from mcore_rl.rewards.code_asserts import Assertion, check_assertions, read_assertion
+from mcore_rl.rewards.code_compiled import run_other
 from mcore_rl.rewards.code_execution import (
-    CaseLimits,
     CaseRun,
+    CaseSettings,
     call_case,
     run_cases,
     script_case,
 )
+from mcore_rl.rewards.code_languages import Program, read_languages
 from mcore_rl.rewards.code_values import pack, unpack
 
 _TOLERANCE = 1e-9
@@ -38,32 +43,40 @@ class ProgramTests:
 
     cases       (test to run, expected): printed text or returned value
     assertions  statements about calls
+    languages   in which the program may be written
     """
 
     cases: Sequence[tuple[Mapping[str, Any], Any]] = ()
     assertions: Sequence[Assertion] = ()
+    languages: tuple[str, ...] = ("python",)
 
     def __len__(self) -> int:
         return len(self.cases) + len(self.assertions)
 
-    def results(self, program: str, limits: CaseLimits | None = None) -> list[bool]:
+    def results(self, program: Program, settings: CaseSettings | None = None) -> list[bool]:
         """Return whether the program passes each test.
 
         What is expected never enters the program's sandbox. Raises SandboxError if there is none.
         """
         if self.assertions:
-            return check_assertions(program, self.assertions, limits)
-        runs = run_cases([program], [test for test, _ in self.cases], limits)
+            return check_assertions(program.source, self.assertions, settings)
         return [
             is_passed(run, test, expected)
-            for run, (test, expected) in zip(runs, self.cases, strict=True)
+            for run, (test, expected) in zip(self.runs(program, settings), self.cases, strict=True)
         ]
+
+    def runs(self, program: Program, settings: CaseSettings | None = None) -> list[CaseRun]:
+        """Return how the program ended on each of `cases`."""
+        tests = [test for test, _ in self.cases]
+        if program.language == "python":
+            return run_cases([program.source], tests, settings)
+        return run_other(program, tests, settings)
 
 
 def read_tests(ground_truth: Any) -> ProgramTests:
     """Return the tests in a ground truth, a mapping or its JSON text.
 
-    Raises ValueError if it has no test, or inputs without outputs.
+    Raises ValueError if it has no test, inputs without outputs, or a language that cannot be.
     """
     try:
         truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
@@ -71,7 +84,9 @@ def read_tests(ground_truth: Any) -> ProgramTests:
         raise ValueError(f"the ground truth {ground_truth!r:.100} is no JSON: {error}") from None
     if not isinstance(truth, Mapping):
         raise ValueError(f"the ground truth {truth!r:.100} is no mapping of tests")
+    languages = read_languages(truth.get("language"))
     if truth.get("asserts"):
+        _refuse_others(languages, "assertions")
         return ProgramTests(assertions=[read_assertion(text) for text in truth["asserts"]])
     inputs, outputs = truth.get("inputs") or (), truth.get("outputs") or ()
     if not inputs or len(inputs) != len(outputs):
@@ -81,11 +96,20 @@ def read_tests(ground_truth: Any) -> ProgramTests:
         )
     function = truth.get("fn_name")
     if function:
+        _refuse_others(languages, "calls of a function")
         wrapped = {"wrapped": bool(truth.get("wrapped"))}
         tests = [call_case(function, pack(list(given))) | wrapped for given in inputs]
     else:
         tests = [script_case(_text(given)) for given in inputs]
-    return ProgramTests(list(zip(tests, outputs, strict=True)))
+    return ProgramTests(list(zip(tests, outputs, strict=True)), languages=languages)
+
+
+def _refuse_others(languages: Sequence[str], tests: str) -> None:
+    if others := [name for name in languages if name != "python"]:
+        raise ValueError(
+            f"the ground truth tests programs in {', '.join(others)} by {tests}, which can only"
+            " be made in Python: give texts as inputs and outputs"
+        )
 
 
 def is_passed(run: CaseRun, test: Mapping[str, Any], expected: Any) -> bool:

@@ -1,6 +1,6 @@
 """Tries programs of an episode: public tests with feedback for the policy, then hidden ones.
 
-Each Python program has a sandbox of its own. Programs in steps are harmless, and those that come
+Each program has a sandbox of its own. Programs in steps are harmless, and those that come
 at the same time share one.
 """
 
@@ -8,17 +8,19 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from mcore_rl.data.code import feedback
 from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
-from mcore_rl.rewards.code_execution import CaseLimits, CaseRun, call_case, run_cases
-from mcore_rl.rewards.code_score import program_of
+from mcore_rl.rewards.code_execution import CaseRun, CaseSettings, call_case, run_cases
+from mcore_rl.rewards.code_languages import PROGRAM_LANGUAGES, Program, program_of
 from mcore_rl.rewards.code_tests import ProgramTests, is_passed, read_tests
 from mcore_rl.rewards.code_values import pack, unpack
 
+STEPS = "steps"
+TRIAL_LANGUAGES = (STEPS, *PROGRAM_LANGUAGES)
 _GATHER_S = 0.02
 """Programs in steps that come within this time share a sandbox."""
 _SHOWN_LEN = 500
@@ -29,13 +31,13 @@ class PublicVerdict:
     """The outcome of a program on the public tests.
 
     feedback  what the policy is told; empty if they pass
-    program   to be tried on the hidden tests; None: there is none
+    program   to be tried on the hidden tests; None: there is none, or it is in steps
     values    what a program in steps gave on all tests; empty for other languages
     """
 
     passes_public: bool
     feedback: str = ""
-    program: str | None = None
+    program: Program | None = None
     values: Sequence[int | None] = ()
 
 
@@ -51,19 +53,25 @@ class Trial(Protocol):
         ...
 
 
-def trial_of(language: str, truth: Mapping[str, Any]) -> Trial:
+def trial_of(language: str, truth: Mapping[str, Any], sandbox_url: str = "") -> Trial:
     """Return the trial of a ground truth, whose "public" tests have the form of the others.
+
+    language      of programs, one of TRIAL_LANGUAGES; a ground truth may name another one
+    sandbox_url   as in CaseSettings
 
     Raises ValueError if it lacks hidden tests.
     """
-    return LANGUAGES[language](truth)
+    if language == STEPS:
+        return StepsTrial(truth, sandbox_url)
+    return ProgramTrial({"language": language, **truth}, sandbox_url)
 
 
-class PythonTrial:
+class ProgramTrial:
     """The program is the response's last fenced block."""
 
-    def __init__(self, truth: Mapping[str, Any]) -> None:
-        shared = {key: truth[key] for key in ("fn_name",) if key in truth}
+    def __init__(self, truth: Mapping[str, Any], sandbox_url: str = "") -> None:
+        self._settings = CaseSettings(sandbox_url=sandbox_url)
+        shared = {key: truth[key] for key in ("fn_name", "language") if key in truth}
         public = truth.get("public")
         self._public = read_tests({**shared, **public}) if public else ProgramTests()
         self._hidden = read_tests({key: truth[key] for key in truth if key != "public"})
@@ -71,12 +79,14 @@ class PythonTrial:
             raise ValueError('the public tests are assertions: give them as "inputs", "outputs"')
 
     async def run(self, response: str) -> PublicVerdict:
-        program = program_of(response)
+        languages = self._hidden.languages
+        program = program_of(response, languages)
         if program is None:
-            return PublicVerdict(False, "There is no program: write it as a ```python block.")
+            told = f"There is no program: write it as a ```{languages[0]} block."
+            return PublicVerdict(False, told)
         if not self._public.cases:
             return PublicVerdict(True, program=program)
-        runs = await _in_thread(run_cases, [program], [test for test, _ in self._public.cases])
+        runs = await _in_thread(self._public.runs, program, self._settings)
         for run, (test, expected) in zip(runs, self._public.cases, strict=True):
             if not is_passed(run, test, expected):
                 return PublicVerdict(False, _told(run, test, expected), program)
@@ -85,13 +95,14 @@ class PythonTrial:
     async def hidden(self, verdict: PublicVerdict) -> list[bool]:
         if verdict.program is None:
             return [False] * len(self._hidden)
-        return await _in_thread(self._hidden.results, verdict.program)
+        return await _in_thread(self._hidden.results, verdict.program, self._settings)
 
 
 class StepsTrial:
     """The whole response is a program of data/code_steps.py."""
 
-    def __init__(self, truth: Mapping[str, Any]) -> None:
+    def __init__(self, truth: Mapping[str, Any], sandbox_url: str = "") -> None:
+        self._sandbox_url = sandbox_url
         public = truth.get("public") or {"inputs": [], "outputs": []}
         self._num_public = len(public["inputs"])
         self._cases = [*public["inputs"], *truth["inputs"]]
@@ -106,14 +117,14 @@ class StepsTrial:
         text = response.strip()
         values: Sequence[int | None] = [None] * len(self._cases)
         if is_program(text):
-            values = await _batcher().values(as_python(text), self._cases)
+            values = await _batcher(self._sandbox_url).values(as_python(text), self._cases)
         for i in range(self._num_public):
             if values[i] != self._expected[i]:
                 a, b = self._cases[i]
                 return PublicVerdict(
-                    False, feedback(a, b, values[i], self._expected[i]), text, values
+                    False, feedback(a, b, values[i], self._expected[i]), values=values
                 )
-        return PublicVerdict(True, program=text, values=values)
+        return PublicVerdict(True, values=values)
 
     async def hidden(self, verdict: PublicVerdict) -> list[bool]:
         pairs = zip(verdict.values, self._expected, strict=True)
@@ -123,7 +134,8 @@ class StepsTrial:
 class _Batcher:
     """Runs what is asked for at about the same time in one sandbox, and equal programs once."""
 
-    def __init__(self) -> None:
+    def __init__(self, sandbox_url: str) -> None:
+        self._settings = replace(_STEPS_SETTINGS, sandbox_url=sandbox_url)
         self._waiting: dict[str, tuple[str, list[list[int]], asyncio.Future[CaseRun]]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -149,7 +161,7 @@ class _Batcher:
             programs = [program for program, _, _ in batch]
             tests = [call_case(FUNCTION, pack([given]), i) for i, (_, given, _) in enumerate(batch)]
             try:
-                runs = await _in_thread(run_cases, programs, tests, _STEPS_LIMITS)
+                runs = await _in_thread(run_cases, programs, tests, self._settings)
             except Exception as error:  # handed on to everyone who waits
                 for _, _, future in batch:
                     future.set_exception(error)
@@ -158,13 +170,14 @@ class _Batcher:
                 future.set_result(run)
 
 
-_STEPS_LIMITS = CaseLimits(wall_s=10.0, total_s=100.0, output_kib=8)
-_batchers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Batcher] = WeakKeyDictionary()
+_STEPS_SETTINGS = CaseSettings(wall_s=10.0, total_s=100.0, output_kib=8)
+_batchers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Batcher]] = WeakKeyDictionary()
 _semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-def _batcher() -> _Batcher:
-    return _batchers.setdefault(asyncio.get_running_loop(), _Batcher())
+def _batcher(sandbox_url: str) -> _Batcher:
+    batchers = _batchers.setdefault(asyncio.get_running_loop(), {})
+    return batchers.setdefault(sandbox_url, _Batcher(sandbox_url))
 
 
 async def _in_thread(function: Any, *arguments: Any) -> Any:
@@ -192,6 +205,3 @@ def _shown(result: str) -> str:
         return repr(unpack(json.loads(result)))
     except (ValueError, TypeError, RecursionError):
         return "no value"
-
-
-LANGUAGES = {"python": PythonTrial, "steps": StepsTrial}

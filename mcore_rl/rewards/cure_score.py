@@ -6,22 +6,22 @@ samples of a call --by problem--> programs, tests --sandbox--> matrix --cure.py-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
-from mcore_rl.rewards.code_execution import CaseLimits, call_case, run_cases, script_case
-from mcore_rl.rewards.code_score import in_parallel, program_of
-from mcore_rl.rewards.code_tests import ProgramTests, read_tests
+from mcore_rl.rewards.code_execution import CaseSettings, call_case, run_cases, script_case
+from mcore_rl.rewards.code_languages import blocks_of, program_of
+from mcore_rl.rewards.code_score import in_parallel
+from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.rewards.code_values import pack, unpack
 from mcore_rl.rewards.cure import rate_programs, rate_tests_scaled
-from mcore_rl.sandbox.run import SandboxError
+from mcore_rl.sandbox.limits import SandboxError
 
 ROLE = "is_test"
 """The number that says whether a sample is a unit test: for algorithm.role_part."""
-_WRITTEN = re.compile(r"```[^\S\n]*(?:\w+)?[^\S\n]*\n(.*?)```", re.DOTALL)
 _STEPS_TEST = re.compile(r"a = (\d{1,2}) b = (\d{1,2})(?: ; (?:- )?\d{1,2})* ; ((?:- )?\d{1,2})")
-_LIMITS = CaseLimits(wall_s=10.0, total_s=200.0, output_kib=16)
+_LIMITS = CaseSettings(wall_s=10.0, total_s=200.0, output_kib=16)
 
 
 @dataclass
@@ -35,7 +35,8 @@ class Problem:
 
 Matrices = tuple[list[list[bool]], list[list[bool]]]
 """(passes_PG, passes_PT) of cure.py; a test that is none is passed by no program."""
-Execution = Callable[[Problem], Matrices]
+Execution = Callable[[Problem, str], Matrices]
+"""(problem, address of a sandbox's server or "") -> matrices"""
 RateTests = Callable[[Any, Any], list[float]]
 
 
@@ -45,6 +46,7 @@ def score_samples(
     extra_infos: Sequence[Mapping[str, Any]],
     execution: Execution,
     rate_tests: RateTests = rate_tests_scaled,
+    sandbox_url: str = "",
 ) -> list[dict[str, float] | Exception]:
     """Return the numbers of each sample: `program` or `test`, and `is_test`.
 
@@ -56,7 +58,7 @@ def score_samples(
 
     def execute(problem: Problem) -> Matrices | Exception:
         try:
-            return execution(problem)
+            return execution(problem, sandbox_url)
         except (ValueError, SandboxError) as error:
             return error
 
@@ -71,28 +73,29 @@ def score_samples(
     return answers
 
 
-def execute_python(problem: Problem) -> Matrices:
-    """Run Python programs, each in a sandbox of its own, on texts of input and output.
+def execute_programs(problem: Problem, sandbox_url: str = "") -> Matrices:
+    """Run programs, each in a sandbox of its own, on texts of input and output.
 
     A test is written as two fenced blocks: the input and what must be printed.
     """
     truth = read_tests(problem.ground_truth)
     if truth.assertions or any("function" in test for test, _ in truth.cases):
         raise ValueError("unit tests are written for programs that read standard input")
-    written = [_WRITTEN.findall(text)[-2:] for _, text in problem.tests]
+    written = [[text for _, text in blocks_of(answer)[-2:]] for _, answer in problem.tests]
     cases = [(script_case(pair[0]), pair[1]) for pair in written if len(pair) == 2]
-    both = ProgramTests([*truth.cases, *cases])
+    both = replace(truth, cases=[*truth.cases, *cases])
+    settings = CaseSettings(sandbox_url=sandbox_url)
     matrices: Matrices = ([], [])
     for _, response in problem.programs:
-        program = program_of(response)
-        results = [False] * len(both) if program is None else both.results(program)
+        program = program_of(response, both.languages)
+        results = [False] * len(both) if program is None else both.results(program, settings)
         generated = iter(results[len(truth) :])
         matrices[0].append(results[: len(truth)])
         matrices[1].append([len(pair) == 2 and next(generated) for pair in written])
     return matrices
 
 
-def execute_steps(problem: Problem) -> Matrices:
+def execute_steps(problem: Problem, sandbox_url: str = "") -> Matrices:
     """Run programs in steps (data/code_steps.py), which share a sandbox."""
     truth = json.loads(problem.ground_truth)
     tests = [_STEPS_TEST.fullmatch(text.strip()) for _, text in problem.tests]
@@ -102,7 +105,9 @@ def execute_steps(problem: Problem) -> Matrices:
     programs = {text: as_python(text) for text in texts if is_program(text)}
     runs = [call_case(FUNCTION, pack([cases]), number) for number in range(len(programs))]
     values: dict[str, list[Any]] = {}
-    for text, run in zip(programs, run_cases(list(programs.values()), runs, _LIMITS), strict=True):
+    settings = replace(_LIMITS, sandbox_url=sandbox_url)
+    ends = run_cases(list(programs.values()), runs, settings)
+    for text, run in zip(programs, ends, strict=True):
         if run.is_clean:
             values[text] = unpack(json.loads(run.result))
     passes = [

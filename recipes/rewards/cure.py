@@ -4,15 +4,16 @@ program  share of ground-truth tests that a program passes; 0 for a unit test
 test     how well a unit test tells right programs from wrong ones, -1 to 1; 0 for a program
 is_test  which of the two a sample is, for algorithm.role_part
 
-`reward` is for Python programs; `reward_counted` counts wrong programs, as the paper's formula
-does, instead of taking their share; `reward_steps` is for the language of `mcore-rl data code`.
+`reward` is for programs in fenced blocks; `reward_counted` counts wrong programs, as the paper's
+formula does, instead of taking their share; `reward_steps` is for the language of `mcore-rl data
+code`. All take from reward.kwargs `sandbox_url`, a server that runs the programs.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_rl.rewards.cure import rate_tests
-from mcore_rl.rewards.cure_score import execute_python, execute_steps, score_samples
+from mcore_rl.rewards.cure_score import execute_programs, execute_steps, score_samples
 
 
 def reward(
@@ -21,8 +22,10 @@ def reward(
     solution_strs: Sequence[str],
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
+    sandbox_url: str = "",
 ) -> list[dict[str, float] | Exception]:
-    return score_samples(solution_strs, ground_truths, extra_infos, execute_python)
+    answers = solution_strs, ground_truths, extra_infos
+    return score_samples(*answers, execute_programs, sandbox_url=sandbox_url)
 
 
 def reward_counted(
@@ -31,8 +34,10 @@ def reward_counted(
     solution_strs: Sequence[str],
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
+    sandbox_url: str = "",
 ) -> list[dict[str, float] | Exception]:
-    return score_samples(solution_strs, ground_truths, extra_infos, execute_python, rate_tests)
+    answers = solution_strs, ground_truths, extra_infos
+    return score_samples(*answers, execute_programs, rate_tests, sandbox_url)
 
 
 def reward_steps(
@@ -41,5 +46,7 @@ def reward_steps(
     solution_strs: Sequence[str],
     ground_truths: Sequence[Any],
     extra_infos: Sequence[Mapping[str, Any]],
+    sandbox_url: str = "",
 ) -> list[dict[str, float] | Exception]:
-    return score_samples(solution_strs, ground_truths, extra_infos, execute_steps)
+    answers = solution_strs, ground_truths, extra_infos
+    return score_samples(*answers, execute_steps, sandbox_url=sandbox_url)

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.data.code_formats import prepare_code_files, read_problem
+from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_tests import read_tests
 
 APPS = {
@@ -75,8 +76,8 @@ def test_a_right_program_passes_the_tests_of_a_row(row: dict[str, Any], program:
     truth = truth_of(row)
     public = truth.pop("public", None)
     for tests in filter(None, (truth, public)):
-        assert all(read_tests(tests).results(program))
-        assert not any(read_tests(tests).results("def double(n): return 3"))
+        assert all(read_tests(tests).results(Program(program)))
+        assert not any(read_tests(tests).results(Program("def double(n): return 3")))
 
 
 def test_functional_tests_of_livecodebench() -> None:
@@ -89,7 +90,7 @@ def test_functional_tests_of_livecodebench() -> None:
     truth = truth_of(row)
     assert truth["inputs"] == [[[1, 2], "x"]] and truth["outputs"] == [[2, 1]]
     program = "class Solution:\n    def flip(self, pair, name): return pair[::-1]"
-    assert read_tests(truth).results(program) == [True]
+    assert read_tests(truth).results(Program(program)) == [True]
     problem = read_problem(row, "row 0")
     assert problem and "class Solution" in problem["prompt"][0]["content"]
 

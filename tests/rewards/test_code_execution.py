@@ -1,12 +1,23 @@
 """Programs in a real sandbox: how they end, and when there is no answer at all."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from mcore_rl.rewards import code_execution
-from mcore_rl.rewards.code_execution import CaseLimits, call_case, run_cases, script_case
-from mcore_rl.sandbox.run import Limits, Outcome, SandboxError
+from mcore_rl.rewards.code_execution import (
+    CaseSettings,
+    call_case,
+    command_case,
+    run_cases,
+    script_case,
+)
+from mcore_rl.rewards.code_places import execute
+from mcore_rl.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.sandbox.limits import RunRecord, RunVerdict, SandboxError
 
-QUICK = CaseLimits(wall_s=2.0)
+QUICK = CaseSettings(wall_s=2.0)
 
 
 def test_tests_of_a_program_share_a_sandbox_and_nothing_else() -> None:
@@ -46,23 +57,94 @@ def test_calls_give_packed_results() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome",
-    [Outcome(1, "", "no memory"), Outcome(137, "", "", "no end within 20 s")],
+    "record",
+    [
+        RunRecord(RunVerdict.WRONG, 1, b"", b"no memory"),
+        RunRecord(RunVerdict.WRONG, 137, b"", b"", "no end within 20 s"),
+    ],
 )
 def test_a_sandbox_in_which_nothing_began_is_an_error(
-    outcome: Outcome, monkeypatch: pytest.MonkeyPatch
+    record: RunRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(source: str, stdin: str, limits: Limits) -> Outcome:
-        return outcome
+    def failing(request: CodeRequest, url: str) -> CodeResult:
+        return CodeResult(record.verdict, ran=record)
 
     monkeypatch.setattr(code_execution, "execute", failing)
     with pytest.raises(SandboxError, match="ended before a program began"):
         run_cases(["print(1)"], [script_case("")])
 
 
+def killed_in_first(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[RunRecord], RunRecord]
+) -> list[CodeRequest]:
+    """Change how the first sandbox ends; return a list that collects all requests."""
+    requests: list[CodeRequest] = []
+
+    def killed(request: CodeRequest, url: str) -> CodeResult:
+        requests.append(request)
+        result = execute(request, url)
+        assert result.ran is not None
+        return replace(result, ran=change(result.ran)) if len(requests) == 1 else result
+
+    monkeypatch.setattr(code_execution, "execute", killed)
+    return requests
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 2, 3])
+def test_a_driver_that_something_outside_kills_costs_no_test(
+    num_lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has reported nothing, that it is ready, or some tests."""
+
+    def cut(record: RunRecord) -> RunRecord:
+        lines = record.stdout.splitlines(keepends=True)[:num_lines]
+        return RunRecord(RunVerdict.WRONG, 137, b"".join(lines) + b'{"sta', b"")
+
+    requests = killed_in_first(monkeypatch, cut)
+    runs = run_cases(["print(2 * int(input()))"], [script_case(str(n)) for n in range(3)])
+    assert [run.out for run in runs] == ["0\n", "2\n", "4\n"]
+    assert len(requests) == 2
+
+
+def test_a_program_that_something_outside_kills_is_run_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def kill(record: RunRecord) -> RunRecord:
+        return replace(record, stdout=record.stdout.replace(b'"status": 0', b'"status": 137', 1))
+
+    requests = killed_in_first(monkeypatch, kill)
+    runs = run_cases(["print(input())"], [script_case("a"), script_case("b")])
+    assert [(run.out, run.status) for run in runs] == [("a\n", 0), ("b\n", 0)]
+    assert len(requests) == 2
+
+
+def test_a_program_that_kills_itself_twice_has_failed() -> None:
+    [run] = run_cases(["import os\nos.kill(os.getpid(), 9)"], [script_case("")])
+    assert run.status == 137 and not run.is_clean
+
+
+def test_output_that_a_server_cuts_off_costs_no_other_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut(record: RunRecord) -> RunRecord:
+        first, second, *_ = record.stdout.splitlines(keepends=True)
+        return RunRecord(RunVerdict.KILLED, 137, first + second, b"", "more than 1 KiB of output")
+
+    killed_in_first(monkeypatch, cut)
+    runs = run_cases(["print(input())"], [script_case("a"), script_case("b")])
+    assert [run.out for run in runs] == ["a\n", "b\n"]
+
+
+def test_files_are_executable_and_see_no_other_test() -> None:
+    script = b"#!/usr/bin/bash\nread word; echo $word $#; exit 3"
+    tests = [command_case("shown", "one two"), command_case("shown", "three")]
+    runs = run_cases([""], tests, files={"shown": script})
+    assert [(run.out, run.status) for run in runs] == [("one two 0\n", 3), ("three 0\n", 3)]
+
+
 def test_a_test_that_the_sandbox_refuses_is_an_error() -> None:
     """An input that is larger than all files may be."""
-    small = CaseLimits(files_mib=1)
+    small = CaseSettings(files_mib=1)
     with pytest.raises(SandboxError, match="no file for standard input"):
         run_cases(["print(1)"], [script_case("x" * (2 << 20))], small)
 
@@ -70,4 +152,4 @@ def test_a_test_that_the_sandbox_refuses_is_an_error() -> None:
 @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "total_s", "output_kib"])
 def test_limits_without_sense_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"limit {field} of a test is 0"):
-        CaseLimits(**{field: 0})
+        CaseSettings(**{field: 0})

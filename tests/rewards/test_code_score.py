@@ -6,23 +6,12 @@ import time
 import pytest
 
 from mcore_rl.rewards import code_execution
-from mcore_rl.rewards.code_score import in_parallel, program_of, score_of, score_responses
-from mcore_rl.sandbox.run import Limits, Outcome, SandboxError, run_program
+from mcore_rl.rewards.code_places import execute
+from mcore_rl.rewards.code_score import in_parallel, score_of, score_responses
+from mcore_rl.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.sandbox.limits import SandboxError
 
 TRUTH = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
-
-
-@pytest.mark.parametrize(
-    ("response", "program"),
-    [
-        ("a\n```python\nx\n```\nb\n```py\ny\n```", "y\n"),
-        ("```\nz```", "z"),
-        ("no fence", None),
-        ("```python\nnot closed", None),
-    ],
-)
-def test_the_last_block_is_the_program(response: str, program: str | None) -> None:
-    assert program_of(response) == program
 
 
 def test_numbers() -> None:
@@ -31,10 +20,10 @@ def test_numbers() -> None:
 
 
 def test_each_response_has_its_numbers_or_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sometimes(source: str, stdin: str, limits: Limits) -> Outcome:
-        if "unlucky" in stdin:
+    def sometimes(request: CodeRequest, url: str) -> CodeResult:
+        if "unlucky" in request.stdin:
             raise SandboxError("no namespace")
-        return run_program(source, stdin, limits)
+        return execute(request, url)
 
     monkeypatch.setattr(code_execution, "execute", sometimes)
     double = "```python\nprint(2 * int(input()))\n```"
@@ -43,6 +32,13 @@ def test_each_response_has_its_numbers_or_its_error(monkeypatch: pytest.MonkeyPa
     answers = score_responses(responses, truths)
     assert [a["score"] for a in answers[:3] if isinstance(a, dict)] == [1.0, 0.5, 0.0]
     assert isinstance(answers[3], SandboxError) and isinstance(answers[4], ValueError)
+
+
+def test_a_program_counts_in_the_languages_of_its_problem() -> None:
+    doubled = "```bash\nread n; echo $((2 * n))\n```"
+    truths = [TRUTH | {"language": "bash"}, TRUTH | {"language": ["python", "bash"]}, TRUTH]
+    answers = score_responses([doubled] * 3, truths)
+    assert [answer["score"] for answer in answers if isinstance(answer, dict)] == [1.0, 1.0, 0.0]
 
 
 def test_entries_are_worked_on_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.rewards.code_execution import CaseLimits, CaseRun
+from mcore_rl.rewards.code_execution import CaseRun, CaseSettings
+from mcore_rl.rewards.code_languages import Program
 from mcore_rl.rewards.code_tests import is_passed, read_tests, same_text, same_value
 
 STDIN = {"inputs": ["1 2\n", "3 4\n", ["5 6"]], "outputs": ["3\n", "7", ["11"]]}
@@ -26,8 +27,8 @@ CALLS = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
     ],
 )
 def test_the_three_forms(truth: Any, program: str, results: list[bool]) -> None:
-    assert read_tests(truth).results(program) == results
-    assert read_tests(json.dumps(truth)).results(program) == results
+    assert read_tests(truth).results(Program(program)) == results
+    assert read_tests(json.dumps(truth)).results(Program(program)) == results
 
 
 CHEATS = {
@@ -69,15 +70,17 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_programs_that_cheat_pass_nothing(name: str) -> None:
     """Tests whose answers differ: a program that says one thing to all passes one at most."""
-    limits = CaseLimits(wall_s=2.0)
+    limits = CaseSettings(wall_s=2.0)
     stdin = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["30\n", "70\n"]}
     calls = {"fn_name": "f", "inputs": [[1, 2], [3, 4]], "outputs": [30, 70]}
     for truth in (stdin, calls):
-        assert read_tests(truth).results(CHEATS[name], limits) == [False, False]
+        assert read_tests(truth).results(Program(CHEATS[name]), limits) == [False, False]
 
 
 def test_what_was_printed_before_a_failure_does_not_count() -> None:
-    assert read_tests({"inputs": [""], "outputs": ["1"]}).results("print(1)\n1/0") == [False]
+    assert read_tests({"inputs": [""], "outputs": ["1"]}).results(Program("print(1)\n1/0")) == [
+        False
+    ]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,9 @@ def test_a_result_that_the_driver_did_not_write_is_wrong(result: str) -> None:
         ("[1]", "no mapping of tests"),
         ("{", "is no JSON"),
         ({"asserts": ["assert True"]}, "calls no function"),
+        (STDIN | {"language": "kobol"}, "language is 'kobol': one of python, c, cpp"),
+        (CALLS | {"language": ["python", "c++"]}, "programs in cpp by calls of a function"),
+        ({"asserts": ["assert f(1)"], "language": "go"}, "programs in go by assertions"),
     ],
 )
 def test_a_ground_truth_without_tests_is_refused(truth: Any, message: str) -> None:

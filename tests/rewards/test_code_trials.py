@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.rewards import code_execution
+from mcore_rl.rewards.code_places import execute
 from mcore_rl.rewards.code_trials import trial_of
-from mcore_rl.sandbox.run import Limits, Outcome, run_program
+from mcore_rl.sandbox.execution import CodeRequest, CodeResult
 
 STEPS = {"public": {"inputs": [[3, 4]], "outputs": [7]}, "inputs": [[1, 1]], "outputs": [2]}
 
@@ -17,9 +18,9 @@ def test_programs_in_steps_that_come_together_share_a_sandbox(
 ) -> None:
     runs = []
 
-    def counting(source: str, stdin: str, limits: Limits) -> Outcome:
-        runs.append(stdin)
-        return run_program(source, stdin, limits)
+    def counting(request: CodeRequest, url: str) -> CodeResult:
+        runs.append(request.stdin)
+        return execute(request, url)
 
     monkeypatch.setattr(code_execution, "execute", counting)
 
@@ -57,6 +58,17 @@ def test_without_public_tests_hidden_ones_decide() -> None:
         return await trial.hidden(await trial.run("```\nprint(input())\n```"))
 
     assert asyncio.run(judge()) == [True, False]
+
+
+def test_the_language_of_a_problem_is_asked_for() -> None:
+    problem = {"public": {"inputs": ["1"], "outputs": ["1"]}, "inputs": ["2"], "outputs": ["2"]}
+
+    async def told(language: str, truth: dict[str, Any], answer: str) -> str:
+        return (await trial_of(language, truth).run(answer)).feedback
+
+    assert "as a ```bash block" in asyncio.run(told("bash", problem, "cat"))
+    assert "as a ```bash block" in asyncio.run(told("cpp", problem | {"language": "sh"}, "cat"))
+    assert not asyncio.run(told("bash", problem, "```sh\ncat\n```"))
 
 
 @pytest.mark.parametrize(

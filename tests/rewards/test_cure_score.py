@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.rewards.cure_score import execute_python, execute_steps, score_samples
+from mcore_rl.rewards.cure_score import execute_programs, execute_steps, score_samples
 
 TRUTH = json.dumps({"inputs": [[3, 4], [5, 6]], "outputs": [7, 11]})
 PYTHON = {"inputs": ["1", "2"], "outputs": ["2", "4"]}
@@ -36,7 +36,7 @@ def test_python_programs() -> None:
     blind = "```\n1\n```\n```\n2\n```"
     wrong = "```\n5\n```\n```\n11\n```"
     answers = score_samples(
-        [*programs, good, blind, wrong, "hm"], [PYTHON] * 7, infos(3, 4), execute_python
+        [*programs, good, blind, wrong, "hm"], [PYTHON] * 7, infos(3, 4), execute_programs
     )
     assert numbers(answers[:3], "program") == [1.0, 0.5, 0.0]
     assert numbers(answers[3:], "test") == [1.0, 0.5, 0.0, 0.0]
@@ -45,7 +45,7 @@ def test_python_programs() -> None:
 def test_problems_are_apart_and_one_that_cannot_be_tested_costs_itself_alone() -> None:
     other = {"asserts": ["assert f(1) == 2"]}
     program = "```python\nprint(2 * int(input()))\n```"
-    answers = score_samples([program, program], [PYTHON, other], infos(2, 0), execute_python)
+    answers = score_samples([program, program], [PYTHON, other], infos(2, 0), execute_programs)
     assert isinstance(answers[0], dict) and answers[0]["program"] == 1.0
     assert isinstance(answers[1], ValueError) and "standard input" in str(answers[1])
 

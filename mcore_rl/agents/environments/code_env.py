@@ -11,27 +11,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore_rl.agents.environments.environment import Message, Start, Step
-from mcore_rl.rewards.code_trials import LANGUAGES, Trial, trial_of
+from mcore_rl.rewards.code_trials import TRIAL_LANGUAGES, Trial, trial_of
 
 
 @dataclass(frozen=True)
 class CodeOptions:
     """How programs are written and rewarded.
 
-    language         python: the answer's last fenced block; steps: see data/code_steps.py
+    language         steps: see data/code_steps.py; else the answer's last fenced block is a program
+                     in python, cpp or another language of the sandbox
     attempts         programs that the policy may write in an episode
     repair_discount  the reward is multiplied by this for each attempt after the first
     reward           all: 1 if every hidden test passes, else 0; share: the share that passes
+    sandbox_url      a server on which programs run; empty: the environment worker's own sandbox
     """
 
     language: str = "python"
     attempts: int = 2
     repair_discount: float = 0.9
     reward: str = "all"
+    sandbox_url: str = ""
 
     def __post_init__(self) -> None:
-        if self.language not in LANGUAGES:
-            raise ValueError(f"language is {self.language!r}: one of {', '.join(LANGUAGES)}")
+        if self.language not in TRIAL_LANGUAGES:
+            raise ValueError(f"language is {self.language!r}: one of {', '.join(TRIAL_LANGUAGES)}")
         if self.attempts < 1 or not 0 <= self.repair_discount <= 1:
             raise ValueError(
                 f"attempts is {self.attempts}, repair_discount {self.repair_discount}: at least 1,"
@@ -54,7 +57,7 @@ class CodeEnvironment:
         """Begin a problem. Raises ValueError if its ground truth has no tests."""
         truth = task["ground_truth"]
         truth = json.loads(truth) if isinstance(truth, str) else truth
-        self._trial = trial_of(self.options.language, truth)
+        self._trial = trial_of(self.options.language, truth, self.options.sandbox_url)
         return Start(list(task["messages"]))
 
     async def step(self, message: Message) -> Step:

@@ -9,7 +9,8 @@ import pytest
 from mcore_rl.agents.environments.code_env import CodeEnvironment, CodeOptions
 from mcore_rl.agents.environments.environment import Step
 from mcore_rl.rewards import code_execution
-from mcore_rl.sandbox.run import Limits, Outcome, SandboxError
+from mcore_rl.sandbox.execution import CodeRequest, CodeResult
+from mcore_rl.sandbox.limits import SandboxError
 
 STEPS = json.dumps(
     {
@@ -64,7 +65,7 @@ def test_python_programs_and_shares() -> None:
 
 
 def test_a_sandbox_that_fails_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(source: str, stdin: str, limits: Limits) -> Outcome:
+    def failing(request: CodeRequest, url: str) -> CodeResult:
         raise SandboxError("no namespaces")
 
     monkeypatch.setattr(code_execution, "execute", failing)
