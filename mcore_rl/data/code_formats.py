@@ -18,54 +18,62 @@ from typing import Any
 
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.rewards.code_languages import PROGRAM_LANGUAGES, read_languages
 
 INSTRUCTIONS = {
-    False: "Write a Python program that reads standard input and prints the answer.",
+    False: "Write a {name} program that reads standard input and prints the answer.",
     True: "Write the Python code of {function}. Complete this:\n```python\n{starter}\n```",
 }
 """Said after a problem, by whether a function is to be written."""
-ANSWER_FORM = "Give the whole program as one ```python block."
+ANSWER_FORM = "Give the whole program as one ```{language} block."
 MAX_TESTS_BYTES = 1 << 30
 """Bound of the unpacked tests of one LiveCodeBench row."""
 
 
-def prepare_code_files(sources: Sequence[str], out_file: Path) -> None:
+def prepare_code_files(sources: Sequence[str], out_file: Path, language: str = "python") -> None:
     """Write the problems of jsonl or parquet files as the prompt file `out_file`.
 
-    Rows without tests are left out and counted. Raises ValueError naming the row that is malformed,
-    or if there is no problem.
+    language   of the programs to write, as the sandbox names it
+
+    Rows without tests are left out and counted, and so are those that test a function unless the
+    language is Python. Raises ValueError naming the row that is malformed, or if there is no
+    problem, and for an unknown language.
     """
+    [language] = read_languages(language)
     rows: list[dict[str, Any]] = []
     num_untested = 0
     for where, row in load_rows(sources):
-        problem = read_problem(row, where)
+        problem = read_problem(row, where, language)
         if problem is None:
             num_untested += 1
             continue
         problem["extra_info"] |= {"split": out_file.stem, "index": len(rows)}
         rows.append(problem)
     if not rows:
-        raise ValueError(f"{', '.join(sources)}: no problem with tests in {num_untested} rows")
+        raise ValueError(
+            f"{', '.join(sources)}: no problem with tests for programs in {language} in"
+            f" {num_untested} rows"
+        )
     write_parquet(rows, out_file)
     print(f"{len(rows)} problems in {out_file}, {num_untested} rows without tests left out")
 
 
-def read_problem(row: Row, where: str) -> dict[str, Any] | None:
-    """Return a row in verl's columns, or None if it has no tests.
+def read_problem(row: Row, where: str, language: str = "python") -> dict[str, Any] | None:
+    """Return a row in verl's columns, or None if it has no tests for programs in the language.
 
     Raises ValueError naming `where` if it is a row of none of the data sets, or malformed.
     """
     if "input_output" in row:
-        return _of_apps(row, where)
+        return _of_apps(row, where, language)
     if "private_test_cases" in row:
-        return _of_livecodebench(row, where)
+        return _of_livecodebench(row, where, language)
     raise ValueError(
         f"{where}: neither a row of APPS or TACO, which has `input_output`, nor of LiveCodeBench,"
         f" which has `private_test_cases`; it has {', '.join(sorted(row))}"
     )
 
 
-def _of_apps(row: Row, where: str) -> dict[str, Any] | None:
+def _of_apps(row: Row, where: str, language: str) -> dict[str, Any] | None:
     if not row["input_output"]:
         return None
     tests = _json(row["input_output"], f"{where}, `input_output`")
@@ -80,14 +88,14 @@ def _of_apps(row: Row, where: str) -> dict[str, Any] | None:
         truth |= {"fn_name": function, "wrapped": all(map(_is_wrapped, outputs))}
     name = row.get("name") or row.get("problem_id") or row.get("url")
     question = required(row, "question", where)
-    return _problem(row, question, function, truth, "apps", name)
+    return _problem(row, question, truth, language, "apps", name)
 
 
 def _is_wrapped(output: Any) -> bool:
     return isinstance(output, list) and len(output) == 1
 
 
-def _of_livecodebench(row: Row, where: str) -> dict[str, Any] | None:
+def _of_livecodebench(row: Row, where: str, language: str) -> dict[str, Any] | None:
     public = _json(row.get("public_test_cases") or "[]", f"{where}, `public_test_cases`")
     private = _private_tests(row["private_test_cases"], f"{where}, `private_test_cases`")
     if not private:
@@ -105,7 +113,7 @@ def _of_livecodebench(row: Row, where: str) -> dict[str, Any] | None:
     if function:
         truth["fn_name"] = function
     question = required(row, "question_content", where)
-    return _problem(row, question, function, truth, "livecodebench", row.get("question_id"))
+    return _problem(row, question, truth, language, "livecodebench", row.get("question_id"))
 
 
 def _tests(cases: Sequence[Mapping[str, Any]], function: str | None, where: str) -> dict[str, Any]:
@@ -146,11 +154,18 @@ class _TextUnpickler(pickle.Unpickler):
 
 
 def _problem(
-    row: Row, question: str, function: str | None, truth: Mapping[str, Any], kind: str, name: Any
-) -> dict[str, Any]:
+    row: Row, question: str, truth: Mapping[str, Any], language: str, kind: str, name: Any
+) -> dict[str, Any] | None:
+    function = truth.get("fn_name")
+    if language != "python":
+        if function:
+            return None
+        truth = {**truth, "language": language}
     starter = row.get("starter_code") or (f"def {function}(...):" if function else "")
-    task = INSTRUCTIONS[bool(function)].format(function=function, starter=starter)
-    content = f"{question.strip()}\n\n{task}\n{ANSWER_FORM}"
+    task = INSTRUCTIONS[bool(function)].format(
+        function=function, starter=starter, name=PROGRAM_LANGUAGES[language]
+    )
+    content = f"{question.strip()}\n\n{task}\n{ANSWER_FORM.format(language=language)}"
     return {
         "prompt": [{"role": "user", "content": content}],
         "data_source": kind,

@@ -36,6 +36,9 @@ def _add_code_files(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     files.add_argument("sources", nargs="+", help="jsonl or parquet files, as they are published")
     files.add_argument("--out", type=Path, required=True, help="the parquet file to write")
+    files.add_argument(
+        "--language", default="python", help="of the programs to write, such as cpp (%(default)s)"
+    )
     files.set_defaults(run=_prepare_code_files)
     overlap = kinds.add_parser(
         "code-overlap", help="held-out problems that occur in a training set; status 1 if any do"
@@ -48,7 +51,7 @@ def _add_code_files(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _prepare_code_files(args: argparse.Namespace) -> None:
     from mcore_rl.data.code_formats import prepare_code_files
 
-    prepare_code_files(args.sources, args.out)
+    prepare_code_files(args.sources, args.out, args.language)
 
 
 def _check_overlap(args: argparse.Namespace) -> None:

@@ -41,8 +41,8 @@ def read_languages(given: Any) -> tuple[str, ...]:
     for name, language in zip(names, languages, strict=True):
         if language not in PROGRAM_LANGUAGES:
             raise ValueError(
-                f"the ground truth's language is {name!r}: one of {', '.join(PROGRAM_LANGUAGES)},"
-                " or a list of them"
+                f"language is {name!r}: one of {', '.join(PROGRAM_LANGUAGES)}, or in a ground truth"
+                " a list of them"
             )
     return languages
 

@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.data.code_formats import prepare_code_files, read_problem
 from mcore_rl.rewards.code_languages import Program
+from mcore_rl.rewards.code_score import score_responses
 from mcore_rl.rewards.code_tests import read_tests
 
 APPS = {
@@ -106,6 +107,17 @@ def test_hidden_tests_are_not_in_the_prompt() -> None:
         assert "secret" not in json.dumps(problem["extra_info"])
 
 
+def test_programs_in_another_language_are_asked_for_and_tested() -> None:
+    problem = read_problem(livecodebench(json.dumps(STDIN)), "row 0", "bash")
+    assert problem is not None
+    asked = problem["prompt"][0]["content"]
+    assert "Write a Bash program" in asked and "one ```bash block" in asked
+    truth = json.loads(problem["reward_model"]["ground_truth"])
+    [answer] = score_responses(["```bash\nread n; echo $((2 * n))\n```"], [truth])
+    assert isinstance(answer, dict) and answer["solved"] == 1.0
+    assert read_problem(APPS_CALL, "row 0", "bash") is None, "a function is tested in Python alone"
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return print, ("executed",)
@@ -157,6 +169,11 @@ def test_files_become_a_prompt_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [row["data_source"] for row in written] == ["apps", "livecodebench"]
     assert [row["extra_info"]["name"] for row in written] == ["7", "abc_1"]
     assert "2 problems in" in (out := capsys.readouterr().out) and "1 rows without tests" in out
+    prepare_code_files([str(source)], tmp_path / "cpp.parquet", "c++")
+    prompts = pq.read_table(tmp_path / "cpp.parquet")["prompt"].to_pylist()
+    assert all("Write a C++ program" in prompt[0]["content"] for prompt in prompts)
+    with pytest.raises(ValueError, match="language is 'kobol'"):
+        prepare_code_files([str(source)], tmp_path / "none.parquet", "kobol")
     source.write_text(json.dumps({**APPS, "input_output": ""}))
     with pytest.raises(ValueError, match="no problem with tests"):
         prepare_code_files([str(source)], tmp_path / "none.parquet")
