@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -152,4 +153,4 @@ def test_a_test_that_the_sandbox_refuses_is_an_error() -> None:
 @pytest.mark.parametrize("field", ["wall_s", "cpu_s", "total_s", "output_kib"])
 def test_limits_without_sense_are_refused(field: str) -> None:
     with pytest.raises(ValueError, match=f"limit {field} of a test is 0"):
-        CaseSettings(**{field: 0})
+        CaseSettings(**dict[str, Any]({field: 0}))

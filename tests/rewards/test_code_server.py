@@ -1,11 +1,7 @@
 """A real server of `mcore-rl sandbox serve`: answers, keys, refusals, and a kill on the way."""
 
-import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,38 +15,14 @@ from mcore_rl.rewards.code_execution import CaseSettings, run_cases, script_case
 from mcore_rl.rewards.code_server import read_answer, run_on_server
 from mcore_rl.sandbox.execution import CodeRequest
 from mcore_rl.sandbox.limits import Limits, RunVerdict, SandboxError
+from tests.support.sandbox_servers import free_port, serving, write_key
 
 KEY = "a-key-of-this-test"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-@contextlib.contextmanager
-def serving(port: int, key_file: Path) -> Iterator[subprocess.Popen[str]]:
-    words = ["sandbox", "serve", "--port", str(port), "--workers", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mcore_rl.cli", *words, "--key-file", str(key_file)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stderr is not None
-        assert "sandbox at" in process.stderr.readline()
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.fixture(scope="module")
 def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "key"
-    path.write_text(KEY)
-    path.chmod(0o600)
-    return path
+    return write_key(tmp_path_factory.mktemp("keys"), KEY)
 
 
 @pytest.fixture(scope="module")
