@@ -134,7 +134,8 @@ def _of_reward(reward: RewardConfig) -> Iterator[Unread]:
         remedy = "set reward.overlong_buffer_len"
         yield Unread(("reward.overlong_penalty",), "reward.overlong_buffer_len=0", remedy)
     if not reward.path:
-        yield Unread(("reward.name",), "reward.path=''", "set reward.path")
+        options = ("reward.name", "reward.kwargs")
+        yield Unread(options, "reward.path=''", "set reward.path")
 
 
 def _of_served(role: str, model: ServedModelConfig) -> Iterator[Unread]:

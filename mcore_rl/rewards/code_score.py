@@ -10,6 +10,8 @@ from mcore_rl.rewards.code_languages import program_of
 from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.sandbox.limits import SandboxError
 
+WAITING_THREADS = 64
+"""Programs that a call has at a server at a time, which bounds by itself how many run."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -39,13 +41,18 @@ def score_responses(
         except (ValueError, SandboxError) as error:
             return error
 
-    return in_parallel(score, list(zip(responses, ground_truths, strict=True)))
+    pairs = list(zip(responses, ground_truths, strict=True))
+    return in_parallel(score, pairs, "" if settings is None else settings.sandbox_url)
 
 
-def in_parallel(function: Callable[[T], R], entries: Sequence[T]) -> list[R]:
-    """Return what `function` returns for each entry, in order; a thread for each core calls it."""
+def in_parallel(function: Callable[[T], R], entries: Sequence[T], sandbox_url: str = "") -> list[R]:
+    """Return what `function` returns for each entry, in order.
+
+    A thread for each core calls it, or more that wait for a server.
+    """
     if not entries:
         return []
-    num_threads = min(len(os.sched_getaffinity(0)), len(entries))
+    num_threads = WAITING_THREADS if sandbox_url else len(os.sched_getaffinity(0))
+    num_threads = min(num_threads, len(entries))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="code_reward") as pool:
         return list(pool.map(function, entries))

@@ -62,7 +62,9 @@ def score_samples(
         except (ValueError, SandboxError) as error:
             return error
 
-    for problem, matrices in zip(problems, in_parallel(execute, problems), strict=True):
+    for problem, matrices in zip(
+        problems, in_parallel(execute, problems, sandbox_url), strict=True
+    ):
         numbers = [number for number, _ in [*problem.programs, *problem.tests]]
         if isinstance(matrices, Exception):
             values: list[Any] = [matrices] * len(numbers)

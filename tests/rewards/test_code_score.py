@@ -51,3 +51,5 @@ def test_entries_are_worked_on_at_the_same_time(monkeypatch: pytest.MonkeyPatch)
         return number
 
     assert in_parallel(meet, [0, 1, 2]) == [0, 1, 2]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    assert in_parallel(meet, [0, 1, 2], "http://server") == [0, 1, 2]
