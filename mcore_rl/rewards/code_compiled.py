@@ -21,7 +21,7 @@ from mcore_rl.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.sandbox.limits import RunVerdict
 
 EXECUTABLE = "program"
-"""What the compilers of the sandbox write."""
+"""The file that the compilers of the sandbox write."""
 _COMPILED_ONCE = ("c", "cpp", "rust")
 """Others need files beside an executable, or more addresses than the driver's limits allow."""
 _ERROR_LEN = 2000
