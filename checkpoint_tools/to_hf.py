@@ -48,7 +48,7 @@ def to_hf(
         untrained = open_hf(source_hf)
         sources.append(untrained)
         assemblies |= _carried(untrained, config)
-    settings = with_dtype(config, dtype or assemblies["model.embed_tokens.weight"].dtype)
+    settings = with_dtype(config, dtype or assemblies[family_of(config).embedding].dtype)
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
     reports = [make_hf(out, sources, assemblies, frozenset(), describe, max_file_bytes, effort)]
     if optimizer is not None:

@@ -162,6 +162,6 @@ def transformers_vision_logprobs(
 
 
 def load_vision_model(folder: Path) -> Any:
-    from transformers import Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoModelForImageTextToText
 
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

@@ -4,6 +4,7 @@ from mcore_rl.slices.families import (
     deepseek,
     dense,
     glm4_moe,
+    glm4v_moe,
     gpt_oss,
     minimax_m2,
     qwen2_5_vl,
@@ -31,7 +32,7 @@ CAUSAL = (
 )
 """The tables of causal language models; each has a twin with a value head."""
 
-VISION = (qwen2_5_vl.FAMILY,)
+VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY)
 """The tables of models that see images."""
 
 FAMILIES = {

@@ -34,13 +34,7 @@ def options(config: HfConfig) -> dict[str, Any]:
 
 
 def refusal(config: HfConfig) -> str:
-    section = rope_of(config).get("mrope_section")
-    if not section:
-        return "its rotary settings lack 'mrope_section'"
-    half_head = sizes(config)["head"] // 2
-    if sum(section) != half_head:
-        return f"mrope_section={section} should add up to half a head, {half_head}"
-    return tower.tower_refusal(config)
+    return tower.section_refusal(config, sizes(config)["head"]) or tower.tower_refusal(config)
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ table.py explains how the rows of these tensors are laid into one.
 
 from typing import Any
 
-from mcore_rl.slices.families.table import HfTensor, Rule
+from mcore_rl.slices.families.table import EMBEDDING, HfTensor, Rule
 
 LAYER = "decoder.layers."
 HF_LAYER = "model.layers.{layer}."
@@ -43,7 +43,7 @@ def _qkv_rule(kind: str, q: str, kv: str, *axes: str) -> Rule:
 
 MODEL = (
     Rule(
-        "embedding.word_embeddings.weight",
+        EMBEDDING,
         (HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
         where="model",
         padded=True,

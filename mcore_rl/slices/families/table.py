@@ -19,6 +19,8 @@ HfConfig = Mapping[str, Any]
 """The parsed `config.json` of a HuggingFace model directory."""
 
 Shape = tuple[int, ...]
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's key of the table of token embeddings."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,12 @@ class Family:
     tied: Mapping[str, str] = field(
         default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"}
     )
+
+    @property
+    def embedding(self) -> str:
+        """Return the HF name of the table of token embeddings."""
+        [rule] = (rule for rule in self.rules if rule.key == EMBEDDING)
+        return rule.tensors[0].name
 
     @property
     def has_tower(self) -> bool:

@@ -1,4 +1,4 @@
-"""Rules of the vision towers of Qwen2.5-VL, which Megatron holds under transformers' own names.
+"""Rules of vision towers, which Megatron holds under transformers' own names; that of Qwen2.5-VL.
 
     Megatron key (without block number)      HF name
     visual.blocks.attn.qkv.weight        <-  visual.blocks.{layer}.attn.qkv.weight
@@ -10,24 +10,24 @@ docs/vision.md says why the tower is transformers' module.
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_rl.slices.families.settings import need
+from mcore_rl.slices.families.settings import need, rope_of
 from mcore_rl.slices.families.table import HfConfig, HfTensor, Rule
 
 PREFIX = "visual."
-"""Where the names of a tower's tensors begin, Megatron's keys and HF names alike."""
+"""Where Megatron's keys of a tower's tensors begin; HF names may have another prefix."""
 PROJECTOR = PREFIX + "merger."
-"""Where the names of the projector into the language model's embeddings begin."""
+"""Where the keys of the projector into the language model's embeddings begin."""
 
 
-def block_rule(name: str, *axes: str) -> Rule:
-    """Return the rule of a tensor that every block of the tower has."""
-    tensor = HfTensor(f"{PREFIX}blocks.{{layer}}.{name}", axes)
+def block_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
+    """Return the rule of a tensor that every block of the tower has; HF names begin with `visual`."""
+    tensor = HfTensor(f"{visual}blocks.{{layer}}.{name}", axes)
     return Rule(f"{PREFIX}blocks.{name}", (tensor,), where="tower")
 
 
-def tower_rule(name: str, *axes: str) -> Rule:
-    """Return the rule of a tensor of the tower outside its blocks."""
-    return Rule(PREFIX + name, (HfTensor(PREFIX + name, axes),), where="model")
+def tower_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
+    """Return the rule of a tensor outside the tower's blocks; its HF name begins with `visual`."""
+    return Rule(PREFIX + name, (HfTensor(visual + name, axes),), where="model")
 
 
 def linear_rules(name: str, rows: str, columns: str) -> tuple[Rule, Rule]:
@@ -75,6 +75,17 @@ def tower_sizes(config: HfConfig) -> dict[str, int]:
         "patch_frames": vision.get("temporal_patch_size", 2),
         "patch": vision.get("patch_size", 14),
     }
+
+
+def section_refusal(config: HfConfig, rotated: int) -> str:
+    """Return why the three axes do not share the `rotated` numbers of a head; "" if they do."""
+    section = rope_of(config).get("mrope_section")
+    if not section:
+        return "its rotary settings lack 'mrope_section'"
+    if sum(section) != rotated // 2:
+        half = "half of what is rotated of a head"
+        return f"mrope_section={section} should add up to {half}, {rotated // 2}"
+    return ""
 
 
 def tower_refusal(config: HfConfig) -> str:

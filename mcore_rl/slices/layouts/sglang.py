@@ -14,7 +14,7 @@ get_pp_indices).
 from collections.abc import Iterable
 
 from mcore_rl.slices.families import tower
-from mcore_rl.slices.families.table import Family, HfConfig, Shape
+from mcore_rl.slices.families.table import EMBEDDING, Family, HfConfig, Shape
 from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
 from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
@@ -83,7 +83,7 @@ class SGLangLayout(StagedLayout):
             return everywhere
         if entry.tensor.name == "lm_head.weight" and architecture in HEAD_ON_EVERY_STAGE:
             return everywhere
-        if entry.tensor.name != "model.embed_tokens.weight":
+        if entry.rule.key != EMBEDDING:
             return [last]
         if architecture in EMBEDDING_ON_EVERY_STAGE:
             return everywhere
@@ -135,7 +135,7 @@ class SGLangLayout(StagedLayout):
         module, _, kind = entry.suffix.rpartition(".")
         if kind == "e_score_correction_bias":
             return WHOLE
-        module = "self_attn.sinks" if kind == "sinks" else module
+        module = "self_attn.sinks" if kind == "sinks" else module.replace("language_model.", "")
         sizes = self._sizes
         if module == "lm_head" and sizes.head_by_dp:
             return EngineRule("attention")

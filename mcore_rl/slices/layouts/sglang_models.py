@@ -69,6 +69,7 @@ WITH_HEAD_BY_DP = {
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
@@ -78,11 +79,13 @@ WITH_WHOLE_DENSE_LAYERS = {
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
 }
 WITH_DEEPEP = {
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
 }
@@ -106,6 +109,7 @@ None: the first of these ranks has the whole tensor, the others have zeros.
 
 DTYPES = {
     ("Glm4MoeForCausalLM", "mlp.gate.weight"): "float32",
+    ("Glm4vMoeForConditionalGeneration", "mlp.gate.weight"): "float32",
     ("MiniMaxM2ForCausalLM", "block_sparse_moe.gate.weight"): "float32",
     ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
     ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",

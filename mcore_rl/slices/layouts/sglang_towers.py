@@ -3,8 +3,8 @@
     qkv of 2 ranks, 3 blocks of rows      q0 k0 v0 | q1 k1 v1
     MLP of width 44, a multiple of 8      rows 0-23 | rows 24-43, 4 rows of zeros
 
-Source: srt/models/qwen2_5_vl.py, srt/layers/attention/vision.py. tests/scenarios/rollout compares
-all of it with SGLang itself.
+Source: srt/models/{qwen2_5_vl,glm4v}.py, srt/layers/attention/vision.py. tests/scenarios/rollout
+compares all of it with SGLang itself.
 """
 
 from collections.abc import Mapping
@@ -27,8 +27,28 @@ QWEN2_5_TOWER: Mapping[str, EngineRule] = {
     "merger.mlp.0": EngineRule("tensor"),
     "merger.mlp.2": EngineRule("tensor", COLUMNS),
 }
+GLM4_TOWER: Mapping[str, EngineRule] = {
+    "patch_embed.proj": WHOLE,
+    "embeddings.position_embedding": WHOLE,
+    "post_conv_layernorm": WHOLE,
+    "blocks.norm1": WHOLE,
+    "blocks.norm2": WHOLE,
+    "blocks.attn.qkv": EngineRule("attention", blocks=3),
+    "blocks.attn.proj": EngineRule("attention", COLUMNS),
+    "blocks.mlp.gate_proj": EngineRule("attention"),
+    "blocks.mlp.up_proj": EngineRule("attention"),
+    "blocks.mlp.down_proj": EngineRule("attention", COLUMNS),
+    "post_layernorm": WHOLE,
+    "downsample": WHOLE,
+    "merger.proj": WHOLE,
+    "merger.post_projection_norm": WHOLE,
+    "merger.gate_proj": EngineRule("attention"),
+    "merger.up_proj": EngineRule("attention"),
+    "merger.down_proj": EngineRule("attention", COLUMNS),
+}
 TOWER_RULES: Mapping[str, Mapping[str, EngineRule]] = {
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_TOWER,
+    "Glm4vMoeForConditionalGeneration": GLM4_TOWER,
 }
 """Architecture -> module of its tower, without the block's number -> how it is cut."""
 

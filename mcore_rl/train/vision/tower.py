@@ -6,18 +6,31 @@ docs/vision.md says why it is not megatron-core's vision model.
 """
 
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.families.tower import PREFIX, PROJECTOR, vision_settings
 from mcore_rl.types import Images
 
 TRAINED: dict[str, tuple[str, ...]] = {"all": (PREFIX,), "projector": (PROJECTOR,), "none": ()}
 """train.vision -> where the names of those parameters of the tower begin that are trained."""
+
+
+TOWERS = {
+    "Qwen2_5_VLForConditionalGeneration": (
+        "qwen2_5_vl",
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VisionTransformerPretrainedModel",
+    ),
+    "Glm4vMoeForConditionalGeneration": ("glm4v_moe", "Glm4vMoeConfig", "Glm4vMoeVisionModel"),
+}
+"""Architecture -> transformers' module of the model, and its classes of config and tower."""
 
 
 class Float32Buffers(torch.nn.Module):
@@ -45,25 +58,28 @@ class Float32Buffers(torch.nn.Module):
 
 
 def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Module:
-    """Return the tower of a Qwen2.5-VL, parameters not yet filled.
+    """Return the tower of a model of TOWERS, parameters not yet filled.
 
     Every tensor-parallel rank holds the whole tower. Under sequence parallelism each rank takes the
     embeddings of its own tokens, so the ranks' gradients are added up, as those of norms are.
     """
-    from transformers import Qwen2_5_VLConfig
-    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
-        Qwen2_5_VisionTransformerPretrainedModel,
-    )
-
-    whole: Any = Qwen2_5_VLConfig(vision_config=dict(vision_settings(hf_config)))
+    config_class, tower_class = _classes(family_of(hf_config).architecture)
+    whole = config_class(vision_config=dict(vision_settings(hf_config)))
     with torch.random.fork_rng(devices=[]):
-        tower: Any = Qwen2_5_VisionTransformerPretrainedModel._from_config(
-            whole.vision_config, dtype=config.params_dtype
-        )
+        tower = tower_class._from_config(whole.vision_config, dtype=config.params_dtype)
     tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
     for parameter in tower.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return tower
+
+
+def _classes(architecture: str) -> tuple[Any, Any]:
+    """Return transformers' class of the whole model's config, and that of its tower."""
+    module, config_class, tower_class = TOWERS[architecture]
+    package = f"transformers.models.{module}"
+    configs = import_module(f"{package}.configuration_{module}")
+    models = import_module(f"{package}.modeling_{module}")
+    return getattr(configs, config_class), getattr(models, tower_class)
 
 
 def embed_images(tower: torch.nn.Module, images: Images) -> Tensor:

@@ -1,6 +1,8 @@
 """A vision-language model computes what transformers does, in every layout, gradients included."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.types import LogprobOptions
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
+from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_training import make_actor, my_batches, token_loss
 from tests.support.tiny_vision import (
     load_vision_model,
@@ -30,6 +33,13 @@ from tests.support.tiny_vision import (
 Layout = dict[str, Any]
 TWO_RANKS: list[Layout] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}]
 FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}]
+EXPERTS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}]
+WRITERS = {"qwen2_5_vl": write_vision_model, "glm4v_moe": write_glm4v_model}
+CASES = [
+    ("qwen2_5_vl", TWO_RANKS),
+    ("qwen2_5_vl", FOUR_RANKS),
+    ("glm4v_moe", EXPERTS),
+]
 SCALE = 0.8
 
 
@@ -39,7 +49,8 @@ def run_layout(
     """Score, export and take a step in a layout; return this rank's reports and gradients."""
     from megatron.core import parallel_state as ps
 
-    actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout))
+    parallel = ParallelConfig(**layout)
+    actor = make_actor(rank, world_size, port, model, parallel, router_aux_loss_coef=0.0)
     batches = make_vision_batches()
     mine = my_batches(batches)
     scores = actor.compute_logprobs(mine, LogprobOptions(temperature=SCALE))
@@ -56,35 +67,48 @@ def run_layout(
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_vision_model(tmp_path_factory.mktemp("vision"))
+@dataclass(frozen=True)
+class Single:
+    """A model directory, and what one process reported of it."""
+
+    folder: Path
+    report: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def one_process(folder: Path) -> dict[str, Any]:
-    return run_ranks(run_layout, 1, ModelConfig(path=str(folder)), {})[0]
+def singles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Single]:
+    @cache
+    def of_kind(kind: str) -> Single:
+        folder = WRITERS[kind](tmp_path_factory.mktemp(kind))
+        return Single(folder, run_ranks(run_layout, 1, ModelConfig(path=str(folder)), {})[0])
+
+    return of_kind
+
+
+Singles = Callable[[str], Single]
 
 
 @pytest.mark.gloo
-def test_one_process_computes_what_transformers_does(
-    folder: Path, one_process: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("kind", WRITERS)
+def test_one_process_computes_what_transformers_does(singles: Singles, kind: str) -> None:
+    folder, one_process = singles(kind).folder, singles(kind).report
     model = load_vision_model(folder)
     with torch.no_grad():
         wanted = transformers_vision_logprobs(model, make_vision_batches(), SCALE)
     for got, want in zip(one_process["logprobs"], wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
     gradients = transformers_gradients(model)
-    assert gradients["visual.patch_embed.proj.weight"].abs().max() > 0
+    patches = next(name for name in gradients if name.endswith("patch_embed.proj.weight"))
+    assert gradients[patches].abs().max() > 0
     check_gradients([one_process["gradients"]], gradients, "one process", tolerance=1e-5)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layouts", [TWO_RANKS, FOUR_RANKS], ids=["two_ranks", "four_ranks"])
-def test_layouts_agree_with_one_process(
-    folder: Path, one_process: dict[str, Any], layouts: list[Layout]
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layouts"), CASES, ids=["qwen2_5_vl-two_ranks", "qwen2_5_vl-four_ranks", "glm4v_moe"]
+)
+def test_layouts_agree_with_one_process(singles: Singles, kind: str, layouts: list[Layout]) -> None:
+    folder, one_process = singles(kind).folder, singles(kind).report
     wanted = whole_gradients(one_process["gradients"])
     world_size = ParallelConfig(**layouts[0]).world_size
     model = ModelConfig(path=str(folder))
@@ -132,7 +156,9 @@ def held_elements(boxes: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> di
 
 
 @pytest.mark.gloo
-def test_weights_come_back_byte_for_byte(folder: Path, one_process: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", WRITERS)
+def test_weights_come_back_byte_for_byte(singles: Singles, kind: str) -> None:
+    folder = singles(kind).folder
     source = load_file(folder / "model.safetensors")
     exports = sorted(folder.glob("export-*"))
     assert exports
@@ -163,10 +189,22 @@ def transformers_gradients(model: Any) -> dict[str, Tensor]:
         loss_T, _ = token_loss(logprobs_T, entropy_T, batch, sums)
         assert batch.loss_weights_T is not None
         (loss_T * batch.loss_weights_T).sum().backward()
-    names = {"model.visual.": "visual.", "model.language_model.": "model."}
-    gradients = {}
+    return dict(saved_gradients(model))
+
+
+def saved_gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (HF name, gradient) under the names that transformers saves."""
+    names = {}
+    if model.config.model_type == "qwen2_5_vl":
+        names = {"model.visual.": "visual.", "model.language_model.": "model."}
     for name, parameter in model.named_parameters():
         for new, old in names.items():
             name = name.replace(new, old, 1)
-        gradients[name] = parameter.grad
-    return gradients
+        if ".experts." not in name:
+            yield name, parameter.grad
+            continue
+        stem, _, kind = name.rpartition(".")
+        halves = kind.removesuffix("_proj").split("_")
+        for expert, matrix in enumerate(parameter.grad):
+            for half, part in zip(halves, matrix.chunk(len(halves)), strict=True):
+                yield f"{stem}.{expert}.{half}_proj.weight", part

@@ -10,6 +10,7 @@ MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
@@ -21,7 +22,7 @@ MODULES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 """Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
-PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl",)}
+PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl", "glm4v")}
 """Package -> those of its modules that have processors of images for the models in MODULES."""
 
 
