@@ -23,9 +23,11 @@ from mcore_rl.planning.engine_memory import engine_uses, served_bytes, sync_buff
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
+from mcore_rl.planning.tower_memory import tower_activations
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.slices.families.tower import is_frozen
 from mcore_rl.slices.families.value_head import has_value_head, with_value_head
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
 
@@ -38,20 +40,27 @@ class Parameters:
     """Numbers of parameters of one rank.
 
     `expert` are those of routed experts, whose optimizer state is divided over other ranks than the
-    state of the rest.
+    state of the rest. `frozen` of the others are not trained.
     """
 
     dense: int
     expert: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         return self.dense + self.expert
 
 
-def stage_parameters(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -> Parameters:
-    """Parameters of each rank of a pipeline stage, vocabulary padding included."""
+def stage_parameters(
+    layout: MegatronLayout, sizes: MegatronSizes, stage: int, vision: str = "all"
+) -> Parameters:
+    """Parameters of each rank of a pipeline stage, vocabulary padding included.
+
+    `vision` is train.vision, the part of a vision tower that is trained.
+    """
     counts = {False: 0, True: 0}
+    frozen = 0
     rank = stage * sizes.stage_ranks
     for entry, numel in layout.held(rank):
         if entry.tensor.dtype is not None:
@@ -59,7 +68,9 @@ def stage_parameters(layout: MegatronLayout, sizes: MegatronSizes, stage: int) -
         if entry.rule.padded and numel:
             numel = sizes.padded_vocab // sizes.tp * prod(entry.shape[1:])
         counts[entry.rule.has_expert_axis] += numel
-    return Parameters(dense=counts[False], expert=counts[True])
+        if is_frozen(entry.rule.key, vision):
+            frozen += numel
+    return Parameters(dense=counts[False], expert=counts[True], frozen=frozen)
 
 
 def predict_memory(
@@ -130,8 +141,15 @@ def _trained(
     per_parameter = _parameter_bytes(config.model.dtype, optimizer.megatron, train.ddp)
     stages = []
     for stage in range(parallel.pp):
-        uses = _states(stage_parameters(layout, sizes, stage), parallel, sizes, per_parameter)
+        count = stage_parameters(layout, sizes, stage, train.vision)
+        uses = _states(count, parallel, sizes, per_parameter)
         uses["activations"] = _passes(activations, parallel, layout.stage_layers(stage), stage)
+        if stage == 0 and family_of(hf_config).has_tower:
+            runs = len(layout.stage_layers(stage))
+            in_flight = _in_flight(parallel, stage) / runs
+            uses["tower's activations"] = tower_activations(
+                hf_config, step, train.vision, in_flight
+            )
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
         if sends:
@@ -161,10 +179,10 @@ def _states(
     """Weights, gradients and share of the optimizer of one rank with `count` parameters."""
     replicas = parallel.dp_size * parallel.cp
     expert_replicas = sizes.stage_ranks // (parallel.ep * parallel.etp)
-    shared = count.dense / replicas + count.expert / expert_replicas
+    shared = (count.dense - count.frozen) / replicas + count.expert / expert_replicas
     return {
         "weights": count.total * per_parameter["weights"],
-        "gradients": count.total * per_parameter["gradients"],
+        "gradients": (count.total - count.frozen) * per_parameter["gradients"],
         "optimizer": shared * per_parameter["optimizer"],
     }
 

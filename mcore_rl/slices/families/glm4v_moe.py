@@ -75,6 +75,7 @@ def sizes(config: HfConfig) -> Mapping[str, int]:
     return {
         **glm4_moe.sizes(config),
         **of_tower,
+        "tower_block_ffn": need(config, "hidden_size"),
         "tower_positions": side**2,
         "tower_qkv_bias": of_tower["tower_qkv"] if vision.get("attention_bias") else 0,
         "merge": vision.get("spatial_merge_size", 2),

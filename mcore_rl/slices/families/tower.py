@@ -18,9 +18,17 @@ PREFIX = "visual."
 PROJECTOR = PREFIX + "merger."
 """Where the keys of the projector into the language model's embeddings begin."""
 
+TRAINED: Mapping[str, tuple[str, ...]] = {"all": (PREFIX,), "projector": (PROJECTOR,), "none": ()}
+"""train.vision -> where the keys of those parameters of the tower begin that are trained."""
+
+
+def is_frozen(key: str, part: str) -> bool:
+    """Return whether train.vision=`part` leaves the parameter of this Megatron key as it is."""
+    return key.startswith(PREFIX) and not key.startswith(TRAINED[part])
+
 
 def block_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
-    """Return the rule of a tensor that every block of the tower has; HF names begin with `visual`."""
+    """Return the rule of a tensor of every block; its HF names begin with `visual`."""
     tensor = HfTensor(f"{visual}blocks.{{layer}}.{name}", axes)
     return Rule(f"{PREFIX}blocks.{name}", (tensor,), where="tower")
 
@@ -70,6 +78,7 @@ def tower_sizes(config: HfConfig) -> dict[str, int]:
         "tower_qkv": 3 * hidden,
         "tower_heads": _need(vision, "num_heads"),
         "tower_ffn": _need(vision, "intermediate_size"),
+        "tower_block_ffn": _need(vision, "intermediate_size"),
         "merged": hidden * vision.get("spatial_merge_size", 2) ** 2,
         "channels": vision.get("in_channels", vision.get("in_chans", 3)),
         "patch_frames": vision.get("temporal_patch_size", 2),

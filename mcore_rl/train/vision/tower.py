@@ -15,12 +15,8 @@ from torch import Tensor
 
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import PREFIX, PROJECTOR, vision_settings
+from mcore_rl.slices.families.tower import is_frozen, vision_settings
 from mcore_rl.types import Images
-
-TRAINED: dict[str, tuple[str, ...]] = {"all": (PREFIX,), "projector": (PROJECTOR,), "none": ()}
-"""train.vision -> where the names of those parameters of the tower begin that are trained."""
-
 
 TOWERS = {
     "Qwen2_5_VLForConditionalGeneration": (
@@ -61,13 +57,16 @@ def make_tower(config: TransformerConfig, hf_config: HfConfig) -> torch.nn.Modul
     """Return the tower of a model of TOWERS, parameters not yet filled.
 
     Every tensor-parallel rank holds the whole tower. Under sequence parallelism each rank takes the
-    embeddings of its own tokens, so the ranks' gradients are added up, as those of norms are.
+    embeddings of its own tokens, so the ranks' gradients are added up, as those of norms are. With
+    any recomputation of layers, each block of the tower is computed again in the backward pass.
     """
     config_class, tower_class = _classes(family_of(hf_config).architecture)
     whole = config_class(vision_config=dict(vision_settings(hf_config)))
     with torch.random.fork_rng(devices=[]):
         tower = tower_class._from_config(whole.vision_config, dtype=config.params_dtype)
     tower.rotary_pos_emb = Float32Buffers(tower.rotary_pos_emb)
+    if config.recompute_granularity is not None:
+        tower.gradient_checkpointing_enable()
     for parameter in tower.parameters():
         parameter.sequence_parallel = config.sequence_parallel
     return tower
@@ -105,5 +104,5 @@ def train_only(chunks: Iterable[torch.nn.Module], part: str) -> None:
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if name.startswith(PREFIX) and not name.startswith(TRAINED[part]):
+            if is_frozen(name, part):
                 parameter.requires_grad_(False)

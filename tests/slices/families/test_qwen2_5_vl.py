@@ -56,7 +56,7 @@ def test_keys_of_blocks_have_their_number() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, "half a head, 8"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, "of a head, 8"),
         ({"rope_scaling": {"type": "default"}}, "lack 'mrope_section'"),
         ({"rope_scaling": {"type": "yarn", "mrope_section": [2, 3, 3]}}, "rope_type='yarn'"),
         ({"vision_config": {**VISION, "out_hidden_size": 32}}, "out_hidden_size=32"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.train.model import make_chunks
@@ -21,8 +22,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def make_chunk(dtype: torch.dtype) -> Any:
-    config = make_transformer_config(CONFIG, ParallelConfig(), dtype, TrainConfig())
+def make_chunk(dtype: torch.dtype, recompute: str = "none") -> Any:
+    train = TrainConfig(recompute=recompute)
+    config = make_transformer_config(CONFIG, ParallelConfig(), dtype, train)
     [chunk] = make_chunks(config, CONFIG)
     return chunk
 
@@ -51,6 +53,41 @@ def describe_tower() -> dict[str, Any]:
             None if p.grad is None else p.grad.abs().max().item() for p in exact.parameters()
         },
     }
+
+
+def keep_for_backward(recompute: str) -> tuple[int, dict[str, Tensor]]:
+    """Return the bytes besides weights that a backward pass needs, and the gradients it gives."""
+    tower = make_chunk(torch.float32, recompute).visual
+    for parameter in tower.parameters():
+        torch.manual_seed(parameter.numel())
+        parameter.data.normal_(std=0.1)
+    images = make_vision_batches()[1].images
+    assert images is not None
+    weights = {parameter.data_ptr() for parameter in tower.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        embeddings_RH = embed_images(tower, images)
+    embeddings_RH.square().sum().backward()
+    return sum(kept.values()), {n: p.grad for n, p in tower.named_parameters()}
+
+
+def compare_recomputation() -> list[tuple[int, dict[str, Tensor]]]:
+    return [keep_for_backward(recompute) for recompute in ("none", "selective", "full")]
+
+
+@pytest.mark.gloo
+def test_recomputed_blocks_keep_less_and_have_the_same_gradients() -> None:
+    (kept, gradients), *recomputed = run_alone(compare_recomputation)
+    for fewer, same in recomputed:
+        assert fewer < kept / 2
+        assert same.keys() == gradients.keys()
+        assert all(torch.equal(same[name], gradients[name]) for name in gradients)
 
 
 @pytest.mark.gloo

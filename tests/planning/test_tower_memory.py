@@ -1,0 +1,41 @@
+"""A tower's activations by hand, and what recomputing and freezing it save."""
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.planning.activations import Pass
+from mcore_rl.planning.tower_memory import tower_activations
+from mcore_rl.slices.hf.facts import ModelFacts
+
+QWEN = ModelFacts.read("recipes/model/qwen2_5_vl_7b").config
+STEP = Pass(
+    tokens=1000,
+    tp=4,
+    cp=2,
+    etp=1,
+    itemsize=2,
+    recomputed=frozenset(),
+    logprob_chunk=1000,
+    expert_load=1.0,
+)
+BLOCK = 10 * 1280 + 4 * 3420
+BYTES = 4 * 1000 * 2
+"""Of one number per patch of a micro-batch, 4 patches per token."""
+
+
+def test_every_block_keeps_its_numbers() -> None:
+    found = tower_activations(QWEN, STEP, "all", in_flight=2)
+    assert found == pytest.approx(BYTES * (2 * 32 * BLOCK + BLOCK))
+
+
+def test_recomputed_blocks_keep_their_inputs() -> None:
+    step = replace(STEP, recomputed=frozenset({"core_attn"}))
+    found = tower_activations(QWEN, step, "all", in_flight=2)
+    assert found == pytest.approx(BYTES * (2 * 32 * 1280 + BLOCK))
+
+
+@pytest.mark.parametrize("vision", ["projector", "none"])
+def test_frozen_blocks_keep_nothing(vision: str) -> None:
+    found = tower_activations(QWEN, STEP, vision, in_flight=2)
+    assert found == pytest.approx(BYTES * BLOCK)
