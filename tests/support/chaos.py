@@ -15,6 +15,8 @@ from tests.support.runs import Run
 
 WAIT_S = 600.0
 """For whatever a test waits for: machines are busy."""
+TRAINED = ": train\n"
+"""Ends the line of a step that begins to train; the line of a node names a trainer, too."""
 TOOL = "chaos_tool"
 PROGRAM = "chaos_program"
 ENVIRONMENT = '''
@@ -107,17 +109,17 @@ class Chaos:
 
     def strike(self, run: Run, budget: Mapping[str, int]) -> None:
         """Kill as many processes of each kind as `budget` says."""
-        run.wait_for(": train", WAIT_S)
+        run.wait_for(TRAINED, WAIT_S)
         order = [kind for kind, number in budget.items() for _ in range(number)]
         self._random.shuffle(order)
         for kind in order:
             time.sleep(self._random.uniform(0.0, 1.0))
-            trained = run.log().count(": train")
+            trained = run.log().count(TRAINED)
             below = self._kill(run, kind)
             if kind in HEAVY:
                 assert_gone(below)
                 run.wait_until(
-                    lambda before=trained: run.log().count(": train") > before + 1,
+                    lambda before=trained: run.log().count(TRAINED) > before + 1,
                     f"steps after the death of {kind}",
                     WAIT_S,
                 )
