@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from mcore_rl.agents.environments.errors import (
 )
 from mcore_rl.agents.environments.keeper import OVER_MEMORY_STATUS
 from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.environments.orphans import MARK, kill_marked
 from mcore_rl.agents.environments.wire import encode, read_frame
 from mcore_rl.process.redaction import is_secret_name
 
@@ -77,6 +79,7 @@ class WorkerProcess:
         self._calls = itertools.count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._alive_fd = -1
+        self._mark = secrets.token_hex(16)
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self, folder: Path, on_lost: Callable[[], None]) -> None:
@@ -201,6 +204,8 @@ class WorkerProcess:
                 status = await self._process.wait()
         except TimeoutError:
             return f"the worker closed its socket and has not ended {_EXIT_S:g} s later"
+        if status < 0:  # a signal ended the keeper, which could not end what is below it
+            await asyncio.to_thread(kill_marked, self._mark)
         if status == OVER_MEMORY_STATUS:
             return (
                 f"the worker took more than {self._options.memory_gib:g} GiB and was killed: "
@@ -217,6 +222,7 @@ class WorkerProcess:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
+            await asyncio.to_thread(kill_marked, self._mark)
         self._writer.close()
         if self._reading:
             await asyncio.wait([self._reading])
@@ -247,6 +253,6 @@ class WorkerProcess:
                 stdout=log,
                 stderr=log,
                 pass_fds=(socket_fd, alive_fd),
-                env=worker_environment(self._options, folder),
+                env=worker_environment(self._options, folder) | {MARK: self._mark},
                 start_new_session=True,  # Ctrl-C is for the pool, which ends its workers in order
             )

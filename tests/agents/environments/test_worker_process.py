@@ -1,5 +1,6 @@
 """Workers start, die and are killed with everything below them."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -36,6 +37,23 @@ def test_a_worker_over_its_memory_is_killed():
             await play(pool, ["ALLOCATE 500000000", "SLEEP 30"])
 
     in_pool(use, kind=COUNTDOWN, memory_gib=0.25)
+
+
+def test_a_program_ends_although_its_keeper_was_killed(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    task = {"index": 7, "gateway_url": "http://127.0.0.1:1", "gateway_key": "none"}
+
+    async def use(pool):
+        running = asyncio.ensure_future(pool.run(task))
+        while not (pid_file.exists() and pid_file.read_text()):
+            await asyncio.sleep(0.05)
+        os.kill(pool._workers[0]._process.pid, signal.SIGKILL)
+        with pytest.raises(EnvironmentLost, match="died with status -9"):
+            await running
+        assert not all_gone([int(pid_file.read_text())])
+
+    in_pool(use, kind="command", options={"command": [sys.executable, "-c", code]})
 
 
 def test_an_interpreter_that_is_not_there_is_named():
