@@ -144,14 +144,14 @@ def test_episodes_wait_for_a_place_and_not_for_ever():
     async def use(pool):
         first = await pool.open(TASK)
         waiting = asyncio.ensure_future(play(pool))
-        with pytest.raises(EpisodeError, match=r"waited for a place in 1 workers .* 1 s"):
+        with pytest.raises(EpisodeError, match=r"waited for a place in 1 workers .* 4 s"):
             await play(pool)
         with pytest.raises(EpisodeError, match="waited for a place"):
             await waiting
         await first.close()
         return await play(pool)
 
-    assert in_pool(use, kind=COUNTDOWN, episodes_per_worker=1, place_timeout_s=1)[-1].done
+    assert in_pool(use, kind=COUNTDOWN, episodes_per_worker=1, place_timeout_s=4)[-1].done
 
 
 def test_workers_start_when_they_are_needed():
