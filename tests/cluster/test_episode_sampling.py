@@ -1,5 +1,6 @@
 """Groups of episodes are drawn from engines, with a seed and an engine's prefix for each turn."""
 
+import asyncio
 import gc
 import sys
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.episode_sampling import EpisodeSampler
+from mcore_rl.agents.recorder import TurnRequest
+from mcore_rl.cluster.episode_sampling import EpisodeSampler, turn_sampler
 from mcore_rl.cluster.episode_spec import EpisodeSpec
 from mcore_rl.config import AgentsConfig, RolloutConfig
 from mcore_rl.data.calculator import CHAT_TEMPLATE, vocabulary
@@ -18,12 +20,15 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
-from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Prompt, Sample
 from tests.agents.environments import episodes
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.gateways import until
 
+SHORT = Sampling(1)
 PROMPT = Prompt(7, (3, 4), ({"role": "user", "content": "what is 1 + 2 ?"},), "unit", "3")
 
 
@@ -173,3 +178,41 @@ def test_a_session_leaves_an_engine_that_fails(
     )
     assert sample.finish_reason == "done"
     assert [len(contexts) for contexts in contexts_of(engine, second_engine)] == [3, 2]
+
+
+@pytest.mark.parametrize("num_others", [2, 3])
+def test_a_session_leaves_an_engine_with_as_many_more_requests_as_its_group_has(
+    loop: EventLoop, engine: FakeSGLang, second_engine: FakeSGLang, num_others: int
+) -> None:
+    """One less, and it stays for its prefix. It does not go back once the other is idle again."""
+    rollout = RolloutConfig()
+    health = EngineHealth([engine.url, second_engine.url])
+    transport = HttpOptions.of(rollout, [1], str).open
+    client = RolloutClient([engine.address, second_engine.address], rollout, transport, health)
+    engine.num_free = 1
+
+    async def run() -> None:
+        async with asyncio.timeout(60), client.open() as session:
+            ask = turn_sampler(session, GroupRequest(0, 5, PROMPT, 3, Sampling(4)), 0)
+            await ask(turn(0))
+            health.set_serving([engine.url], {second_engine.url: "the others go to the first"})
+            others = [
+                asyncio.create_task(session.sample(Request(PROMPT, 0, EngineAffinity(1)), SHORT))
+                for _ in range(num_others)
+            ]
+            await until(lambda: len(engine.sampled) == 1 + num_others)
+            health.set_serving([engine.url, second_engine.url], {})
+            later = asyncio.create_task(ask(turn(1)))
+            await until(lambda: len(engine.sampled) + len(second_engine.sampled) > 1 + num_others)
+            await engine._open()
+            await asyncio.gather(later, *others)
+            await ask(turn(2))
+
+    loop.run(run())
+    turns = [len(body["input_ids"]) - len(PROMPT.token_ids) for body in second_engine.sampled]
+    assert turns == ([] if num_others < 3 else [1, 2])
+
+
+def turn(number: int) -> TurnRequest:
+    """A turn whose context is `number` tokens longer than the prompt."""
+    return TurnRequest(number, PROMPT.token_ids + (9,) * number, 4, (), 0)
