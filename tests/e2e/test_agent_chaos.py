@@ -86,8 +86,11 @@ def programs(folder: Path) -> list[str]:
 KINDS = {"tools": tools, "programs": programs}
 
 
-def check(run_dir: Path, notes: Path) -> Counter[str]:
-    """Check the episodes of all launches; return how often each reason ended one."""
+def check(run_dir: Path, notes: Path, num_resumes: int) -> Counter[str]:
+    """Check the episodes of all launches; return how often each reason ended one.
+
+    After a resume none is begun whose prompt was trained before it, however many there were.
+    """
     reasons = Counter(
         reason for ends in reasons_by_group(run_dir / "episodes.jsonl").values() for reason in ends
     )
@@ -98,11 +101,14 @@ def check(run_dir: Path, notes: Path) -> Counter[str]:
         step_of.setdefault(row["prompt_index"], set()).add(row["step"])
     assert all(len(steps) == 1 for steps in step_of.values()), step_of
     trained: set[int] = set()
+    found = 0
     for row in read_rows(run_dir / "episodes.jsonl"):
         if "resumed_after" in row:
             trained = {i for i, steps in step_of.items() if min(steps) <= row["resumed_after"]}
-            assert trained or not row["resumed_after"]
+            assert trained, f"{row}: no step before it has samples"
+            found += 1
         assert row.get("prompt_index") not in trained, f"{row} was trained before the resume"
+    assert found == num_resumes
     return reasons
 
 
@@ -119,7 +125,7 @@ def survive(
         run = begin(*KINDS[kind](folder), *MODES[mode])
         chaos.strike(run, budget)
         chaos.end(run, end)
-    reasons = check(folder / "run", folder / "notes")
+    reasons = check(folder / "run", folder / "notes", num_resumes=len(launches) - 1)
     print(f"{kind} {mode}: killed {dict(chaos.kills)}; ends {dict(reasons)}")
     assert reasons["done"] and reasons["aborted"]
     return chaos
