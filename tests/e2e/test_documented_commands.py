@@ -73,6 +73,7 @@ def test_a_quick_command_runs(command: Documented, tmp_path: Path) -> None:
 def test_the_documents_commands_run_in_their_order(tmp_path: Path) -> None:
     """README's commands make what the other documents' commands start from."""
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (tmp_path / ".venv-agents").symlink_to(ROOT / ".venv-agents")  # `make agents-venv`
     (tmp_path / "my_algo.py").write_text(own_algorithm())
     tried = 0
     for command in documented(*WALKED, "docs/checkpoints.md"):
