@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_rl.cluster.episode_spec import EpisodeSpec
+from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
+from mcore_rl.cluster.rank_actor import ProcessLost
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
@@ -53,6 +55,7 @@ class CollectorSpec:
 
     make_scorer   makes a rewards.scorer.Scorer; None for a command without rewards
     episodes      how samples of several turns are drawn; None: a sample is one response
+    servers       what runs beside it for rewards and environments; None: nothing
     secrets       values that its log must not show
     """
 
@@ -62,6 +65,7 @@ class CollectorSpec:
     experts_shape: RoutedExpertsShape | None
     make_scorer: Callable[[], Any] | None
     episodes: EpisodeSpec | None = None
+    servers: NodeServersSpec | None = None
     secrets: tuple[str, ...] = field(default=(), repr=False)
 
 
@@ -83,6 +87,8 @@ class CollectorWorker:
         spill = SpillFiles(rollout.spill_dir)
         limit = rollout.store_gib * 2**30
         self._store = SampleStore(num_experts, first_group, limit, spill, rollout.logprob_dtype)
+        # First, as a user's file may read their addresses while it is imported.
+        self._servers = NodeServers(spec.servers, str(number)) if spec.servers else None
         self._scorer = spec.make_scorer() if spec.make_scorer else None
         self._loop = EventLoop()
         self._teacher: Any = None
@@ -97,7 +103,10 @@ class CollectorWorker:
         served: Mapping[str, ServedEndpoint],
         stores: StoreHandles,
     ) -> None:
-        """Take the engines, those of this node by url, the served models by role, all stores."""
+        """Take the engines, those of this node by url, the served models by role, all stores.
+
+        Raises ProcessLost if a server beside this collector does not start.
+        """
         from mcore_rl.rollout.client import RolloutClient
         from mcore_rl.rollout.collector import Collector
         from mcore_rl.rollout.engine_health import EngineHealth
@@ -106,6 +115,7 @@ class CollectorWorker:
         from mcore_rl.rollout.transport import HttpOptions
 
         spec = self._spec
+        self._wait_for_servers()
         health = EngineHealth([engine.url for engine in engines])
         http = HttpOptions.of(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
         client = RolloutClient(engines, spec.rollout, http.open, health, own)
@@ -120,6 +130,14 @@ class CollectorWorker:
             self._scorer.connect(posts, asyncio.run)
         if "teacher" in served:
             self._teacher = Teacher(served["teacher"], asyncio.run)
+
+    def _wait_for_servers(self) -> None:
+        if self._servers is None:
+            return
+        try:
+            self._servers.wait_healthy()
+        except (RuntimeError, TimeoutError) as error:
+            raise ProcessLost(str(error)) from error
 
     async def _start_episodes(
         self,
@@ -246,11 +264,13 @@ class CollectorWorker:
             raise SamplesLost(f"{name} was started again: {error}", [self._number]) from None
 
     def close(self) -> None:
-        """End the processes of the reward function and of the environments."""
+        """End the processes of the reward function, of the environments, and the servers."""
         if self._close_episodes is not None:
             self._loop.run(self._close_episodes())
         if self._scorer is not None:
             self._scorer.__exit__(None, None, None)
+        if self._servers is not None:
+            self._servers.close()
 
 
 def _as_response(prompt: Prompt, row: int, token_ids: Sequence[int], start: int) -> Sample:

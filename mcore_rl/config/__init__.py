@@ -43,6 +43,7 @@ from mcore_rl.config.run import (
     RunConfig,
 )
 from mcore_rl.config.served_models import ServedModelConfig
+from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.simulation import SimulateConfig
 from mcore_rl.config.training import (
     CriticConfig,
@@ -83,6 +84,8 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "SandboxConfig",
+    "SearchConfig",
     "ServedModelConfig",
     "SftConfig",
     "SimulateConfig",
@@ -106,6 +109,8 @@ class Config(Options, group=""):
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agents: AgentsConfig = field(default_factory=AgentsConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    search: SearchConfig = field(default_factory=SearchConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
     canary: CanaryConfig = field(default_factory=CanaryConfig)

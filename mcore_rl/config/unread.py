@@ -53,6 +53,10 @@ def _unread(config: "Config") -> Iterator[Unread]:
     yield from _of_reward(config.reward)
     if not config.agents.is_used:
         yield Unread(("agents",), "agents.environment=''", "set agents.environment")
+    if not config.sandbox.is_used:
+        yield Unread(("sandbox",), "sandbox.workers=0", "set sandbox.workers above 0")
+    if not config.search.is_used:
+        yield Unread(("search",), "search.index=''", "set search.index")
     for role, model in config.served_groups.items():
         yield from _of_served(role, model)
     if not config.judge.is_used:

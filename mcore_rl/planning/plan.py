@@ -14,6 +14,7 @@ from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.models import read_models
 from mcore_rl.planning.rank_memory import as_json as memory_as_json
+from mcore_rl.planning.server_needs import explain_servers
 from mcore_rl.planning.store_memory import explain_stores, store_bytes, store_nodes
 from mcore_rl.planning.sync import comparison_table, flows_table, predict_sync
 from mcore_rl.planning.tables import explain, memory_table, verdict
@@ -41,6 +42,7 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
             "explained": explain(config, ranks),
             "store_bytes": store_bytes(config, models.policy),
             "store_nodes": store_nodes(config),
+            "servers": explain_servers(config.sandbox, config.search),
         }
         print(json.dumps(asdict(summary) | memory))
         return fits
@@ -49,6 +51,7 @@ def print_plan(config: Config, as_json: bool = False) -> bool:
     console.print(comparison_table(summary))
     console.print(memory_table(config.plan, ranks))
     stores = explain_stores(config, models.policy)
-    for line in (*explain(config, ranks), stores, sentence):
+    servers = explain_servers(config.sandbox, config.search)
+    for line in filter(None, (*explain(config, ranks), stores, servers, sentence)):
         console.print(line, soft_wrap=True, highlight=False)
     return fits

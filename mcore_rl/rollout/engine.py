@@ -62,7 +62,7 @@ class EngineProcess:
         """Start the server and return at once.
 
         A separate thread starts it and waits for its end, because the kernel kills the child
-        together with the thread that started it (see server.die_with_parent); that thread must live
+        together with the thread that started it (see process/tied.py); that thread must live
         as long as the child.
         """
         assert self._process is None, f"{self.name} was started before"

@@ -5,31 +5,22 @@ arguments>`. All processes of the server die with the process that started it. W
 stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
-import ctypes
 import os
-import signal
 import sys
 from typing import Any
 
 from mcore_rl.process.lazy_imports import without_collector
 from mcore_rl.process.meeting_store import bind_meetings_to_their_host
 from mcore_rl.process.server_keys import ServerKeys, read_keys
+from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.image_request import processor_output, unpack_request
 from mcore_rl.rollout.key_gate import KeyGate
 
-_PR_SET_PDEATHSIG = 1
 WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
 """Fields of SGLang's ServerArgs that open other servers than the application."""
 VARIABLES_AROUND = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT", "DUMPER_SERVER_PORT")
 """Environment variables that do the same."""
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread of `parent_pid` that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # the parent died before the line above
 
 
 def forks_die_with_their_parents() -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.cluster.episode_sampling import EpisodeSampler
+from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config
 from mcore_rl.data.decoding import make_decode
@@ -25,6 +27,7 @@ from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.episodes import check_episodes, episode_spec
 from mcore_rl.run.inputs import needed_prompts, open_policy
+from mcore_rl.run.node_servers import check_node_servers, node_servers_spec
 from mcore_rl.run.prompts import load_split
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
@@ -39,6 +42,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     if not config.agents.is_used:
         raise ValueError("agents.environment is not set: give what the policy talks with")
     policy, tokenizer = open_policy(config, *needed_prompts(config))
+    check_node_servers(config)
     check_episodes(config, policy, tokenizer)
     files = config.eval.data or config.data.train
     prompts = load_split(config, files, tokenizer)[:num_episodes]
@@ -46,17 +50,27 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
         spec = engine_spec(config, policy, Path(folder) / "sglang.log", ServerKeys.make())
         engine = EngineProcess(spec)
         loop = EventLoop()
+        servers = _start_servers(config, Path(folder))
         try:
             engine.start()
             engine.wait_healthy(config.run.startup_timeout_s)
+            servers.wait_healthy()
             samples = loop.run(_play(config, policy, tokenizer, engine, prompts, greedy))
         except TimeoutError as error:
             raise RuntimeError(str(error)) from error
         finally:
             loop.close()
             engine.stop()
+            servers.close()
     for sample in samples:
         print(shown(sample), flush=True)
+
+
+def _start_servers(config: Config, log_dir: Path) -> NodeServers:
+    """Begin to start the servers that the recipe has beside each collector, if any."""
+    nothing = NodeServersSpec(config.sandbox, config.search, log_dir, 0.0)
+    spec = node_servers_spec(config) or nothing
+    return NodeServers(replace(spec, log_dir=log_dir), "agent")
 
 
 async def _play(

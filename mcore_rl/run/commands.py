@@ -36,6 +36,7 @@ from mcore_rl.run.inputs import (
     read_train_inputs,
     without_replay,
 )
+from mcore_rl.run.node_servers import check_node_servers
 from mcore_rl.run.parts import (
     completing_saves,
     connect_stores,
@@ -167,6 +168,7 @@ def run_pairs(config: Config) -> None:
         "train": first_prompts(config, tokenizer, config.dpo.prompts),
         "heldout": load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts],
     }
+    check_node_servers(config)
     make_scorer(config)
     collector = collector_spec(config, policy, tokenizer)
     num_samples = config.rollout.samples_per_prompt
@@ -193,6 +195,7 @@ def run_eval(config: Config) -> None:
     check_no_trainer(config)
     policy, tokenizer = open_policy(config, "eval.data")
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
+    check_node_servers(config)
     make_scorer(config)
     collector = collector_spec(config, policy, tokenizer)
     correctness = Correctness.of(config.eval, config.reward)

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.config import Config
+from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
 
@@ -41,7 +43,9 @@ def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedToke
     Raises ValueError if the environment, the template or the parsers cannot be used.
     """
     spec = episode_spec(config, policy, tokenizer)
-    check_environment(environment_options(spec, "check"))
+    options = environment_options(spec, "check")
+    variables = {**stand_in_urls(config), **options.variables}
+    check_environment(replace(options, variables=variables))
     chat_format, _ = make_format_and_parser(
         tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, _ask_nobody
     )

@@ -23,6 +23,7 @@ from mcore_rl.players.canary import make_probe
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rollout.teacher import check_same_vocabulary
 from mcore_rl.run.episodes import check_episodes
+from mcore_rl.run.node_servers import check_node_servers
 from mcore_rl.run.prompts import load_split, train_prompts
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.slices.families.routing import check_routing
@@ -61,6 +62,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     warn_of_cut_distribution(config.rollout)
     prompts = train_prompts(config, tokenizer, config.canary.sequences)
     held_out = load_split(config, config.eval.data, tokenizer)[: config.eval.max_prompts]
+    check_node_servers(config)
     make_scorer(config)  # refuses wrong options here, before there are collectors
     if config.agents.is_used:
         check_episodes(config, policy, tokenizer)

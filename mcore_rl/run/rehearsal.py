@@ -30,6 +30,7 @@ from mcore_rl.config.tree import mappings_under, value_of
 from mcore_rl.data.arithmetic import prepare_arithmetic, vocabulary
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.device.upstream import megatron_needs_gpu, server_needs_gpu
+from mcore_rl.run.rehearsal_servers import smallest_servers
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.hf.facts import ModelFacts
 
@@ -115,6 +116,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
             config.eval, data=[str(inputs / "heldout.parquet")], max_prompts=PROMPTS, pass_k=1
         ),
         cluster=_smallest_cluster(config.cluster),
+        **smallest_servers(config, inputs),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
         **{role: _smallest_served(served) for role, served in config.served_models.items()},
     )
@@ -267,9 +269,7 @@ def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
 
 
 def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return config.json of a tiny model of the same family with `num_layers` layers, at most one
-    dense.
-    """
+    """Return config.json of a tiny model of this family: `num_layers` layers, at most one dense."""
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
     tiny |= {
         "vocab_size": len(vocabulary()),

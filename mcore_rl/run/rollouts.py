@@ -14,12 +14,14 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape
 from mcore_rl.config import Config, RewardConfig
 from mcore_rl.data.decoding import make_decode
+from mcore_rl.planning.server_needs import explain_servers
 from mcore_rl.process.redaction import known_secrets
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.run.episodes import episode_spec
+from mcore_rl.run.node_servers import node_servers_spec
 from mcore_rl.scores import Scores
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Sample, StoredBatch, StoredSample, TrainBatch
@@ -65,6 +67,7 @@ def collector_spec(
         experts_shape(config, policy),
         partial(make_scorer, config),
         episode_spec(config, policy, tokenizer) if config.agents.is_used else None,
+        node_servers_spec(config),
         known_secrets(),
     )
 
@@ -77,6 +80,8 @@ def connect_rollouts(config: Config, processes: RunProcesses, engines: EngineGro
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
     collectors.connect(engines.wait_built(), served)
+    if line := explain_servers(config.sandbox, config.search):
+        _log.info(line)
     client = CollectorPool(
         collectors.calls(),
         collectors.engines_per_collector,

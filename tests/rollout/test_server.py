@@ -9,7 +9,8 @@ import pytest
 
 FAMILY = """
 import os, sys, time
-from mcore_rl.rollout.server import die_with_parent, forks_die_with_their_parents
+from mcore_rl.process.tied import die_with_parent
+from mcore_rl.rollout.server import forks_die_with_their_parents
 die_with_parent(int(sys.argv[1]))
 forks_die_with_their_parents()
 if os.fork() == 0:

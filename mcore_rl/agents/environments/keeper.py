@@ -16,21 +16,16 @@ import stat
 import sys
 import time
 
+from mcore_rl.process.tied import die_with_parent
+
 OVER_MEMORY_STATUS = 77
 """Exit status of a keeper whose worker and the processes below it took too much memory."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.5
 _KILL_DEADLINE_S = 10.0
 _LOG_BYTES = 64 * 1024 * 1024
 """A longer log of the worker begins anew."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-def die_with_parent(parent_pid: int, with_signal: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread of `parent_pid` that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(with_signal))
-    if os.getppid() != parent_pid:
-        os._exit(1)  # the parent died before the line above
 
 
 def descendants(pid: int) -> list[int]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.agents.environments.search_rewards import SCORES
+from mcore_rl.process.run_servers import search_url, split_key
 from mcore_rl.process.server_keys import read_secret
 from mcore_rl.search.client import SearchClient
 from mcore_rl.search.passages import Hit, title_and_text
@@ -17,15 +18,15 @@ PASSAGE = "Doc {rank}(Title: {title}) {text}\n"
 class SearchOptions:
     """Where a search goes, and what is shown of its results.
 
-    url          of a server's /retrieve
-    key_file     file with the server's key; empty: it needs none
+    url          of a server's /retrieve; empty: of the search server that the run starts
+    key_file     file with the server's key; empty: it needs none, or it stands in the url
     topk         passages of a search
     deadline_s   for a search; a server that is away or busy is asked again until then
     passage      how a passage is shown: {rank}, {title}, {text}, {contents}
     passage_len  characters of a passage; 0: any number
     """
 
-    url: str
+    url: str = ""
     key_file: str = ""
     topk: int = 3
     deadline_s: float = 60.0
@@ -33,14 +34,25 @@ class SearchOptions:
     passage_len: int = 0
 
     def __post_init__(self) -> None:
-        SearchClient(self.url, "", self.deadline_s)
+        self.client()
         if self.topk < 1 or self.passage_len < 0:
             raise ValueError(
                 f"topk is {self.topk}, passage_len {self.passage_len}: at least 1 and 0"
             )
         _check_format("passage", self.passage, _passage_fields(Hit({"contents": ""}, 0.0), 1))
+
+    def client(self) -> SearchClient:
+        """Return the client of the server; ValueError if none is named, or its key is not there."""
+        url = self.url or search_url()
+        if not url:
+            raise ValueError(
+                "url is empty, and the run starts no search server: give the /retrieve of one that"
+                " runs, or have the run start one (search.index=<folder>)"
+            )
+        address, key = split_key(url)
         if self.key_file:
-            read_key(self.key_file)
+            key = read_key(self.key_file)
+        return SearchClient(address, key, self.deadline_s)
 
 
 def check_score(score: str) -> None:
@@ -76,8 +88,7 @@ class Searcher:
 
     def __init__(self, options: SearchOptions) -> None:
         self._options = options
-        key = read_key(options.key_file) if options.key_file else ""
-        self._client = SearchClient(options.url, key, options.deadline_s)
+        self._client = options.client()
         self.num_searches = 0
         self.num_empty = 0
 

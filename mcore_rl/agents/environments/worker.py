@@ -14,8 +14,8 @@ import traceback
 from typing import Any
 
 from mcore_rl.agents.environments.host import Host, describe
-from mcore_rl.agents.environments.keeper import die_with_parent
 from mcore_rl.agents.environments.wire import encode, read_frame
+from mcore_rl.process.tied import die_with_parent
 
 _CLOSE_ALL_S = 2.0
 

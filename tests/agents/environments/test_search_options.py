@@ -14,6 +14,7 @@ from mcore_rl.agents.environments.search_options import (
     read_key,
     show_passages,
 )
+from mcore_rl.process.run_servers import SEARCH_URL
 from mcore_rl.search.client import SearchUnavailableError
 from mcore_rl.search.passages import Hit
 from tests.search.test_client import ANSWER, answering
@@ -81,3 +82,15 @@ def test_texts_and_scores_are_checked() -> None:
         check_information("<information>")
     with pytest.raises(ValueError, match="cannot be filled"):
         check_information("{passages} {x}")
+
+
+def test_without_a_url_the_search_server_of_the_run_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(SEARCH_URL, raising=False)
+    with pytest.raises(ValueError, match=r"url is empty.*search.index=<folder>"):
+        SearchOptions()
+    with answering((200, ANSWER)) as (url, asked):
+        monkeypatch.setenv(SEARCH_URL, url.replace("http://", "http://run:its_key@"))
+        assert Searcher(SearchOptions(topk=2)).show("who") == "Doc 1(Title: a) b"
+    assert asked[0]["Authorization"] == "Bearer its_key"

@@ -1,0 +1,47 @@
+"""Says which servers a recipe has beside its collectors, and refuses those that cannot start."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mcore_rl.cluster.node_servers import NodeServersSpec
+from mcore_rl.config import Config
+from mcore_rl.process.run_servers import SANDBOX_URL, SEARCH_URL
+from mcore_rl.run_folder import RunFolder
+from mcore_rl.search.index import read_manifest
+
+_NOWHERE = "http://127.0.0.1:1"
+
+
+def node_servers_spec(config: Config) -> NodeServersSpec | None:
+    """Return what each collector starts beside it; None if the recipe has nothing of it."""
+    if not (config.sandbox.is_used or config.search.is_used):
+        return None
+    search = config.search
+    if search.is_used:
+        search = replace(search, index=str(Path(search.index).absolute()))
+    start_s = config.run.startup_timeout_s
+    return NodeServersSpec(config.sandbox, search, RunFolder(config.run.dir).logs, start_s)
+
+
+def check_node_servers(config: Config) -> None:
+    """Raise ValueError if a server of the recipe would not start.
+
+    On a cluster that is joined, an index may lie on the nodes alone, and is opened there.
+    """
+    search = config.search
+    if search.is_used and (config.cluster.address is None or Path(search.index).exists()):
+        try:
+            read_manifest(Path(search.index))
+        except (ValueError, OSError) as error:
+            raise ValueError(f"search.index={search.index}: {error}") from None
+
+
+def stand_in_urls(config: Config) -> Mapping[str, str]:
+    """Return addresses, by variable, for a check of options before there are servers."""
+    urls: dict[str, str] = {}
+    if config.sandbox.is_used:
+        urls[SANDBOX_URL] = f"{_NOWHERE}/run_code"
+    if config.search.is_used:
+        urls[SEARCH_URL] = f"{_NOWHERE}/retrieve"
+    return urls
