@@ -25,5 +25,5 @@ def test_bounds_that_contradict_one_another_are_refused() -> None:
         SandboxConfig(workers=1, max_memory_mib=100)
     with pytest.raises(ValueError, match=r"search.queue_len=3 is less than search.threads=4"):
         SearchConfig(index="i", queue_len=3)
-    with pytest.raises(ValueError, match="sandbox.workers=-1: must be at least 0"):
+    with pytest.raises(ValueError, match=r"sandbox.workers=-1: must be at least 0"):
         SandboxConfig(workers=-1)

@@ -16,10 +16,10 @@ from mcore_rl.search.layout import IndexOptions
 from tests.search.corpora import write_corpus
 from tests.support.runs import Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 Begin = Callable[..., Run]
 WAIT_S = 600.0
-SANDBOX, SEARCH = ("sandbox", "serve"), ("search", "serve")
+SANDBOX, SEARCH = ("mcore_rl.cli sandbox serve",), ("mcore_rl.cli search serve",)
 ENVIRONMENT = '''
 import base64, json, time, urllib.error, urllib.request
 from mcore_rl.agents.environments.environment import Start, Step
@@ -46,7 +46,7 @@ def run(code):
 class Looks:
     """Two answers; after each it looks something up, and has a program add numbers."""
 
-    def __init__(self, options):
+    def __init__(self):
         self.searcher = Searcher(SearchOptions(topk=1, deadline_s=200))
 
     def reset(self, task):
@@ -111,8 +111,14 @@ def base(folder: Path) -> list[str]:
         "reward.noise=1.0",
         "agents.deadline_s=300",
         "agents.workers=1",
-        "agents.options=null",
+        "agents.options.functions=null",
+        "agents.options.reward=null",
         f"agents.environment={folder / 'looks.py'}:Looks",
+        f"reward.path={folder / 'scored.py'}",
+        "reward.parts=[environment,score]",
+        "reward.weights=[1.0,1.0]",
+        "reward.workers=1",
+        "reward.timeout_s=300",
         "sandbox.workers=1",
         f"search.index={folder / 'index'}",
     ]
@@ -134,15 +140,15 @@ def test_servers_that_are_killed_cost_no_run(begin: Begin) -> None:
     assert [row["step"] for row in rows] == list(range(1, 7))
     assert all(row["episodes/right"] == 1 for row in rows), rows
     assert all(row.get("episodes/end/env_error", 0) == 0 for row in rows), rows
+    assert all(row.get("reward/errors", 0) == 0 for row in rows), rows
     collector = (run.run_dir / "logs" / "collector_rank0.log").read_text()
     assert collector.count("it is started again") == 4, collector
     written = [path for path in run.run_dir.rglob("*") if path.is_file()]
     assert len([path for path in written if path.name in ("sandbox_0.log", "search_0.log")]) == 2
     text = "".join(path.read_text(errors="replace") for path in written if path.suffix == ".log")
-    assert "run:" not in text, "an address with its key was written"
+    assert "//run:" not in text, "an address with its key was written"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_servers_end_with_a_run_that_is_ended(begin: Begin, number: signal.Signals) -> None:
     run = begin("run.steps=1000")
@@ -154,7 +160,6 @@ def test_servers_end_with_a_run_that_is_ended(begin: Begin, number: signal.Signa
     run.assert_nothing_left()
 
 
-@pytest.mark.slow
 def test_a_collector_that_is_killed_brings_its_servers_back(begin: Begin) -> None:
     run = begin("run.steps=6")
     run.wait_for("step 2: train", WAIT_S)

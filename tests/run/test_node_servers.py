@@ -53,7 +53,7 @@ def test_an_index_that_is_not_finished_is_refused(index: Path, tmp_path: Path) -
     (tmp_path / "corpus.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"search.index=.*its corpus .* has 0 bytes"):
         check_node_servers(make(tmp_path, str(index)))
-    with pytest.raises(ValueError, match="search.index=/nowhere: .*no finished index"):
+    with pytest.raises(ValueError, match=r"search.index=/nowhere: .*no finished index"):
         check_node_servers(make(tmp_path, "/nowhere"))
 
 
