@@ -98,6 +98,8 @@ def sandbox_arguments(sandbox: SandboxConfig) -> tuple[str, ...]:
     }
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     flags = [] if sandbox.cgroups else ["--no-cgroups"]
+    if sandbox.bubblewrap:
+        flags.append("--bubblewrap")
     return (*given, "--busy-status", BUSY_STATUS, *flags)
 
 

@@ -34,6 +34,8 @@ class SandboxConfig(Options, group="sandbox"):
     """The longest life of a session."""
     cgroups: bool = True
     """Bound the processes of a program together, where cgroups can be written."""
+    bubblewrap: bool = False
+    """Run programs in bubblewrap as well, which must be installed on each node (bwrap)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,6 +33,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     serve.add_argument(
         "--no-cgroups", action="store_true", help="do without cgroups even where they are writable"
     )
+    serve.add_argument(
+        "--bubblewrap", action="store_true", help="run programs in bubblewrap as well (bwrap)"
+    )
     serve.add_argument("--once", action="store_true", help="start, say what was found, and stop")
     serve.set_defaults(run=_serve)
 
@@ -76,6 +79,7 @@ def _serve(args: argparse.Namespace) -> None:
         idle_s=args.idle_s,
         session_s=args.session_s,
         use_cgroups=not args.no_cgroups,
+        bubblewrap=args.bubblewrap,
     )
     if args.workers is not None:
         options = replace(options, workers=args.workers)

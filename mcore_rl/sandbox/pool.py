@@ -21,6 +21,7 @@ class WorkerPool:
         num_workers: int,
         max_waiting: int = 1 << 30,
         use_cgroups: bool = True,
+        bubblewrap: bool = False,
     ) -> None:
         for name, value, least in (
             ("num_workers", num_workers, 1),
@@ -32,6 +33,7 @@ class WorkerPool:
         self._num_workers = num_workers
         self._max_waiting = max_waiting
         self._use_cgroups = use_cgroups
+        self._bubblewrap = bubblewrap
         self._idle: list[Worker] = []
         self._num_lent = 0
         self._num_waiting = 0
@@ -94,7 +96,7 @@ class WorkerPool:
             worker.close()
 
     def _start(self) -> Worker:
-        return Worker(self._paths, self._use_cgroups)
+        return Worker(self._paths, self._use_cgroups, self._bubblewrap)
 
     def _take(self, deadline: float, timeout_s: float) -> Worker | None:
         """Return an idle worker, or None if the caller may start one."""

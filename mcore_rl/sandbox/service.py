@@ -26,6 +26,7 @@ class SandboxOptions:
     idle_s           seconds without a call after which a session ends
     session_s        the longest life of a session, in seconds
     use_cgroups      bound the processes of a program together, where that is possible
+    bubblewrap       run the wardens in bubblewrap, as a layer around their own
     """
 
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -36,6 +37,7 @@ class SandboxOptions:
     idle_s: float = 600.0
     session_s: float = 3600.0
     use_cgroups: bool = True
+    bubblewrap: bool = False
 
     def __post_init__(self) -> None:
         for name in ("workers", "idle_s", "session_s"):
@@ -58,9 +60,10 @@ class Sandbox:
         self.options = options or SandboxOptions()
         self.languages = find_languages()
         paths = readable_paths(self.languages)
-        use_cgroups = self.options.use_cgroups
-        self._pool = WorkerPool(paths, self.options.workers, self.options.max_waiting, use_cgroups)
-        self.sessions = Sessions(paths, self.options.max_sessions, self.options.idle_s, use_cgroups)
+        options = self.options
+        layers = (options.use_cgroups, options.bubblewrap)
+        self._pool = WorkerPool(paths, options.workers, options.max_waiting, *layers)
+        self.sessions = Sessions(paths, options.max_sessions, options.idle_s, *layers)
 
     def warm_up(self) -> None:
         """Start all workers; SandboxError if this machine allows no sandbox."""

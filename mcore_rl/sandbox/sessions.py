@@ -20,7 +20,12 @@ class Sessions:
     """
 
     def __init__(
-        self, paths: Sequence[str], max_sessions: int, idle_s: float, use_cgroups: bool = True
+        self,
+        paths: Sequence[str],
+        max_sessions: int,
+        idle_s: float,
+        use_cgroups: bool = True,
+        bubblewrap: bool = False,
     ) -> None:
         if max_sessions < 0 or not idle_s > 0:
             raise ValueError(
@@ -30,6 +35,7 @@ class Sessions:
         self._max_sessions = max_sessions
         self._idle_s = idle_s
         self._use_cgroups = use_cgroups
+        self._bubblewrap = bubblewrap
         self._sessions: dict[str, tuple[BoxSession, Worker]] = {}
         self._num_opening = 0
         self._lock = threading.Lock()
@@ -49,7 +55,7 @@ class Sessions:
                 )
             self._num_opening += 1
         try:
-            worker = Worker(self._paths, self._use_cgroups)
+            worker = Worker(self._paths, self._use_cgroups, self._bubblewrap)
             try:
                 session = BoxSession(worker, kind, limits, files)
             except BaseException:

@@ -1,7 +1,7 @@
 """A process that keeps prepared namespaces and starts one box after another in them.
 
-It is started with the descriptor of its caller's socket and the caller's pid, and ends when the
-socket closes or the caller ends, whichever comes first. A box is a process that it clones into new
+It is started with descriptors of a socket and of its caller's process, and ends when the socket
+closes or the caller ends, whichever comes first. A box is a process that it clones into new
 namespaces of processes and mounts. Namespaces of user, network, IPC and names serve all its boxes:
 programs have no right to leave anything in them.
 """
@@ -72,18 +72,15 @@ class Warden:
         return ended in ready
 
 
-def main(control_fd: int, caller_pid: int, kept: frozenset[str]) -> Callable[[], None] | None:
+def main(control_fd: int, caller_fd: int, kept: frozenset[str]) -> Callable[[], None] | None:
     """Serve a caller.
 
-    kept   names of the modules that programs find loaded
+    caller_fd   a pidfd: the caller's number means nothing in a process namespace of an outer layer
+    kept        names of the modules that programs find loaded
     Returns only in a process forked for a program, with that program.
     """
-    caller = os.pidfd_open(caller_pid)
-    # Only now: had the caller ended before, the descriptor could be that of a later process.
-    if os.getppid() != caller_pid:
-        os._exit(1)
     control = socket.socket(fileno=control_fd)
-    warden = Warden(control, caller, kept)
+    warden = Warden(control, caller_fd, kept)
     received = receive(control)
     if received is None:
         os._exit(1)

@@ -1,5 +1,6 @@
 """The caller's side of a warden: starts it, opens boxes in it, and ends it."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from mcore_rl.sandbox.cgroups import Cgroup, make_cgroup
 from mcore_rl.sandbox.limits import MIB, Limits, SandboxError
 from mcore_rl.sandbox.messages import Message, make_pair, receive, send, wait_readable
+from mcore_rl.sandbox.outer_layer import outer_command
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -22,7 +24,10 @@ ENVIRONMENT = {
 }
 START_S = 60.0
 """Time for a warden to start, or to end a box: far more than it takes on a busy machine."""
+_END_S = 10.0
 _PACKAGE_FOLDER = Path(__file__).parents[2]
+_CODE = (f"{_PACKAGE_FOLDER}/mcore_rl/__init__.py", str(Path(__file__).parent))
+"""What the warden itself is made of."""
 _START = (
     f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE_FOLDER)!r});"
     "from mcore_rl.sandbox.warden import main; del sys.path[0];"
@@ -40,28 +45,35 @@ _NEEDS = (
 class Worker:
     """A warden and its cgroup. Opens one box at a time; not for several threads at once.
 
-    paths   folders and files of the machine that programs may read
+    paths       folders and files of the machine that programs may read
+    bubblewrap  start the warden in namespaces of bubblewrap, in addition to its own
     """
 
-    def __init__(self, paths: Sequence[str], use_cgroups: bool = True) -> None:
+    def __init__(
+        self, paths: Sequence[str], use_cgroups: bool = True, bubblewrap: bool = False
+    ) -> None:
         self.is_retired = False
+        self._has_outer = bubblewrap
         self.cgroup: Cgroup | None = make_cgroup() if use_cgroups else None
+        joins = [] if self.cgroup is None else self.cgroup.join_paths
+        outer = self._outer_command(paths, joins) if bubblewrap else []
         self._control, theirs = make_pair()
-        command = [sys.executable, "-I", "-B", "-c", _START, str(theirs.fileno()), str(os.getpid())]
+        caller = os.pidfd_open(os.getpid())
+        fds = (theirs.fileno(), caller)
         try:
             self._process = subprocess.Popen(
-                command,
+                [*outer, sys.executable, "-I", "-B", "-c", _START, *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=fds,
                 start_new_session=True,
                 env=ENVIRONMENT,
             )
         finally:
             theirs.close()
+            os.close(caller)
         try:
-            joins = [] if self.cgroup is None else self.cgroup.join_paths
             self._tell({"paths": list(paths), "joins": joins})
             answer = self._hear(START_S, "to enter its namespaces")
             if "error" in answer:
@@ -72,9 +84,17 @@ class Worker:
             self.close()
             raise
 
+    def _outer_command(self, paths: Sequence[str], joins: Sequence[str]) -> list[str]:
+        try:
+            return outer_command([*paths, *_CODE], joins)
+        except SandboxError:
+            if self.cgroup is not None:
+                self.cgroup.remove()
+            raise
+
     @property
     def pid(self) -> int:
-        """Return the warden's process id."""
+        """Return the process id of the warden, or of the bubblewrap around it."""
         return self._process.pid
 
     @property
@@ -107,12 +127,19 @@ class Worker:
     def retire(self) -> None:
         """End the warden, and with it every process of its box, without waiting for them."""
         self.is_retired = True
-        self._process.kill()
+        if not self._has_outer:
+            self._process.kill()
+            return
+        with contextlib.suppress(OSError):  # the warden ends when its socket does
+            self._control.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the warden and its box, and wait until they are gone."""
         self.is_retired = True
         self._control.close()
+        if self._has_outer:  # it ends after the warden, and would leave it behind if it were killed
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
         self._process.kill()
         self._process.wait()
         if self.cgroup is not None:

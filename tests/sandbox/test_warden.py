@@ -64,17 +64,20 @@ def test_a_caller_killed_at_any_moment_leaves_nothing(delay_ms: int) -> None:
     wait_until(lambda: not wardens() - before, f"the warden ended, {delay_ms} ms", 30)
 
 
-def test_a_warden_whose_caller_is_another_process_ends() -> None:
-    """The process id may have passed to a later process, so its parent must be the caller."""
+def test_a_warden_that_starts_when_its_caller_is_gone_ends() -> None:
     here, there = make_pair()
+    caller = subprocess.Popen(["true"])
+    caller_fd = os.pidfd_open(caller.pid)
+    caller.wait()
+    here.close()
     child = os.fork()
     if child == 0:
         try:
-            warden.main(there.fileno(), os.getpid(), frozenset())
+            warden.main(there.fileno(), caller_fd, frozenset())
         finally:
             os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-    here.close()
+    os.close(caller_fd)
     there.close()
 
 
