@@ -25,6 +25,7 @@ from mcore_rl.config.consistency import (
     check_steps,
 )
 from mcore_rl.config.data import CurriculumConfig, DataConfig, SourceConfig, StageConfig
+from mcore_rl.config.images import ImagesConfig
 from mcore_rl.config.rollout import (
     CanaryConfig,
     DriftConfig,
@@ -72,6 +73,7 @@ __all__ = [
     "DpoConfig",
     "DriftConfig",
     "EvalConfig",
+    "ImagesConfig",
     "JudgeConfig",
     "KLConfig",
     "LogConfig",

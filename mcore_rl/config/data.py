@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.config.bounds import Options, bounded, one_of
+from mcore_rl.config.images import ImagesConfig
 
 
 @dataclass
@@ -104,6 +105,7 @@ class DataConfig(Options, group="data"):
     workers: int = bounded(2, least=0)
     """Processes that tokenize a streamed data set; 0: the controller tokenizes."""
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from torch import Tensor
 from mcore_rl.algo.aggregation import loss_weights
 from mcore_rl.data.episode_batch import make_episode_batch
 from mcore_rl.data.episodes import CUT_OFF
+from mcore_rl.data.images.batch import select_images
 from mcore_rl.data.stored_batch import make_stored_batch, select_stored, with_stored_weights
 from mcore_rl.types import (
     AnyBatch,
@@ -45,6 +46,7 @@ def make_train_batch(samples: Sequence[Sample], version: WeightVersion | None = 
     version   weights that are trained; tokens sampled from other weights are marked stale. None: no
               marks.
     """
+    assert not any(sample.prompt.images for sample in samples), "their patches lie in stores"
     if any(sample.episode is not None for sample in samples):
         return make_episode_batch(samples, version)
     sequences = [sample for sample in samples if sample.response_ids]
@@ -126,9 +128,12 @@ def select_each(batch: B, groups: Sequence[Sequence[int]]) -> list[B]:
             batch,
             lens_N=of_group,
             sample_N=sample_N and tuple(sample_N[i] for i in indices),
+            images=own_images,
             **{name: value[rows] for name, value in fields.items()},
         )
-        for of_group, rows, indices in zip(lens, rows_by_group, groups, strict=True)
+        for of_group, rows, indices, own_images in zip(
+            lens, rows_by_group, groups, select_images(batch.images, groups), strict=True
+        )
     ]
 
 
@@ -196,7 +201,7 @@ def make_filler(batch: TrainBatch) -> TrainBatch:
     if batch.loss_weights_T is not None:
         values["loss_weights_T"] = torch.zeros(2)
     sample_N = None if batch.sample_N is None else (0,)
-    return replace(batch, lens_N=(2,), sample_N=sample_N, is_filler=True, **values)
+    return replace(batch, lens_N=(2,), sample_N=sample_N, is_filler=True, images=None, **values)
 
 
 def _flat(rows: Iterable[Sequence], dtype: torch.dtype) -> Tensor:

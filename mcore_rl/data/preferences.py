@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.data.batch import with_loss_weights
-from mcore_rl.data.rows import load_rows, required
+from mcore_rl.data.rows import load_rows, refuse_images, required
 from mcore_rl.data.sft import Answered, answers_batch, tokenize_answered
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
@@ -74,6 +74,7 @@ def conversations(row: Mapping[str, Any], where: str) -> tuple[Messages, Message
     `chosen` and `rejected` are texts or lists of messages: the answer alone after `prompt` (a text
     or messages), or the whole conversation.
     """
+    refuse_images(row, where)
     chosen, rejected = (_conversation(row, name, where) for name in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise ValueError(

@@ -1,10 +1,12 @@
 """Reads prompt files (parquet or jsonl, verl's columns) and returns their prompts, tokenized."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from mcore_rl.data.rows import Row, load_rows, required
+from mcore_rl.data.images.prompts import ImagePrompts
+from mcore_rl.data.rows import Row, load_rows, messages_of, refuse_images, required
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import Prompt
 
@@ -17,14 +19,21 @@ def load_prompts(
     max_prompt_len: int,
     overlong: str,
     cache_dir: Path | None = None,
+    images: ImagePrompts | None = None,
 ) -> list[Prompt]:
     """Return all rows of `files`, tokenized with the chat template; `index` counts over all files.
 
     overlong    prompts of more than `max_prompt_len` tokens: "filter" drops and counts them,
                 "error" raises ValueError with their number and the first of them
     cache_dir   folder that keeps token ids; None keeps nothing
+    images      makes the prompts of a model that sees images, by rules of its own; None: rows with
+                images raise ValueError
     """
+    if images is not None:
+        return _load_with_images(files, images)
     rows = list(load_rows(files))
+    for where, row in rows:
+        refuse_images(row, where)
     conversations = [messages_of(row, where) for where, row in rows]
     token_ids = Tokenization(tokenizer, cache_dir).encode(
         conversations, add_generation_prompt=True, files=files, column="prompt"
@@ -52,15 +61,27 @@ def load_prompts(
     return kept
 
 
-def messages_of(row: Row, where: str) -> tuple[dict[str, str], ...]:
-    """Return the chat messages of a row. Raises ValueError if it has none."""
-    messages = required(row, "prompt", where)
-    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+def _load_with_images(files: Sequence[str], images: ImagePrompts) -> list[Prompt]:
+    """Return the prompts of all rows that `images` does not leave out."""
+    kept: list[Prompt] = []
+    index = -1
+    for name in files:
+        for where, row in load_rows([name]):
+            index += 1
+            made = images.prompt(where, row, Path(name).parent)
+            if made is not None:
+                prompt = make_prompt(index, made.token_ids, messages_of(row, where), where, row)
+                kept.append(replace(prompt, images=made.images))
+    logger.info(
+        "%d prompts with %d images from %s, %d overlong and %d with bad images left out",
+        *(len(kept), sum(len(prompt.images) for prompt in kept), ", ".join(files)),
+        *(images.left_out["overlong"], images.left_out["bad"]),
+    )
+    if not kept:
         raise ValueError(
-            f"{where}: `prompt` is {messages!r:.100}, not a list of chat messages such as"
-            ' [{"role": "user", "content": "2 + 2 ?"}]'
+            f"{', '.join(files)}: none of {index + 1} rows can be used: {dict(images.left_out)}"
         )
-    return tuple(dict(message) for message in messages)
+    return kept
 
 
 def make_prompt(

@@ -73,3 +73,25 @@ def required(row: Row, name: str, where: str) -> Any:
     if row.get(name) is None:
         raise ValueError(f"{where} lacks `{name}`; it has {', '.join(sorted(row))}")
     return row[name]
+
+
+def messages_of(row: Row, where: str, column: str = "prompt") -> tuple[dict[str, Any], ...]:
+    """Return the chat messages of a row. Raises ValueError if it has none."""
+    messages = required(row, column, where)
+    if not isinstance(messages, list) or not all(isinstance(m, Mapping) for m in messages):
+        raise ValueError(
+            f"{where}: `{column}` is {messages!r:.100}, not a list of chat messages such as"
+            ' [{"role": "user", "content": "2 + 2 ?"}]'
+        )
+    return tuple(dict(message) for message in messages)
+
+
+def refuse_images(row: Row, where: str, column: str = "images") -> None:
+    """Raise ValueError if a row has images, where nothing would look at them."""
+    images = row.get(column)
+    if images:
+        raise ValueError(
+            f"{where} has {len(images)} `{column}`, but they are not read here: choose a"
+            " vision-language model as model.path where it can be one (docs/vision.md), or remove"
+            " the column"
+        )

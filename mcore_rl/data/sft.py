@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mcore_rl.data.batch import with_loss_weights
-from mcore_rl.data.rows import load_rows, required
+from mcore_rl.data.rows import load_rows, refuse_images, required
+from mcore_rl.data.sft_images import AnsweredImages, SftImages
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.tokenization import Tokenization, Tokenizer
 from mcore_rl.types import TrainBatch
@@ -29,14 +30,23 @@ class SftStream:
         max_len: int,
         seed: int,
         cache_dir: Path | None = None,
+        images: SftImages | None = None,
     ) -> None:
         """Drop and count conversations of more than `max_len` tokens.
 
         Raises ValueError if none is left. `cache_dir` keeps token ids; None keeps nothing.
+        `images` reads the conversations for a model that sees images; None: rows with images raise
+        ValueError.
         """
-        tokenization = Tokenization(tokenizer, cache_dir)
-        answered = tokenize_answered(load_conversations(files), tokenization, files, "messages")
-        kept = [pair for pair in answered if len(pair[0]) <= max_len]
+        self._images = images
+        if images is not None:
+            answered = images.read(files)
+        else:
+            conversations = load_conversations(files)
+            tokenization = Tokenization(tokenizer, cache_dir)
+            pairs = tokenize_answered(conversations, tokenization, files, "messages")
+            answered = [(ids, start, ()) for ids, start in pairs]
+        kept = [each for each in answered if len(each[0]) <= max_len]
         logger.info(
             "%d conversations, %d of more than %d tokens dropped",
             len(kept),
@@ -47,10 +57,14 @@ class SftStream:
             raise ValueError(
                 f"{', '.join(files)}: no conversation of at most sft.max_len={max_len} tokens"
             )
-        self._stream = ShuffledStream(kept, seed)
+        self._stream: ShuffledStream[AnsweredImages] = ShuffledStream(kept, seed)
 
     def next_batch(self, num_sequences: int) -> TrainBatch:
-        return make_sft_batch(self._stream.take(num_sequences))
+        taken = self._stream.take(num_sequences)
+        batch = make_sft_batch([(ids, start) for ids, start, _ in taken])
+        if self._images is None:
+            return batch
+        return self._images.add(batch, [images for _, _, images in taken])
 
     def state_dict(self) -> dict[str, Any]:
         return self._stream.state_dict()
@@ -62,10 +76,12 @@ class SftStream:
 def load_conversations(files: Sequence[str]) -> list[list[dict[str, str]]]:
     """Return the `messages` column of every row.
 
-    Raises ValueError naming the row if a conversation does not end with the assistant's answer.
+    Raises ValueError naming the row if a conversation does not end with the assistant's answer, or
+    has images.
     """
     conversations = []
     for where, row in load_rows(files):
+        refuse_images(row, where)
         messages = [dict(message) for message in required(row, "messages", where)]
         if not messages or messages[-1].get("role") != "assistant":
             raise ValueError(f"{where}: `messages` must end with a message of role 'assistant'")

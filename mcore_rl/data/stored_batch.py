@@ -31,6 +31,7 @@ _BY_SEQUENCE = (
     "is_trained_N",
     "loss_weights_N",
     "advantages_N",
+    "nums_images_N",
 )
 
 
@@ -45,6 +46,7 @@ def make_stored_batch(
     parents, starts = _shared(present)
     has_experts = all(sample.has_experts for sample in present)
     are_episodes = any(sample.episode_rows for sample in present)
+    nums_images = [len(present[n].prompt.images) for n, _, _ in sequences]
     batch = StoredBatch(
         store_N=np.array([lease.store for _, lease, _ in sequences]),
         group_N=np.array([lease.group for _, lease, _ in sequences]),
@@ -56,6 +58,7 @@ def make_stored_batch(
         start_N=np.array(starts),
         sample_N=np.array([n for n, _, _ in sequences]) if are_episodes else None,
         version=version,
+        nums_images_N=np.array(nums_images) if any(nums_images) else None,
         routed_experts_TLK=ROUTED_EXPERTS if has_experts else None,
     )
     return replace(batch, **OF_EPISODES) if are_episodes else batch

@@ -16,9 +16,10 @@ _MIN_AGE_S = 60.0
 class TempDir:
     """A folder that this process keeps locked as long as it lives."""
 
-    def __init__(self) -> None:
-        sweep()
-        self.path = tempfile.mkdtemp(prefix=_PREFIX)
+    def __init__(self, parent: str = "") -> None:
+        """`parent` empty: the system's folder for temporary files."""
+        sweep(parent=parent)
+        self.path = tempfile.mkdtemp(prefix=_PREFIX, dir=parent or None)
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
@@ -30,9 +31,9 @@ class TempDir:
             self._lock = -1
 
 
-def sweep(min_age_s: float = _MIN_AGE_S) -> None:
-    """Remove folders older than `min_age_s` that nobody has locked."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+def sweep(min_age_s: float = _MIN_AGE_S, parent: str = "") -> None:
+    """Remove folders older than `min_age_s` in `parent` that nobody has locked."""
+    for path in Path(parent or tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if time.time() - path.stat().st_mtime > min_age_s and not _is_locked(path):
                 shutil.rmtree(path, ignore_errors=True)

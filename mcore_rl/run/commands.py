@@ -29,6 +29,7 @@ from mcore_rl.process.threads import at_once
 from mcore_rl.report.run_report import make_report
 from mcore_rl.rewards.of_recipe import make_scorer
 from mcore_rl.roles import Roles, in_turn
+from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_no_trainer,
     needed_prompts,
@@ -115,7 +116,10 @@ def run_sft(config: Config) -> None:
     config = without_replay(config, policy)
     options = config.sft
     cache_dir = token_cache_dir(config.data.cache_dir)
-    batches = SftStream(options.data, tokenizer, options.max_len, config.run.seed, cache_dir)
+    images = sft_images(config, tokenizer)
+    batches = SftStream(
+        options.data, tokenizer, options.max_len, config.run.seed, cache_dir, images
+    )
     with _run(config, policy, "sft") as (folder, newest, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         trainer.wait_built()

@@ -16,6 +16,7 @@ from mcore_rl.data.streamed.paths import data_files
 from mcore_rl.data.token_cache import token_cache_dir
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.loops.evaluation import Correctness
+from mcore_rl.run.images import image_prompts, model_with_images
 from mcore_rl.types import Prompt
 
 
@@ -69,12 +70,20 @@ def load_split(
         return []
     data = config.data
     cache_dir = token_cache_dir(data.cache_dir)
-    return load_prompts(data_files(paths), tokenizer, data.max_prompt_len, data.overlong, cache_dir)
+    images = image_prompts(config, tokenizer, data.max_prompt_len)
+    files = data_files(paths)
+    return load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, cache_dir, images)
 
 
 def _open(config: Config) -> MixedPrompts:
     make_tokenizer = partial(
         load_tokenizer, config.model.path, "model.path", config.model.trust_remote_code
     )
+    if model_with_images(config.model.path) is not None:
+        raise ValueError(
+            "prompts are streamed (data.sources, data.curriculum or data.stream_above="
+            f"{config.data.stream_above}), and model.path={config.model.path} sees images, which"
+            " are not streamed: name all prompts in data.train, and raise data.stream_above"
+        )
     are_right = Correctness.of(config.eval, config.reward).are_correct
     return open_prompts(config.data, config.run.seed, make_tokenizer, are_right)

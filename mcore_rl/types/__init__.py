@@ -16,7 +16,7 @@ from mcore_rl.types.episodes import (
     VersionSpan,
     has_outcome,
 )
-from mcore_rl.types.images import Images
+from mcore_rl.types.images import Images, Patches, PromptImage
 from mcore_rl.types.samples import AnySample, GroupLease, Prompt, Sample, StoredSample
 from mcore_rl.types.training import LogprobOptions, StepStats, TokenScores
 
@@ -30,7 +30,9 @@ __all__ = [
     "Images",
     "LogprobOptions",
     "OwnExperts",
+    "Patches",
     "Prompt",
+    "PromptImage",
     "Row",
     "RowFacts",
     "Sample",

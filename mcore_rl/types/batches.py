@@ -115,6 +115,7 @@ class StoredBatch:
     version                     tokens sampled from other weights are stale; None: no marks
     parts                       sequences of each micro-batch, in their order; 0 stands for a filler
     loss_weights_N, advantages_N   float32, the value at each trained token of a sequence
+    nums_images_N               int64, images of each sequence's prompt; None: they are text alone
     """
 
     store_N: Array
@@ -130,6 +131,7 @@ class StoredBatch:
     parts: tuple[int, ...] = ()
     loss_weights_N: Array | None = None
     advantages_N: Array | None = None
+    nums_images_N: Array | None = None
     advantages_T: StoredColumn | None = None
     old_logprobs_T: StoredColumn | None = None
     ref_logprobs_T: StoredColumn | None = None

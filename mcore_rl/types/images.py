@@ -1,8 +1,42 @@
-"""The images of a batch, as a model directory's processor turns them into numbers."""
+"""Images: those of a prompt, encoded, and those of a batch, as a model's processor makes numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt as its file has it, and how far it is shrunk.
+
+    digest        names its patches: a hash of the content and of the limit
+    data          the encoded image
+    num_tokens    placeholders that it takes in the prompt
+    most_tokens   the limit of tokens that it is shrunk to
+    where         file, row and number of the image, for error messages
+    """
+
+    digest: str
+    data: bytes = field(repr=False)
+    num_tokens: int
+    most_tokens: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Patches:
+    """One image as a tower reads it.
+
+    pixels_PD   float32, one row per patch; on the meta device where no tower reads them
+    grid        patches along time, height and width
+    """
+
+    pixels_PD: Tensor
+    grid: tuple[int, int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pixels_PD.nbytes
 
 
 @dataclass(frozen=True)
@@ -10,7 +44,8 @@ class Images:
     """The images of N sequences, in the order in which their placeholders stand in the tokens.
 
     pixels_PD   float32, the patches of all images one after another; a row is one patch of one
-                image, laid out as the model's processor does
+                image, laid out as the model's processor does. On the meta device where no tower
+                reads them
     grids_I3    int64, patches of each image along time, height and width; their products sum to P
     nums_N      images of each sequence; they sum to I
     """

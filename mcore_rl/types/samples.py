@@ -7,11 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from mcore_rl.types.episodes import EpisodeRecord, RowFacts, VersionSpan
+from mcore_rl.types.images import PromptImage
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One tokenized problem; `index` is its row in the source, the same in every epoch and run."""
+    """One tokenized problem; `index` is its row in the source, the same in every epoch and run.
+
+    images   in the order of their placeholders, which are expanded in token_ids
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -19,6 +23,7 @@ class Prompt:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -1,7 +1,7 @@
 """A cache of bounded bytes that forgets what was used longest ago."""
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -10,8 +10,12 @@ Value = TypeVar("Value")
 class PatchCache(Generic[Value]):
     """Values by key, of at most `max_bytes` bytes together."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(
+        self, max_bytes: int, on_forget: Callable[[Value], None] = lambda value: None
+    ) -> None:
+        """`on_forget` gets each value that was kept and is kept no longer."""
         self._max_bytes = max_bytes
+        self._on_forget = on_forget
         self._entries: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
         self.num_bytes = 0
         """Bytes of all values."""
@@ -41,3 +45,4 @@ class PatchCache(Generic[Value]):
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.num_bytes -= entry[1]
+            self._on_forget(entry[0])

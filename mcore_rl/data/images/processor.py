@@ -5,32 +5,20 @@ pixels than Pillow's (docs/vision.md).
 """
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcore_rl.data.images.decode import ImageSize, decode
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.patch_cache import PatchCache
+from mcore_rl.types import Patches, PromptImage
 
 
-@dataclass(frozen=True)
-class Patches:
-    """One image as the tower reads it.
-
-    pixels_PD   float32, one row per patch
-    grid        patches along time, height and width
-    """
-
-    pixels_PD: Tensor
-    grid: tuple[int, int, int]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.pixels_PD.nbytes
+def digest_of(data: bytes, most_tokens: int) -> str:
+    """Return the name of an image's patches: equal for equal content and limit."""
+    return hashlib.sha256(f"{most_tokens} ".encode() + data).hexdigest()
 
 
 class ImageProcessor:
@@ -88,6 +76,13 @@ class ImageProcessor:
             found = self._process(image, most_tokens)
             self._cache.put(key, found, found.num_bytes)
         return found
+
+    def patches_of(self, image: PromptImage) -> Patches:
+        """Return the patches of a prompt's image; see `patches`."""
+        patches = self.patches(EncodedImage(image.data, image.where), image.most_tokens)
+        num_tokens = len(patches.pixels_PD) // self.patches_per_token
+        assert num_tokens == image.num_tokens, (image, num_tokens)
+        return patches
 
     def _process(self, image: EncodedImage, most_tokens: int | None) -> Patches:
         size = {**self._sizes(), "longest_edge": self._longest(most_tokens)}

@@ -1,9 +1,9 @@
-"""Turns rows with images into token ids with expanded placeholders, and patches.
+"""Turns rows with images into token ids with expanded placeholders, and references to patches.
 
     row --> encoded images --> sizes by their headers --> tokens; too many? drop or shrink
-        --> decoded, processed once --> ids, pixels, grids
+        --> ids with placeholders, images by the hash of their content
 
-Nothing is decoded for a row that is dropped, and no prompt is cut inside an image.
+Patches are made later, near the engines (node_patches.py). No prompt is cut inside an image.
 """
 
 from collections import Counter
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from mcore_rl.data.images.decode import read_size
+from mcore_rl.data.images.decode import decode, read_size
 from mcore_rl.data.images.encoded import (
     BadImage,
     EncodedImage,
@@ -22,10 +20,9 @@ from mcore_rl.data.images.encoded import (
     with_image_parts,
 )
 from mcore_rl.data.images.fitting import expanded, limit_that_fits
-from mcore_rl.data.images.processor import ImageProcessor, Patches
-from mcore_rl.data.prompts import messages_of
-from mcore_rl.data.rows import Row
-from mcore_rl.types import Images
+from mcore_rl.data.images.processor import ImageProcessor, digest_of
+from mcore_rl.data.rows import Row, messages_of
+from mcore_rl.types import PromptImage
 
 Encode = Callable[[list[dict[str, Any]]], list[int]]
 """Chat messages -> token ids by the model's template, one placeholder for each image."""
@@ -41,6 +38,8 @@ class ImageRules:
     bad              "error" refuses a row with an image that cannot be used, "skip" counts it
     max_pixels       pixels of an image, which are decoded at once
     max_bytes        bytes of an encoded image
+    max_tokens       tokens of an image; larger ones are shrunk. 0: the processor's own limit
+    verify           decode each image, so that damage behind its header is found here
     """
 
     max_prompt_len: int
@@ -48,6 +47,8 @@ class ImageRules:
     bad: str = "error"
     max_pixels: int = 64 << 20
     max_bytes: int = 64 << 20
+    max_tokens: int = 0
+    verify: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in (("overlong", ("filter", "shrink", "error")), ("bad", BAD)):
@@ -64,30 +65,28 @@ class ImagePrompt:
 
     where       file and row
     token_ids   every placeholder stands as often as its image takes tokens
-    patches     of each image, in the order of the placeholders
+    images      in the order of the placeholders
     """
 
     where: str
     token_ids: tuple[int, ...]
-    patches: tuple[Patches, ...]
-
-    def images(self) -> Images | None:
-        """Return the images as a batch of one sequence; None if there are none."""
-        if not self.patches:
-            return None
-        return Images(
-            torch.cat([each.pixels_PD for each in self.patches]),
-            torch.tensor([each.grid for each in self.patches]),
-            (len(self.patches),),
-        )
+    images: tuple[PromptImage, ...]
 
 
 class ImagePrompts:
     """Makes prompts of rows, and counts the rows that it left out: `left_out` by reason."""
 
     def __init__(
-        self, processor: ImageProcessor, encode: Encode, placeholder_id: int, rules: ImageRules
+        self,
+        processor: ImageProcessor,
+        encode: Encode,
+        placeholder_id: int,
+        rules: ImageRules,
+        column: str = "prompt",
     ) -> None:
+        """`column`: the messages of a row."""
+        self._column = column
+        self._most_tokens = min(processor.most_tokens, rules.max_tokens or processor.most_tokens)
         self._processor = processor
         self._encode = encode
         self._placeholder_id = placeholder_id
@@ -117,24 +116,35 @@ class ImagePrompts:
 
     def _prompt(self, where: str, row: Row, folder: Path) -> ImagePrompt | None:
         rules = self._rules
-        images = encoded_images(row, where, folder, max_bytes=rules.max_bytes)
-        sizes = [read_size(image, rules.max_pixels) for image in images]
-        ids = self._token_ids(messages_of(row, where), len(images), where)
-        text_len = len(ids) - len(images)
+        encoded = encoded_images(row, where, folder, max_bytes=rules.max_bytes)
+        sizes = [read_size(image, rules.max_pixels) for image in encoded]
+        ids = self._token_ids(messages_of(row, where, self._column), len(encoded), where)
+        text_len = len(ids) - len(encoded)
 
         def num_tokens(image: int, limit: int) -> int:
             return self._processor.num_tokens(sizes[image], limit)
 
-        most = self._processor.most_tokens
+        most = self._most_tokens
         least = self._processor.least_tokens if rules.overlong == "shrink" else most
         budget = rules.max_prompt_len - text_len
-        limit = limit_that_fits(num_tokens, len(images), budget, min(least, most), most)
+        limit = limit_that_fits(num_tokens, len(encoded), budget, min(least, most), most)
         if limit is None:
-            whole_len = text_len + sum(num_tokens(image, most) for image in range(len(images)))
-            self._leave_out_overlong(where, whole_len, len(images))
+            whole_len = text_len + sum(num_tokens(image, most) for image in range(len(encoded)))
+            self._leave_out_overlong(where, whole_len, len(encoded))
             return None
-        patches = tuple(self._processor.patches(image, limit) for image in images)
-        return self._checked(where, ids, images, patches)
+        if rules.verify:
+            for image in encoded:
+                decode(image)
+        images = tuple(
+            PromptImage(
+                digest_of(image.data, limit), image.data, num_tokens(k, limit), limit, image.where
+            )
+            for k, image in enumerate(encoded)
+        )
+        counts = [image.num_tokens for image in images]
+        token_ids = tuple(expanded(ids, self._placeholder_id, counts))
+        assert len(token_ids) <= rules.max_prompt_len, (where, counts)
+        return ImagePrompt(where, token_ids, images)
 
     def _token_ids(
         self, messages: Iterable[Mapping[str, Any]], num_images: int, where: str
@@ -157,16 +167,3 @@ class ImagePrompts:
                 " prompts be filtered or their images shrunk"
             )
         self.left_out["overlong"] += 1
-
-    def _checked(
-        self,
-        where: str,
-        ids: list[int],
-        images: list[EncodedImage],
-        patches: tuple[Patches, ...],
-    ) -> ImagePrompt:
-        per_token = self._processor.patches_per_token
-        counts = [len(each.pixels_PD) // per_token for each in patches]
-        token_ids = expanded(ids, self._placeholder_id, counts)
-        assert len(token_ids) <= self._rules.max_prompt_len, (where, counts, len(images))
-        return ImagePrompt(where, tuple(token_ids), patches)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_rl.data.prompts import make_prompt, messages_of
-from mcore_rl.data.rows import Row, required
+from mcore_rl.data.prompts import make_prompt
+from mcore_rl.data.rows import Row, messages_of, required
 from mcore_rl.data.streamed.windows import RawRow, Windows
 from mcore_rl.data.streamed.workers import Result, TokenWorkers
 from mcore_rl.types import Prompt

@@ -11,6 +11,7 @@ from mcore_rl.data.images.encoded import BadImage
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompt, ImagePrompts, ImageRules
 from mcore_rl.data.rows import load_rows
+from mcore_rl.types import Patches
 from tests.support.odd_images import (
     PLACEHOLDER,
     bad_images,
@@ -47,15 +48,15 @@ def row_of(content: str, *images: Any) -> dict[str, Any]:
     return {"prompt": [{"role": "user", "content": content}], "images": list(images)}
 
 
-def check(prompt: ImagePrompt) -> None:
-    """Each placeholder run has as many tokens as its image, within the limit."""
-    images = prompt.images()
+def patches_of(prompt: ImagePrompt, folder: Path) -> list[Patches]:
+    return [ImageProcessor(folder).patches_of(image) for image in prompt.images]
+
+
+def check(prompt: ImagePrompt, folder: Path) -> None:
+    """Each placeholder run has as many tokens as its image's patches fill."""
     num_placeholders = prompt.token_ids.count(PLACEHOLDER_ID)
-    if images is None:
-        assert num_placeholders == 0
-        return
-    assert num_placeholders == int((images.grids_I3.prod(-1) // 4).sum())
-    assert images.nums_N == (len(prompt.patches),)
+    patches = patches_of(prompt, folder)
+    assert num_placeholders == sum(len(each.pixels_PD) // 4 for each in patches)
 
 
 def test_ids_are_those_of_the_expanded_text(folder: Path) -> None:
@@ -63,17 +64,17 @@ def test_ids_are_those_of_the_expanded_text(folder: Path) -> None:
     prompt = make_prompts(folder).prompt("row 0", row, folder)
     assert prompt is not None
     text = TOKENIZER.decode(encode_messages([{"role": "user", "content": "@ or @?"}]))
-    for patches in prompt.patches:
+    for patches in patches_of(prompt, folder):
         pads = PLACEHOLDER * (len(patches.pixels_PD) // 4)
         text = text.replace("@", f"<|vision_start|>{pads}<|vision_end|>", 1)
     assert list(prompt.token_ids) == TOKENIZER(text)["input_ids"]
-    check(prompt)
+    check(prompt, folder)
 
 
 def test_text_alone_needs_no_images(folder: Path) -> None:
     prompt = make_prompts(folder).prompt("row 0", row_of("2 + 2 ?"), folder)
     assert prompt is not None
-    assert prompt.images() is None
+    assert prompt.images == ()
 
 
 def test_overlong_prompts_are_dropped_shrunk_or_refused(folder: Path) -> None:
@@ -87,9 +88,9 @@ def test_overlong_prompts_are_dropped_shrunk_or_refused(folder: Path) -> None:
     shrunk = make_prompts(folder, max_prompt_len=limit, overlong="shrink")
     smaller = shrunk.prompt("row 0", row, folder)
     assert smaller is not None
-    check(smaller)
+    check(smaller, folder)
     assert limit - 10 <= len(smaller.token_ids) <= limit
-    assert smaller.patches[1].grid == whole.patches[1].grid
+    assert patches_of(smaller, folder)[1].grid == patches_of(whole, folder)[1].grid
     assert (
         make_prompts(folder, max_prompt_len=8, overlong="shrink").prompt("row 0", row, folder)
         is None
@@ -102,6 +103,24 @@ def test_a_placeholder_of_the_model_in_the_text_is_refused(folder: Path) -> None
     row = row_of(f"<image> {PLACEHOLDER}", encode(noise(8, 8)))
     with pytest.raises(BadImage, match="row 0 has 1 images, but its rendered prompt has 2"):
         make_prompts(folder).prompt("row 0", row, folder)
+
+
+def test_a_limit_of_tokens_shrinks_each_image(folder: Path) -> None:
+    row = row_of("<image><image>", encode(noise(200, 300)), encode(noise(16, 16)))
+    prompt = make_prompts(folder, max_tokens=12).prompt("row 0", row, folder)
+    assert prompt is not None
+    check(prompt, folder)
+    assert [image.num_tokens <= 12 for image in prompt.images] == [True, True]
+    whole = make_prompts(folder).prompt("row 0", row, folder)
+    assert whole is not None and whole.images[0].num_tokens > 12
+    assert whole.images[0].digest != prompt.images[0].digest
+
+
+def test_damage_behind_the_header_is_found_only_if_images_are_verified(folder: Path) -> None:
+    row = row_of("<image>", bad_images()["truncated"])
+    with pytest.raises(BadImage, match="row 0, image 0 is damaged"):
+        make_prompts(folder).prompt("row 0", row, folder)
+    assert make_prompts(folder, verify=False).prompt("row 0", row, folder) is not None
 
 
 def test_unknown_rules_are_refused() -> None:
@@ -126,7 +145,7 @@ def test_two_hundred_rows_of_any_kind(folder: Path, tmp_path: Path) -> None:
                 strict.prompt(where, row, tmp_path)
         else:
             prompt = strict.prompt(where, row, tmp_path)
-            assert prompt is None or check(prompt) is None
+            assert prompt is None or check(prompt, folder) is None
 
 
 def random_rows(num_rows: int, folder: Path) -> tuple[list[dict[str, Any]], list[bool]]:

@@ -1,0 +1,71 @@
+"""Puts the patches of prompts into batches, and selects those of some sequences.
+
+StoredBatch: sequences a0 a1 b0, groups a and b     -->  patches of a and b, once each
+TrainBatch:  a0 a1 | b0, micro-batches              -->  Images of a a | b
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from mcore_rl.types import Images, Patches, StoredBatch, TrainBatch
+
+PatchesOf = Mapping[tuple[int, int], Sequence[Patches]]
+"""(store, group) -> the patches of the images of its prompt."""
+
+
+def groups_with_images(batch: StoredBatch) -> dict[int, list[int]]:
+    """Return the groups of the batch whose prompts have images, each once, by store."""
+    groups: dict[int, list[int]] = {}
+    if batch.nums_images_N is None:
+        return groups
+    here = batch.nums_images_N > 0
+    pairs = zip(batch.store_N[here].tolist(), batch.group_N[here].tolist(), strict=True)
+    for store, group in dict.fromkeys(pairs):
+        groups.setdefault(store, []).append(group)
+    return groups
+
+
+def with_images(
+    parts: Sequence[TrainBatch], batch: StoredBatch, patches: PatchesOf
+) -> list[TrainBatch]:
+    """Return micro-batches of `batch.parts` with their images; fillers get none."""
+    keys = list(zip(batch.store_N.tolist(), batch.group_N.tolist(), strict=True))
+    ends = accumulate(batch.parts)
+    return [
+        replace(
+            part, images=join_patches([patches.get(key, ()) for key in keys[end - num : end]])
+        )
+        for part, num, end in zip(parts, batch.parts, ends, strict=True)
+    ]
+
+
+def join_patches(sequences: Sequence[Sequence[Patches]]) -> Images | None:
+    """Return the images of sequences, in order; None if there is none. The pixels are copied."""
+    patches = [each for images in sequences for each in images]
+    if not patches:
+        return None
+    return Images(
+        torch.cat([each.pixels_PD for each in patches]),
+        torch.tensor([each.grid for each in patches]),
+        tuple(map(len, sequences)),
+    )
+
+
+def select_images(images: Images | None, groups: Sequence[Sequence[int]]) -> list[Images | None]:
+    """Return the images of the sequences at each group's indices; None for a group without."""
+    if images is None:
+        return [None] * len(groups)
+    sequences = list(split_images(images))
+    return [join_patches([sequences[i] for i in indices]) for indices in groups]
+
+
+def split_images(images: Images) -> Iterator[list[Patches]]:
+    """Yield the images of each sequence, as views."""
+    nums_patches = images.grids_I3.prod(-1).tolist()
+    parts = iter(images.pixels_PD.split(nums_patches))
+    grids = iter(images.grids_I3.tolist())
+    for num_images in images.nums_N:
+        yield [Patches(next(parts), tuple(next(grids))) for _ in range(num_images)]

@@ -1,0 +1,97 @@
+"""Makes what reads the images of a recipe's prompts: near the files, and near the engines."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mcore_rl.config import Config
+from mcore_rl.config.images import ImagesConfig
+from mcore_rl.data.images.processor import ImageProcessor
+from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
+from mcore_rl.data.sft_images import MESSAGES, SftImages
+from mcore_rl.slices.hf.facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class PatchMaker:
+    """How a node's process makes patches, and how many bytes of them it keeps."""
+
+    folder: Path
+    cache_bytes: int
+
+    def processor(self) -> ImageProcessor:
+        """Return a processor that keeps nothing itself. Raises ValueError as ImageProcessor."""
+        return ImageProcessor(self.folder, cache_bytes=0)
+
+
+def sees_images(policy: ModelFacts) -> bool:
+    return policy.family.has_tower
+
+
+def model_with_images(path: str) -> ModelFacts | None:
+    """Return the model in a directory if it sees images; None without config.json, too.
+
+    Other checks refuse a directory without it where a model is needed.
+    """
+    if not (Path(path) / "config.json").is_file():
+        return None
+    policy = ModelFacts.read(path)
+    return policy if sees_images(policy) else None
+
+
+def patch_maker(images: ImagesConfig, policy: ModelFacts) -> PatchMaker | None:
+    """Return how patches are made for a model; None if it sees text alone."""
+    if not sees_images(policy):
+        return None
+    return PatchMaker(policy.path, int(images.cache_gib * 2**30))
+
+
+def image_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, max_len: int, column: str = "prompt"
+) -> ImagePrompts | None:
+    """Return what makes prompts of the rows of a recipe; None if its model sees text alone.
+
+    Raises ValueError if the model directory lacks a processor or a placeholder of images.
+    """
+    policy = model_with_images(config.model.path)
+    if policy is None:
+        return None
+    options = config.data.images
+    rules = ImageRules(
+        max_prompt_len=max_len,
+        overlong="shrink" if options.shrink else config.data.overlong,
+        bad=options.bad,
+        max_pixels=options.max_pixels,
+        max_bytes=options.max_mib << 20,
+        max_tokens=options.max_tokens,
+        verify=options.verify,
+    )
+    placeholder_id = policy.config["image_token_id"]
+    processor = ImageProcessor(policy.path, cache_bytes=0)
+    encode = partial(_encode, tokenizer, generation_prompt=True)
+    return ImagePrompts(processor, encode, placeholder_id, rules, column)
+
+
+def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages | None:
+    """Return what reads conversations with images; None if the model sees text alone.
+
+    Raises ValueError as `image_prompts` does.
+    """
+    prompts = image_prompts(config, tokenizer, config.sft.max_len, MESSAGES)
+    if prompts is None:
+        return None
+    cache_bytes = int(config.data.images.cache_gib * 2**30)
+    processor = ImageProcessor(config.model.path, cache_bytes)
+    return SftImages(prompts, partial(_encode, tokenizer), processor.patches_of)
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], generation_prompt: bool
+) -> list[int]:
+    ids: Any = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=generation_prompt, return_dict=False
+    )
+    return ids
