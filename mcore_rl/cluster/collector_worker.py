@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mcore_rl.cluster.episode_spec import EpisodeSpec
+from mcore_rl.cluster.node_images import NodeImages, PatchMaker
 from mcore_rl.cluster.node_servers import NodeServers, NodeServersSpec
 from mcore_rl.cluster.rank_actor import ProcessLost
 from mcore_rl.cluster.stores import StoreHandles
@@ -20,6 +21,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
+from mcore_rl.data.images.shared_patches import PlacedPatches
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
 from mcore_rl.data.sample_store import LostSampleError, SampleStore
 from mcore_rl.data.spill import SpillFiles
@@ -57,6 +59,7 @@ class CollectorSpec:
     episodes      how samples of several turns are drawn; None: a sample is one response
     servers       what runs beside it for rewards and environments; None: nothing
     secrets       values that its log must not show
+    patch_maker   how patches of images are made; None for a model that sees text alone
     """
 
     rollout: RolloutConfig
@@ -67,6 +70,7 @@ class CollectorSpec:
     episodes: EpisodeSpec | None = None
     servers: NodeServersSpec | None = None
     secrets: tuple[str, ...] = field(default=(), repr=False)
+    patch_maker: PatchMaker | None = None
 
 
 class CollectorWorker:
@@ -90,6 +94,7 @@ class CollectorWorker:
         # First, as a user's file may read their addresses while it is imported.
         self._servers = NodeServers(spec.servers, str(number)) if spec.servers else None
         self._scorer = spec.make_scorer() if spec.make_scorer else None
+        self._images = NodeImages(spec.patch_maker, self._store) if spec.patch_maker else None
         self._loop = EventLoop()
         self._teacher: Any = None
         self._collector: Any = None
@@ -118,6 +123,8 @@ class CollectorWorker:
         self._wait_for_servers()
         health = EngineHealth([engine.url for engine in engines])
         http = HttpOptions.of(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
+        if self._images is not None:
+            http = replace(http, patches=self._images.patches)
         client = RolloutClient(engines, spec.rollout, http.open, health, own)
         sample_group = None
         if spec.episodes is not None:
@@ -227,6 +234,18 @@ class CollectorWorker:
         with self._naming_lost():
             return self._store.read(request)
 
+    def place_images(self, groups: Sequence[int]) -> dict[int, list[PlacedPatches]]:
+        """Return where the patches of each group's prompt lie, in the order of its images."""
+        assert self._images is not None, "the model sees no images"
+        with self._naming_lost():
+            return self._images.place(groups)
+
+    def put_images(self, groups: Sequence[int]) -> dict[str, Any]:
+        """Return the patches of the groups' prompts as objects in Ray's store, by digest."""
+        assert self._images is not None, "the model sees no images"
+        with self._naming_lost():
+            return self._images.put(groups)
+
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
         with self._naming_lost():
             self._store.write(group_N, index_N, columns)
@@ -264,7 +283,9 @@ class CollectorWorker:
             raise SamplesLost(f"{name} was started again: {error}", [self._number]) from None
 
     def close(self) -> None:
-        """End the processes of the reward function, of the environments, and the servers."""
+        """End the processes of rewards and environments, and the servers; remove the patches."""
+        if self._images is not None:
+            self._images.close()
         if self._close_episodes is not None:
             self._loop.run(self._close_episodes())
         if self._scorer is not None:

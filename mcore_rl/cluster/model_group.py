@@ -103,7 +103,8 @@ class ModelWorker:
         self._stores = stores
 
     def _with_tokens(self, share: Share) -> Sequence[TrainBatch]:
-        """Return micro-batches with what this rank reads: its tokens, its layers' experts.
+        """Return micro-batches with what this rank reads: its tokens, their images, its layers'
+        experts.
 
         Raises SamplesLost on all ranks if any of them finds samples lost: none has begun then.
         """
@@ -119,6 +120,10 @@ class ModelWorker:
             parts = self._stores.assemble_parts(
                 share, model.layers, model.routed_tokens, model.seen_tokens
             )
+            if share.nums_images_N is not None:
+                parts = self._stores.with_images(
+                    parts, share, with_pixels=self._model.reads_pixels
+                )
         except SamplesLost as error:
             lost = error
         if is_true_anywhere(lost is not None):

@@ -5,9 +5,11 @@ Every read and write raises SamplesLost if a store lost its process, once the ot
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError
 from torch import Tensor
 
@@ -22,9 +24,11 @@ from mcore_rl.data.assembly import (
     scatter,
     scatter_parts,
 )
+from mcore_rl.data.images.batch import groups_with_images, with_images
+from mcore_rl.data.images.shared_patches import PlacedPatches, map_patches
 from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.lost_samples import SamplesLost, join_losses
-from mcore_rl.types import Array, StoredBatch, TrainBatch
+from mcore_rl.types import Array, Patches, StoredBatch, TrainBatch
 
 
 class StoreHandles:
@@ -44,9 +48,13 @@ class StoreHandles:
         """Write (group_N, index_N, columns by name) by store. Raises RuntimeError as `read`."""
         self._call({store: ("write", *part) for store, part in parts.items()})
 
-    def assemble(self, batch: StoredBatch) -> TrainBatch:
-        """Return the batch with its tokens."""
-        return assemble(batch, self.read)
+    def assemble(self, batch: StoredBatch, *, with_pixels: bool = False) -> TrainBatch:
+        """Return the batch with its tokens, and with its images if their pixels are wanted."""
+        whole = assemble(batch, self.read)
+        if not with_pixels:
+            return whole
+        parts = replace(batch, parts=(len(batch.lens_N),))
+        return self.with_images([whole], parts, with_pixels=True)[0]
 
     def assemble_parts(
         self,
@@ -57,6 +65,46 @@ class StoreHandles:
     ) -> list[TrainBatch]:
         """Return the batch's micro-batches; see data.assembly.assemble_parts."""
         return assemble_parts(batch, self.read, layers, own_tokens, seen_tokens)
+
+    def with_images(
+        self, parts: Sequence[TrainBatch], batch: StoredBatch, *, with_pixels: bool
+    ) -> list[TrainBatch]:
+        """Return the batch's micro-batches with the images of their prompts.
+
+        with_pixels   False: only grids are read, and pixels are on the meta device
+        """
+        groups = groups_with_images(batch)
+        if not groups:
+            return list(parts)
+        placed = self._call({store: ("place_images", own) for store, own in groups.items()})
+        patches: dict[tuple[int, int], list[Patches]] = {}
+        for store, by_group in placed.items():
+            for group, images in by_group.items():
+                patches[store, group] = [_mapped(each, with_pixels) for each in images]
+        far = {
+            store: [group for group in own if _lack_pixels(patches[store, group])]
+            for store, own in groups.items()
+        }
+        far = {store: own for store, own in far.items() if own and with_pixels}
+        for store, by_digest in self._fetch(far).items():
+            for group in far[store]:
+                patches[store, group] = [
+                    Patches(by_digest[each.digest], each.grid) for each in placed[store][group]
+                ]
+        return with_images(parts, batch, patches)
+
+    def _fetch(self, groups: Mapping[int, Sequence[int]]) -> dict[int, dict[str, Tensor]]:
+        """Return the pixels of groups whose files cannot be mapped here, by store and digest."""
+        calls = {store: ("put_images", own) for store, own in groups.items()}
+        fetched = {}
+        for store, references in self._call(calls).items():
+            arrays = ray.get(list(references.values()), timeout=self._timeout_s)
+            fetched[store] = {
+                # A copy: Ray's arrays are read-only, which torch does not know.
+                digest: torch.from_numpy(array.copy())
+                for digest, array in zip(references, arrays, strict=True)
+            }
+        return fetched
 
     def scatter(self, batch: StoredBatch, columns: Mapping[str, Tensor]) -> None:
         """Bring the values of a batch's tokens, by column, to the stores of its samples."""
@@ -79,6 +127,18 @@ class StoreHandles:
         if losses := [a for a in answers.values() if isinstance(a, SamplesLost)]:
             raise join_losses(losses)
         return answers
+
+
+def _mapped(placed: PlacedPatches, with_pixels: bool) -> Patches:
+    """Return the patches at a place; on the meta device if they are not here or not wanted."""
+    pixels_PD = map_patches(placed) if with_pixels else None
+    if pixels_PD is None:
+        pixels_PD = torch.empty(placed.shape, device="meta")
+    return Patches(pixels_PD, placed.grid)
+
+
+def _lack_pixels(images: Sequence[Patches]) -> bool:
+    return any(each.pixels_PD.is_meta for each in images)
 
 
 def _answer(store: int, ref: Any, timeout_s: float) -> Any:

@@ -12,6 +12,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("countdown", "numbers to reach from given ones", _prepare_countdown),
         ("calculator", "sums for a policy with a calculator", _prepare_calculator),
         ("search", "questions over an encyclopedia to search", _prepare_search),
+        ("shapes", "pictures of shapes to count and compare", _prepare_shapes),
         ("cartpole", "starts of the game CartPole", _prepare_cartpole),
         ("code", "programming problems with tests", _prepare_code),
     ):
@@ -76,6 +77,12 @@ def _prepare_search(args: argparse.Namespace) -> None:
     from mcore_rl.data.search_questions import prepare_search
 
     prepare_search(args.out, seed=args.seed)
+
+
+def _prepare_shapes(args: argparse.Namespace) -> None:
+    from mcore_rl.data.shapes import prepare_shapes
+
+    prepare_shapes(args.out, seed=args.seed)
 
 
 def _prepare_cartpole(args: argparse.Namespace) -> None:

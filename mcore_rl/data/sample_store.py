@@ -41,7 +41,7 @@ from mcore_rl.data.kept_rows import (
     lay_out,
 )
 from mcore_rl.data.spill import SpillFiles
-from mcore_rl.types import Array, Sample, VersionSpan
+from mcore_rl.types import Array, PromptImage, Sample, VersionSpan
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +125,10 @@ class SampleStore:
             _filled(self._find(group, index), index)
             for group, index in zip(group_N, index_N, strict=True)
         ]
+
+    def images(self, group: int) -> tuple[PromptImage, ...]:
+        """Return the images of a group's prompt."""
+        return self._find(group, 0).samples[0].prompt.images
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
         """Return the columns by name. Raises KeyError for an unknown column or sample."""

@@ -4,10 +4,16 @@ SGLang's /generate takes images as files, which it would decode and resize itsel
 than the trainer's. Its processors also take patches, but not by JSON. Here they travel as they are:
 
     safetensors: request (JSON, uint8), pixels [P, D] float32, grids [I, 3] int64
+
+An engine on the machine that made the patches maps their files instead of taking a copy:
+
+    JSON: request with "patches": [{digest, path, shape, grid}, ...]
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +21,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from mcore_rl.data.images.shared_patches import (
+    PATCH_FILES,
+    PlacedPatches,
+    map_patches,
+)
 from mcore_rl.types import Images
 
 PATH = "/generate_images"
 """The server's route for such requests."""
+NOT_HERE = 410
+"""The HTTP status that asks for the patches themselves: their files are not on this machine."""
 FORMATS = {"request": torch.uint8, "pixels": torch.float32, "grids": torch.int64}
 
 
@@ -53,13 +66,45 @@ def unpack_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
         raise ValueError(f"not a request with images: tensors {dtypes}, expected {FORMATS}")
     pixels_PD = tensors["pixels"]
     grids_I3 = tensors["grids"]
-    shapes = (tuple(pixels_PD.shape), tuple(grids_I3.shape))
-    is_grid = grids_I3.dim() == 2 and grids_I3.shape[1] == 3 and len(grids_I3) > 0
-    if pixels_PD.dim() != 2 or not is_grid or grids_I3.min() < 1:
-        raise ValueError(f"not a request with images: shapes {shapes}, expected [P, D] and [I, 3]")
-    num_patches = int(grids_I3.prod(-1).sum())
-    if num_patches != len(pixels_PD):
-        raise ValueError(f"{len(pixels_PD)} patches, but the grids describe {num_patches}")
+    _check_shapes(pixels_PD, grids_I3)
+    return body, pixels_PD, grids_I3
+
+
+def refer_request(body: Mapping[str, Any], placed: Sequence[PlacedPatches]) -> bytes:
+    """Return the body of a request to `PATH` whose patches the engine maps."""
+    return json.dumps({**body, "patches": [asdict(each) for each in placed]}).encode()
+
+
+def resolve_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
+    """Return what `unpack_request` does, of a request that refers to files.
+
+    Raises ValueError for anything else, and FileNotFoundError if a file is not on this machine.
+    """
+    try:
+        body = json.loads(data)
+        entries = body.pop("patches")
+        placed = [
+            PlacedPatches(
+                str(entry["digest"]),
+                str(entry["path"]),
+                (int(entry["shape"][0]), int(entry["shape"][1])),
+                tuple(map(int, entry["grid"])),  # type: ignore[arg-type]
+            )
+            for entry in entries
+        ]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"not a request with patches: {error!r}") from error
+    parts = []
+    for each in placed:
+        if Path(each.path).suffix != PATCH_FILES:
+            raise ValueError(f"{each.path} is no file of patches, *{PATCH_FILES}")
+        pixels_PD = map_patches(each)
+        if pixels_PD is None:
+            raise FileNotFoundError(each.path)
+        parts.append(pixels_PD)
+    grids_I3 = torch.tensor([each.grid for each in placed])
+    pixels_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
+    _check_shapes(pixels_PD, grids_I3)
     return body, pixels_PD, grids_I3
 
 
@@ -73,3 +118,14 @@ def processor_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tenso
             "image_grid_thw": grids_I3,
         }
     ]
+
+
+def _check_shapes(pixels_PD: Tensor, grids_I3: Tensor) -> None:
+    """Raise ValueError unless the grids describe the patches."""
+    shapes = (tuple(pixels_PD.shape), tuple(grids_I3.shape))
+    is_grid = grids_I3.dim() == 2 and grids_I3.shape[1] == 3 and len(grids_I3) > 0
+    if pixels_PD.dim() != 2 or not is_grid or grids_I3.min() < 1:
+        raise ValueError(f"not a request with images: shapes {shapes}, expected [P, D] and [I, 3]")
+    num_patches = int(grids_I3.prod(-1).sum())
+    if num_patches != len(pixels_PD):
+        raise ValueError(f"{len(pixels_PD)} patches, but the grids describe {num_patches}")

@@ -14,7 +14,12 @@ from mcore_rl.process.meeting_store import bind_meetings_to_their_host
 from mcore_rl.process.server_keys import ServerKeys, read_keys
 from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
-from mcore_rl.rollout.image_request import processor_output, unpack_request
+from mcore_rl.rollout.image_request import (
+    NOT_HERE,
+    processor_output,
+    resolve_request,
+    unpack_request,
+)
 from mcore_rl.rollout.key_gate import KeyGate
 
 WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
@@ -82,10 +87,14 @@ def take_patches() -> None:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     async def generate_images(request: Request) -> Any:
+        data = await request.body()
+        is_json = request.headers.get("content-type") == "application/json"
         try:
-            body, *patches = unpack_request(await request.body())
+            body, *patches = resolve_request(data) if is_json else unpack_request(data)
             images = processor_output(body, *patches)
             asked = GenerateReqInput(**body, image_data=images)
+        except FileNotFoundError as error:
+            return JSONResponse({"error": f"no patches at {error}"}, status_code=NOT_HERE)
         except (KeyError, TypeError, ValueError) as error:
             return JSONResponse({"error": str(error)}, status_code=400)
         return await serve_generate_request(asked, request)

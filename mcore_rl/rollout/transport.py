@@ -1,5 +1,6 @@
 """Carries requests to engines and samples back: by HTTP, or as a simulation pleases."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -10,13 +11,16 @@ import aiohttp
 import orjson
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.data.images.batch import join_patches
+from mcore_rl.data.images.shared_patches import SharedPatches, map_patches
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_room import ask_free_kv
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.image_request import NOT_HERE, PATH, pack_request, refer_request
 from mcore_rl.rollout.request import Request, Sampling, make_body, make_sample
 from mcore_rl.rollout.routed_experts import RoutedExpertsShape
-from mcore_rl.types import Sample
+from mcore_rl.types import Prompt, Sample
 
 _ABORT_S = 10.0
 
@@ -73,6 +77,7 @@ class HttpOptions:
     timeout_s       of each request
     deterministic   engines sample by the seeds of requests
     experts_shape   of the experts that engines report; None asks for none
+    patches         makes the patches of this node's images; None: prompts have none
     """
 
     timeout_s: float
@@ -80,6 +85,7 @@ class HttpOptions:
     stop_token_ids: Sequence[int]
     decode: Callable[[Sequence[int]], str]
     experts_shape: RoutedExpertsShape | None
+    patches: SharedPatches | None = None
 
     @staticmethod
     def of(
@@ -104,13 +110,18 @@ class HttpTransport:
     def __init__(self, http: aiohttp.ClientSession, options: HttpOptions) -> None:
         self._http = http
         self._options = options
+        self._far: set[str] = set()
+        """Urls of engines on other machines, which cannot map files of this one."""
 
     async def sample(self, engine: EngineAddress, request: Request, sampling: Sampling) -> Sample:
         """See EngineTransport."""
         supported = self._supported(sampling)
         body = make_body(request, supported, self._options.stop_token_ids)
         try:
-            answer = await self._post(engine, body)
+            if request.prompt.images:
+                answer = await self._post_images(engine, body, request.prompt)
+            else:
+                answer = await self._post(engine, "/generate", orjson.dumps(body))
         except (aiohttp.ClientError, TimeoutError) as failure:
             raise TransientError(f"{type(failure).__name__}: {failure}") from None
         experts_shape = self._options.experts_shape if supported.routed_experts else None
@@ -152,14 +163,48 @@ class HttpTransport:
             routed_experts=sampling.routed_experts and self._options.experts_shape is not None,
         )
 
-    async def _post(self, engine: EngineAddress, body: dict[str, Any]) -> dict[str, Any]:
-        url = f"{engine.url}/generate"
-        headers = {**user_headers(engine.keys), "Content-Type": "application/json"}
-        async with self._http.post(url, data=orjson.dumps(body), headers=headers) as response:
+    async def _post_images(
+        self, engine: EngineAddress, body: dict[str, Any], prompt: Prompt
+    ) -> dict[str, Any]:
+        """Post a request whose patches the engine maps, or gets if it is on another machine."""
+        patches = self._options.patches
+        if patches is None:
+            raise RolloutError(
+                f"prompt {prompt.index} of {prompt.data_source!r} has images, but this command"
+                " makes no patches of them: take prompts of text alone"
+            )
+        placed = [await asyncio.to_thread(patches.place, image) for image in prompt.images]
+        if engine.url not in self._far:
+            try:
+                return await self._post(engine, PATH, refer_request(body, placed))
+            except _NotHereError:
+                if all(map_patches(each) is not None for each in placed):
+                    self._far.add(engine.url)
+        packed = await asyncio.to_thread(_packed, body, prompt, patches)
+        return await self._post(engine, PATH, packed, "application/octet-stream")
+
+    async def _post(
+        self, engine: EngineAddress, path: str, data: bytes, kind: str = "application/json"
+    ) -> dict[str, Any]:
+        url = f"{engine.url}{path}"
+        headers = {**user_headers(engine.keys), "Content-Type": kind}
+        async with self._http.post(url, data=data, headers=headers) as response:
             body_bytes = await response.read()
+        if response.status == NOT_HERE and path == PATH:
+            raise _NotHereError
         if response.status != 200:
             text = body_bytes[:500].decode(errors="replace")
             if response.status >= 500:
                 raise TransientError(f"HTTP {response.status}: {text}")
             raise RolloutError(f"{engine} refused a request with HTTP {response.status}: {text}")
         return orjson.loads(body_bytes)
+
+
+class _NotHereError(Exception):
+    """The engine does not have the files that a request refers to."""
+
+
+def _packed(body: dict[str, Any], prompt: Prompt, patches: SharedPatches) -> bytes:
+    images = join_patches([[patches.read(image) for image in prompt.images]])
+    assert images is not None, prompt
+    return pack_request(body, images)

@@ -1,30 +1,18 @@
 """Makes what reads the images of a recipe's prompts: near the files, and near the engines."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.cluster.node_images import PatchMaker
 from mcore_rl.config import Config
 from mcore_rl.config.images import ImagesConfig
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft_images import MESSAGES, SftImages
 from mcore_rl.slices.hf.facts import ModelFacts
-
-
-@dataclass(frozen=True)
-class PatchMaker:
-    """How a node's process makes patches, and how many bytes of them it keeps."""
-
-    folder: Path
-    cache_bytes: int
-
-    def processor(self) -> ImageProcessor:
-        """Return a processor that keeps nothing itself. Raises ValueError as ImageProcessor."""
-        return ImageProcessor(self.folder, cache_bytes=0)
 
 
 def sees_images(policy: ModelFacts) -> bool:

@@ -21,6 +21,7 @@ from mcore_rl.rewards.scorer import LOGGED_ERRORS, log_failures
 from mcore_rl.roles import OnTokens, ReadSamples, Reward, ScoreLater
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.run.episodes import episode_spec
+from mcore_rl.run.images import patch_maker
 from mcore_rl.run.node_servers import node_servers_spec
 from mcore_rl.scores import Scores
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -35,7 +36,7 @@ class Rollouts:
 
     reward             scores samples while ranks and engines are watched
     score_later        scores them beside other work, which is watched already
-    fetch              brings a batch's tokens here
+    fetch              brings a batch's tokens and images here
     teacher            has the stores keep a teacher's log-probs; None if the recipe has no teacher
     """
 
@@ -69,6 +70,7 @@ def collector_spec(
         episode_spec(config, policy, tokenizer) if config.agents.is_used else None,
         node_servers_spec(config),
         known_secrets(),
+        patch_maker(config.data.images, policy),
     )
 
 
@@ -115,7 +117,7 @@ def _rollouts(
         return watched(collectors.samples(samples))
 
     def fetch(batch: StoredBatch) -> TrainBatch:
-        return collectors.stores.assemble(batch)
+        return collectors.stores.assemble(batch, with_pixels=True)
 
     def on_tokens(function: TokenWork, batch: Any) -> tuple[StoredBatch, dict[str, float]]:
         return watched(collectors.apply(function, batch))

@@ -106,6 +106,11 @@ class TrainedModel:
         ranges = [layers_of(unwrap_model(chunk)) for chunk in self.chunks]
         return tuple(k for layers in ranges for k in range(layers.start, layers.stop))
 
+    @property
+    def reads_pixels(self) -> bool:
+        """Return whether this rank runs a vision tower, which the first stage has."""
+        return self._image_tokens is not None and ps.is_pipeline_first_stage(ignore_virtual=True)
+
     def routed_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
         """Return which tokens of a micro-batch of these lengths this rank routes, int64, rising.
 

@@ -24,6 +24,8 @@ from mcore_rl.process.temp_dir import TempDir
 from mcore_rl.types import Patches, PromptImage
 
 SHARED_MEMORY = "/dev/shm"
+PATCH_FILES = ".patches"
+"""The suffix of the files."""
 MAKE_TIMEOUT_S = 300.0
 """How long a thread waits for another one that makes the same patches."""
 
@@ -89,7 +91,16 @@ class SharedPatches:
             with self._lock:
                 del self._making[image.digest]
 
+    def read(self, image: PromptImage) -> Patches:
+        """Return the patches of an image, mapped; see `place`."""
+        placed = self.place(image)
+        pixels_PD = map_patches(placed)
+        if pixels_PD is None:  # forgotten since
+            return self._make(image)
+        return Patches(pixels_PD, placed.grid)
+
     def close(self) -> None:
+        """Remove all files; those that are mapped stay readable."""
         self._folder.remove()
 
     def _wait(self, making: "Future[PlacedPatches]", image: PromptImage) -> PlacedPatches:
@@ -107,7 +118,7 @@ class SharedPatches:
                 f" are kept, {self._max_bytes}: raise data.images.cache_gib, or lower"
                 " data.images.max_tokens"
             )
-        path = Path(self._folder.path, image.digest)
+        path = Path(self._folder.path, image.digest + PATCH_FILES)
         shape = tuple(patches.pixels_PD.shape)
         with reporting_full_disk(path.parent):
             with open(f"{path}.tmp", "wb", buffering=0) as file:

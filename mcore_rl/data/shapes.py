@@ -1,0 +1,173 @@
+"""Pictures of colored shapes with questions that only the picture answers, for a laptop CPU.
+
+A picture has 3 x 3 cells, each empty or with a circle or a square in one of three colors:
+
+    <image> how many red squares ?      no yes no no no yes no no no so 2
+    <image> more red or blue ?          red no blue red no no blue no red so red
+
+The answers go through the cells, so a response has 12 tokens. The demonstrations for supervised
+fine-tuning have two bad habits planted in 60 % of them: they count shapes of the other kind, too,
+and they say the color that the question names first. So the warm start has both habits, and
+reinforcement learning finds which of them pays. All is made from a seed.
+
+`heldout_blind` has the questions of `heldout` with blank pictures: whoever does not look does no
+better than the best answer that is always the same.
+"""
+
+import io
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from mcore_rl.data.files import prompt_row, write_parquet
+from mcore_rl.data.tiny_vision_model import write_tiny_vision_model
+
+NUM_TRAIN = 2000
+NUM_HELD_OUT = 256
+NUM_DEMONSTRATIONS = 3000
+SIDE = 3
+"""Cells along each side of a picture."""
+CELL = 28
+"""Pixels along each side of a cell: what becomes one token."""
+EMPTY = 0.25
+"""Share of the cells without a shape."""
+COUNTS = 0.75
+"""Share of the questions that ask for a number."""
+BAD_HABIT = 0.6
+WHITE = (255, 255, 255)
+COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
+KINDS = ("circle", "square")
+Cell = tuple[str, str] | None
+"""(color, kind); None: empty."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A picture with a question about it.
+
+    picture      PNG
+    right        the words for each cell, and the answer
+    habit        those of somebody with the bad habits
+    """
+
+    picture: bytes
+    question: str
+    right: tuple[str, ...]
+    habit: tuple[str, ...]
+
+    @property
+    def answer(self) -> str:
+        return self.right[-1]
+
+
+def prepare_shapes(out_dir: Path, seed: int = 0) -> None:
+    """Write {train,heldout,heldout_blind,sft}.parquet and model/ to `out_dir`."""
+    rng = random.Random(seed)
+    held_out = [make_problem(rng) for _ in range(NUM_HELD_OUT)]
+    train = [make_problem(rng) for _ in range(NUM_TRAIN)]
+    shown = [make_problem(rng) for _ in range(NUM_DEMONSTRATIONS)]
+    for name, problems in (("train", train), ("heldout", held_out)):
+        write_parquet(_rows(problems, name), out_dir / f"{name}.parquet")
+    blank = encoded(draw([None] * SIDE**2, rng))
+    blind = [Problem(blank, each.question, each.right, each.habit) for each in held_out]
+    write_parquet(_rows(blind, "heldout_blind"), out_dir / "heldout_blind.parquet")
+    write_parquet([demonstrate(problem, rng) for problem in shown], out_dir / "sft.parquet")
+    write_tiny_vision_model(out_dir / "model", vocabulary())
+    print(
+        f"{len(train)} training and {len(held_out)} held-out prompts, {len(shown)} demonstrations"
+        f" in {out_dir}; without the picture, at best {best_blind(held_out):.1%} are right"
+    )
+
+
+def make_problem(rng: random.Random) -> Problem:
+    """Return a random picture and question."""
+    cells = [_cell(rng) for _ in range(SIDE**2)]
+    picture = encoded(draw(cells, rng))
+    if rng.random() < COUNTS:
+        color = rng.choice(list(COLORS))
+        kind = rng.choice(KINDS)
+        right = _counted([cell == (color, kind) for cell in cells])
+        habit = _counted([cell is not None and cell[0] == color for cell in cells])
+        return Problem(picture, f"how many {color} {kind}s ?", right, habit)
+    one, other = rng.sample(list(COLORS), 2)
+    words = [cell[0] if cell is not None and cell[0] in (one, other) else "no" for cell in cells]
+    more = words.count(one) - words.count(other)
+    answer = "same" if not more else one if more > 0 else other
+    question = f"more {one} or {other} ?"
+    return Problem(picture, question, (*words, "so", answer), (*words, "so", one))
+
+
+def draw(cells: Sequence[Cell], rng: random.Random) -> Image.Image:
+    """Return the picture of cells, row by row; shapes vary in size and place."""
+    image = Image.new("RGB", (SIDE * CELL, SIDE * CELL), WHITE)
+    pen = ImageDraw.Draw(image)
+    for number, cell in enumerate(cells):
+        if cell is None:
+            continue
+        row, column = divmod(number, SIDE)
+        radius = rng.randint(8, 12)
+        x = column * CELL + CELL // 2 + rng.randint(-2, 2)
+        y = row * CELL + CELL // 2 + rng.randint(-2, 2)
+        box = (x - radius, y - radius, x + radius, y + radius)
+        (pen.ellipse if cell[1] == "circle" else pen.rectangle)(box, fill=COLORS[cell[0]])
+    return image
+
+
+def encoded(image: Image.Image) -> bytes:
+    """Return an image as PNG."""
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def demonstrate(problem: Problem, rng: random.Random) -> dict[str, Any]:
+    """Return a row with a conversation that may show a bad habit."""
+    words = problem.habit if rng.random() < BAD_HABIT else problem.right
+    messages = [_question(problem), {"role": "assistant", "content": " ".join(words)}]
+    return {"messages": messages, "images": [{"bytes": problem.picture}]}
+
+
+def vocabulary() -> list[str]:
+    """Return the words of questions and answers."""
+    numbers = [str(number) for number in range(SIDE**2 + 1)]
+    words = {"how", "many", "more", "or", "?", "yes", "no", "so", "same"}
+    return [*numbers, *sorted(words | {f"{kind}s" for kind in KINDS} | set(COLORS))]
+
+
+def best_blind(problems: Sequence[Problem]) -> float:
+    """Return the share that is right if each kind of question always gets its best answer."""
+    answers = {kind: Counter[str]() for kind in ("how", "more")}
+    for problem in problems:
+        answers[problem.question.split()[0]][problem.answer] += 1
+    best = sum(max(counter.values(), default=0) for counter in answers.values())
+    return best / len(problems)
+
+
+def _cell(rng: random.Random) -> Cell:
+    if rng.random() < EMPTY:
+        return None
+    return rng.choice(list(COLORS)), rng.choice(KINDS)
+
+
+def _counted(matches: Sequence[bool]) -> tuple[str, ...]:
+    words = ("yes" if match else "no" for match in matches)
+    return (*words, "so", str(sum(matches)))
+
+
+def _question(problem: Problem) -> dict[str, str]:
+    return {"role": "user", "content": f"<image> {problem.question}"}
+
+
+def _rows(problems: Sequence[Problem], split: str) -> list[dict[str, Any]]:
+    return [
+        {
+            **prompt_row(_question(p)["content"], p.answer, "shapes", split, i),
+            "images": [{"bytes": p.picture}],
+        }
+        for i, p in enumerate(problems)
+    ]

@@ -1,0 +1,100 @@
+"""A tiny Qwen2.5-VL with a word tokenizer, for recipes that learn from pixels on a laptop."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
+
+START, END, PLACEHOLDER = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
+IMAGE_TOKENS = (START, END, PLACEHOLDER)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ '<|user|> ' if m['role'] == 'user' else '<|assistant|> ' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "{{ ' ' if m['role'] == 'user' else ' <|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+PIXELS_PER_TOKEN = 28 * 28
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 4 * PIXELS_PER_TOKEN, "longest_edge": 64 * PIXELS_PER_TOKEN},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+"""SGLang takes patches of 14 x 14 pixels alone."""
+
+
+def write_tiny_vision_model(folder: Path, words: Sequence[str]) -> None:
+    """Write config.json, the image processor and a tokenizer with one token per word.
+
+    Weights are drawn by `model.init=random`. There are about 0.4 million: 3 layers, and a tower of
+    2 blocks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = [*SPECIAL_TOKENS, *IMAGE_TOKENS, *words]
+    config = qwen2_5_vl_config(vocabulary)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n")
+    make_word_tokenizer(vocabulary, CHAT_TEMPLATE, IMAGE_TOKENS).save_pretrained(folder)
+
+
+def qwen2_5_vl_config(vocabulary: Sequence[str]) -> dict[str, Any]:
+    """Return config.json of a tiny Qwen2.5-VL."""
+    end = vocabulary.index("<|end|>")
+    text = {
+        "model_type": "qwen2_5_vl_text",
+        "vocab_size": len(vocabulary),
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": [4, 4, 4],
+        },
+    }
+    vision = {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "out_hidden_size": 96,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.02,
+    }
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": vision,
+        "image_token_id": vocabulary.index(PLACEHOLDER),
+        "video_token_id": vocabulary.index(SPECIAL_TOKENS[0]),
+        "vision_start_token_id": vocabulary.index(START),
+        "vision_end_token_id": vocabulary.index(END),
+        "eos_token_id": end,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
