@@ -121,9 +121,7 @@ class ModelWorker:
                 share, model.layers, model.routed_tokens, model.seen_tokens
             )
             if share.nums_images_N is not None:
-                parts = self._stores.with_images(
-                    parts, share, with_pixels=self._model.reads_pixels
-                )
+                parts = self._stores.with_images(parts, share, with_pixels=self._model.reads_pixels)
         except SamplesLost as error:
             lost = error
         if is_true_anywhere(lost is not None):

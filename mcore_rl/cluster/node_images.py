@@ -1,7 +1,7 @@
 """The images of a node's samples: their patches in shared memory, or in Ray's object store.
 
-    rank on this node        maps the files that `place` names
-    rank on another node     gets the objects of `put`, which Ray brings to each node once
+rank on this node        maps the files that `place` names
+rank on another node     gets the objects of `put`, which Ray brings to each node once
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.batch import select, split_by_lens
+from mcore_rl.data.images.batch import select_images
 from mcore_rl.data.stored_batch import without_lost
 from mcore_rl.lost_samples import SamplesLost
 from mcore_rl.process.server_keys import ServerKeys, user_headers
@@ -23,6 +24,7 @@ from mcore_rl.rollout.scoring import score_sequences
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import (
     AnyBatch,
+    Images,
     LogprobOptions,
     Prompt,
     StoredBatch,
@@ -51,11 +53,18 @@ class CanaryReport:
 
 @dataclass(frozen=True)
 class ScoredProbe:
-    """Token ids of each sequence and the trainer's log-probs of all its tokens but the first."""
+    """Token ids of each sequence and the trainer's log-probs of all its tokens but the first.
+
+    images        of each sequence; None if it has none
+    is_compared   bool, tokens but the first whose log-probs are compared. Engines give none that
+                  mean anything for placeholders, so sequences with images have their response alone
+    """
 
     version: WeightVersion
     sequences: Sequence[Sequence[int]]
     trainer_logprobs: Sequence[Tensor]
+    images: Sequence[Images | None]
+    is_compared: Sequence[Tensor]
 
 
 def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
@@ -116,7 +125,7 @@ class Canary:
         if self._probe is None:
             return CanaryReport()
         await self._ready()
-        answers = await self._score_on_engines(urls, self._probe.sequences)
+        answers = await self._score_on_engines(urls, self._probe)
         return self._judge(self._probe, dict(zip(urls, answers, strict=True)))
 
     def _scored(self, version: WeightVersion, batch: AnyBatch) -> ScoredProbe | None:
@@ -127,7 +136,13 @@ class Canary:
         logprobs_T = self._trainer.compute_logprobs(probe, options).logprobs_T
         sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]
         trainer_logprobs = [part[1:] for part in split_by_lens(logprobs_T, probe.lens_N)]
-        return ScoredProbe(version, sequences, trainer_logprobs)
+        images = select_images(probe.images, [[i] for i in range(len(sequences))])
+        masks = split_by_lens(probe.loss_mask_T, probe.lens_N)
+        is_compared = [
+            torch.ones(len(mask) - 1, dtype=torch.bool) if own is None else mask[1:]
+            for mask, own in zip(masks, images, strict=True)
+        ]
+        return ScoredProbe(version, sequences, trainer_logprobs, images, is_compared)
 
     def _choose(self, batch: AnyBatch) -> TrainBatch | None:
         """Return the first sequences of a batch that are not lost; None if there is none."""
@@ -149,10 +164,16 @@ class Canary:
         return None
 
     async def _score_on_engines(
-        self, urls: Sequence[str], sequences: Sequence[Sequence[int]]
+        self, urls: Sequence[str], probe: ScoredProbe
     ) -> list[list[list[float]] | RolloutError]:
         """Return, for each engine, the log-probs of each sequence or the error it failed with."""
-        calls = (score_sequences(url, sequences, self._timeout_s, self._headers) for url in urls)
+        # Images as bytes: the files of a node's patches may be gone by now.
+        has_images = any(images is not None for images in probe.images)
+        images = probe.images if has_images else ()
+        calls = (
+            score_sequences(url, probe.sequences, self._timeout_s, self._headers, images)
+            for url in urls
+        )
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = []
         for result in results:
@@ -169,7 +190,7 @@ class Canary:
             if isinstance(answer, RolloutError):
                 report.failed[url] = str(answer)
                 continue
-            difference = mean_difference(probe.trainer_logprobs, answer)
+            difference = mean_difference(probe.trainer_logprobs, answer, probe.is_compared)
             report.differences[url] = difference
             if not difference <= self._tolerance:  # a NaN fails, too
                 report.failed[url] = (
@@ -181,10 +202,18 @@ class Canary:
         return report
 
 
-def mean_difference(expected: Sequence[Tensor], answer: Sequence[Sequence[float]]) -> float:
-    """Return the mean |difference| of log-probs over the tokens of all sequences."""
+def mean_difference(
+    expected: Sequence[Tensor],
+    answer: Sequence[Sequence[float]],
+    is_compared: Sequence[Tensor] | None = None,
+) -> float:
+    """Return the mean |difference| of log-probs over the tokens of all sequences.
+
+    is_compared   bool, the tokens that count; None: all
+    """
+    masks = is_compared or [torch.ones(len(want), dtype=torch.bool) for want in expected]
     differences = [
-        (want - torch.tensor(got, dtype=want.dtype)).abs()
-        for want, got in zip(expected, answer, strict=True)
+        (want - torch.tensor(got, dtype=want.dtype)).abs()[mask]
+        for want, got, mask in zip(expected, answer, masks, strict=True)
     ]
     return torch.cat(differences).mean().item()

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 import aiohttp
 
 from mcore_rl.process.http import open_session
+from mcore_rl.rollout.image_request import PATH, pack_request
 from mcore_rl.rollout.transport import RolloutError
+from mcore_rl.types import Images
 
 
 class UnreachableError(RolloutError):
@@ -18,21 +20,32 @@ async def score_sequences(
     sequences: Sequence[Sequence[int]],
     timeout_s: float,
     headers: Mapping[str, str] | None = None,
+    images: Sequence[Images | None] = (),
 ) -> list[list[float]]:
     """Return log p(token t | tokens before it) at temperature 1, for each sequence.
 
     The first token of a sequence has none, so the result is one entry shorter. `headers` carry the
-    engine's key. Raises RolloutError naming the engine and its answer.
+    engine's key. `images` has those of each sequence, or is empty; log-probs of their placeholders
+    mean nothing. Raises RolloutError naming the engine and its answer.
     """
+    images = images or [None] * len(sequences)
     async with open_session(timeout_s, headers) as http:
-        calls = [score_tokens(http, url, tokens, 0) for tokens in sequences]
+        calls = [
+            score_tokens(http, url, tokens, 0, own)
+            for tokens, own in zip(sequences, images, strict=True)
+        ]
         return list(await asyncio.gather(*calls))
 
 
 async def score_tokens(
-    http: aiohttp.ClientSession, url: str, tokens: Sequence[int], start: int
+    http: aiohttp.ClientSession,
+    url: str,
+    tokens: Sequence[int],
+    start: int,
+    images: Images | None = None,
 ) -> list[float]:
-    """Return log p of tokens[start + 1:] at temperature 1, given all tokens before each.
+    """Return log p of tokens[start + 1:] at temperature 1, given all tokens before each, and the
+    images of the sequence.
 
     Raises RolloutError, or UnreachableError where another try may help.
     """
@@ -42,8 +55,12 @@ async def score_tokens(
         "return_logprob": True,
         "logprob_start_len": start,
     }
+    if images is None:
+        call = http.post(f"{url}/generate", json=body)
+    else:
+        call = http.post(f"{url}{PATH}", data=pack_request(body, images))
     try:
-        async with http.post(f"{url}/generate", json=body) as response:
+        async with call as response:
             if response.status != 200:
                 text = await response.text()
                 kind = UnreachableError if response.status >= 500 else RolloutError

@@ -1,4 +1,4 @@
-"""Images: those of a prompt, encoded, and those of a batch, as a model's processor makes numbers."""
+"""The images of a prompt, encoded, and of a batch, as a model's processor makes numbers of them."""
 
 from dataclasses import dataclass, field
 

@@ -1,14 +1,23 @@
 """Requests with images survive their packing; anything else is refused by name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from mcore_rl.rollout.image_request import pack_request, processor_output, unpack_request
+from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
+from mcore_rl.rollout.image_request import (
+    pack_request,
+    processor_output,
+    refer_request,
+    resolve_request,
+    unpack_request,
+)
 from mcore_rl.types import Images
+from tests.support.image_prompts import make_image, make_patches
 
 BODY = {"input_ids": [5, 90, 6], "sampling_params": {"temperature": 1.0}}
 IMAGES = Images(torch.arange(12.0).reshape(4, 3), torch.tensor([[1, 2, 2]]), (1,))
@@ -47,3 +56,44 @@ def packed(**changes: Any) -> bytes:
 def test_anything_else_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         unpack_request(data)
+
+
+def test_files_of_patches_are_mapped(tmp_path: Path) -> None:
+    shared = SharedPatches(make_patches, 1 << 20, str(tmp_path))
+    images = [make_image("a"), make_image("b", 3)]
+    data = refer_request(BODY, [shared.place(image) for image in images])
+    body, pixels_PD, grids_I3 = resolve_request(data)
+    assert body == BODY
+    wanted = [make_patches(image) for image in images]
+    assert torch.equal(pixels_PD, torch.cat([each.pixels_PD for each in wanted]))
+    assert grids_I3.tolist() == [list(each.grid) for each in wanted]
+
+
+def referred(path: str, grid: Any = (1, 2, 4)) -> bytes:
+    return refer_request(BODY, [PlacedPatches("ab", path, (8, 6), grid)])
+
+
+def test_a_file_on_another_machine_is_missed() -> None:
+    with pytest.raises(FileNotFoundError, match=r"/nowhere/ab\.patches"):
+        resolve_request(referred("/nowhere/ab.patches"))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"[]", "not a request with patches"),
+        (b"{}", "not a request with patches"),
+        (b'{"patches": [{"path": 1}]}', "not a request with patches"),
+        (b'{"patches": 3}', "not a request with patches"),
+        (referred("/etc/passwd"), r"/etc/passwd is no file of patches, \*.patches"),
+    ],
+)
+def test_other_references_are_refused(data: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_request(data)
+
+
+def test_grids_must_describe_the_patches(tmp_path: Path) -> None:
+    placed = SharedPatches(make_patches, 1 << 20, str(tmp_path)).place(make_image("a"))
+    with pytest.raises(ValueError, match="8 patches, but the grids describe 6"):
+        resolve_request(referred(placed.path, (1, 2, 3)))

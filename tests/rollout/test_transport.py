@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.data.images.shared_patches import SharedPatches
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.transport import AbortedError, HttpOptions, RolloutError, TransientError
 from mcore_rl.types import Prompt, Sample
 from tests.support.fake_sglang import FakeSGLang, Route, sampled_answer
+from tests.support.image_prompts import make_image, make_patches
 
 REQUEST = Request(Prompt(3, (5, 6), (), "unit", ""), 1, EngineAffinity(2))
 SAMPLING = Sampling(2, seed=4, routed_experts=True)
@@ -117,3 +121,42 @@ def test_one_request_is_ended_by_its_name(loop: EventLoop, engine: FakeSGLang) -
 
     loop.run(end())
     assert engine.calls == [("/abort_request", {"rid": "a"})]
+
+
+def ask_with_images(
+    loop: EventLoop, engine: FakeSGLang, patches: SharedPatches | None, num_requests: int = 1
+) -> list[Sample]:
+    images = (make_image("a"), make_image("b", 1))
+    request = replace(REQUEST, prompt=replace(REQUEST.prompt, images=images))
+    options = replace(HttpOptions.of(RolloutConfig(), [9], str), patches=patches)
+
+    async def ask() -> list[Sample]:
+        async with options.open() as transport:
+            return [
+                await transport.sample(engine.address, request, SAMPLING)
+                for _ in range(num_requests)
+            ]
+
+    return loop.run(ask())
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_engines_map_the_patches_or_get_them(
+    loop: EventLoop, engine: FakeSGLang, tmp_path: Path, is_far: bool
+) -> None:
+    engine.is_far = is_far
+    patches = SharedPatches(make_patches, 1 << 20, str(tmp_path))
+    samples = ask_with_images(loop, engine, patches, 2)
+    assert [sample.response_ids for sample in samples] == [(10, 11)] * 2
+    assert patches.num_made == 2
+    wanted = [make_patches(make_image("a")), make_patches(make_image("b", 1))]
+    assert [as_files for as_files, _, _ in engine.images] == [not is_far] * 2
+    for _, pixels_PD, grids_I3 in engine.images:
+        assert torch.equal(pixels_PD, torch.cat([each.pixels_PD for each in wanted]))
+        assert grids_I3.tolist() == [list(each.grid) for each in wanted]
+    assert [tuple(body["input_ids"]) for body in engine.sampled] == [(5, 6)] * 2
+
+
+def test_a_command_without_patches_refuses_images(loop: EventLoop, engine: FakeSGLang) -> None:
+    with pytest.raises(RolloutError, match="prompt 3 of 'unit' has images, but this command"):
+        ask_with_images(loop, engine, None)

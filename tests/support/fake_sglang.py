@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from torch import Tensor
 
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.image_request import NOT_HERE, PATH, resolve_request, unpack_request
 
 Route = tuple[int, Any]
 """HTTP status and body: text, or what is sent as JSON."""
@@ -36,6 +38,8 @@ class FakeSGLang:
     calls      (path, JSON body) of all requests but those for samples
     sampled    JSON bodies of the requests for samples, in the order of arrival
     free_kv    what it tells of its KV cache, in tokens of a hundred; None: nothing
+    images     (whether they came as files, pixels, grids) of requests with images
+    is_far     answer as an engine on a machine without the files of patches
     """
 
     def __init__(self, loop: EventLoop, version: int = 0) -> None:
@@ -45,6 +49,8 @@ class FakeSGLang:
         self.answer: Callable[[Mapping[str, Any]], Route | None] = lambda body: None
         self.num_free = 1_000_000
         self.free_kv: int | None = None
+        self.images: list[tuple[bool, Tensor, Tensor]] = []
+        self.is_far = False
         self._loop = loop
         self.url = loop.run(self._start())
         self.address = EngineAddress(self.url, "fake.log")
@@ -55,6 +61,7 @@ class FakeSGLang:
         app = web.Application()
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/v1/loads", self._loads)
+        app.router.add_post(PATH, self._generate_images)
         app.router.add_post("/{path:.*}", self._other)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
@@ -91,6 +98,16 @@ class FakeSGLang:
         load = {"num_running_reqs": 1, "num_waiting_reqs": 0, "num_used_tokens": used}
         load |= {"num_total_tokens": used, "max_total_num_tokens": 100}
         return web.json_response({"loads": [load]})
+    async def _generate_images(self, request: web.Request) -> web.Response:
+        """Note the images, and answer as to a request without them."""
+        data = await request.read()
+        is_json = request.content_type == "application/json"
+        if is_json and self.is_far:
+            return web.json_response({"error": "no patches"}, status=NOT_HERE)
+        body, pixels_PD, grids_I3 = resolve_request(data) if is_json else unpack_request(data)
+        self.images.append((is_json, pixels_PD, grids_I3))
+        self.sampled.append(body)
+        return web.json_response(sampled_answer(body, self.version))
 
     async def _other(self, request: web.Request) -> web.Response:
         body = await request.json() if request.can_read_body else None

@@ -35,9 +35,7 @@ def with_images(
     keys = list(zip(batch.store_N.tolist(), batch.group_N.tolist(), strict=True))
     ends = accumulate(batch.parts)
     return [
-        replace(
-            part, images=join_patches([patches.get(key, ()) for key in keys[end - num : end]])
-        )
+        replace(part, images=join_patches([patches.get(key, ()) for key in keys[end - num : end]]))
         for part, num, end in zip(parts, batch.parts, ends, strict=True)
     ]
 

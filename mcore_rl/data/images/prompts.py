@@ -15,7 +15,6 @@ from typing import Any
 from mcore_rl.data.images.decode import decode, read_size
 from mcore_rl.data.images.encoded import (
     BadImage,
-    EncodedImage,
     encoded_images,
     with_image_parts,
 )

@@ -74,11 +74,10 @@ class SharedPatches:
             placed = self._kept.get(image.digest)
             if placed is not None:
                 return placed
-            making = self._making.get(image.digest)
-            if making is None:
-                own = self._making[image.digest] = Future()
-        if making is not None:
-            return self._wait(making, image)
+            others = self._making.get(image.digest)
+            own: Future[PlacedPatches] = self._making.setdefault(image.digest, Future())
+        if others is not None:
+            return self._wait(others, image)
         try:
             placed = self._write(image, self._make(image))
         except BaseException as error:
