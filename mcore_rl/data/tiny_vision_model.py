@@ -32,6 +32,21 @@ PROCESSOR = {
 }
 """SGLang takes patches of 14 x 14 pixels alone."""
 
+VISION = {
+    "model_type": "qwen2_5_vl",
+    "depth": 2,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 112,
+    "out_hidden_size": 96,
+    "fullatt_block_indexes": [1],
+    "initializer_range": 0.02,
+}
+
 
 def write_tiny_vision_model(folder: Path, words: Sequence[str]) -> None:
     """Write config.json, the image processor and a tokenizer with one token per word.
@@ -71,25 +86,11 @@ def qwen2_5_vl_config(vocabulary: Sequence[str]) -> dict[str, Any]:
             "mrope_section": [4, 4, 4],
         },
     }
-    vision = {
-        "model_type": "qwen2_5_vl",
-        "depth": 2,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "out_hidden_size": 96,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.02,
-    }
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
         "text_config": text,
-        "vision_config": vision,
+        "vision_config": VISION,
         "image_token_id": vocabulary.index(PLACEHOLDER),
         "video_token_id": vocabulary.index(SPECIAL_TOKENS[0]),
         "vision_start_token_id": vocabulary.index(START),

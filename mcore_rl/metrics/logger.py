@@ -13,6 +13,7 @@ from mcore_rl.metrics.console import make_console
 from mcore_rl.metrics.episode_log import EpisodeLog
 from mcore_rl.metrics.names import with_former_names
 from mcore_rl.metrics.rows import RowFile
+from mcore_rl.metrics.thumbnails import Thumbnails
 from mcore_rl.metrics.trackers import MLflow, TensorBoard, Tracker, WandB
 from mcore_rl.process.redaction import redact
 from mcore_rl.scores import Scores
@@ -61,6 +62,7 @@ class MetricsLogger:
             self._trackers.append(MLflow(self.run_dir, last_step, mlflow_uri, config or {}))
         self._metrics = RowFile(self.run_dir / "metrics.jsonl", last_step)
         self._samples = RowFile(self.run_dir / "samples.jsonl", last_step)
+        self._thumbnails = Thumbnails(self.run_dir)
         path = self.run_dir / "episodes.jsonl" if with_episodes else None
         self.episodes = EpisodeLog(path, last_step)
         """For those that draw samples."""
@@ -93,7 +95,17 @@ class MetricsLogger:
         rows = list(zip(samples, scores.rewards_N, errors, strict=True))
         failed = [row for row in rows[SAMPLES_PER_LOG:] if row[2]]
         rows = rows[:SAMPLES_PER_LOG] + failed
-        self._samples.write(*(_sample_row(step, split, *row) for row in self._brought_here(rows)))
+        self._samples.write(
+            *(
+                {**_sample_row(step, split, *row), **self._images_of(row[0])}
+                for row in self._brought_here(rows)
+            )
+        )
+
+    def _images_of(self, sample: Sample) -> dict[str, list[str]]:
+        """Return the paths of the images' small copies; nothing for a prompt of text alone."""
+        paths = [self._thumbnails.path(image) for image in sample.prompt.images]
+        return {"images": paths} if paths else {}
 
     def _brought_here(
         self, rows: Sequence[tuple[Any, float, str]]

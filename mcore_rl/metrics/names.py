@@ -151,7 +151,8 @@ that is not finite is `null`. Step 0 is the evaluation before training.
 
 A row of `samples.jsonl` has `step`, `split` (`train` or `eval`), `prompt_index`, `prompt`,
 `response`, `reward`, `ground_truth`, `finish_reason`, `weights` (the versions that drew it) and,
-where the reward failed, `reward_error`. An episode also has `turns`, and `detail` where an error
+where the reward failed, `reward_error`. A prompt with images has `images`, the paths of small
+copies in the run folder. An episode also has `turns`, and `detail` where an error
 ended it ([agents.md](agents.md)). All files are UTF-8, one JSON object a line, and only
 `\\n` ends a line. A lone surrogate, which UTF-8 lacks, is written as a JSON escape.
 

@@ -23,7 +23,7 @@ from mcore_rl.planning.engine_memory import engine_uses, served_bytes, sync_buff
 from mcore_rl.planning.models import RecipeModels
 from mcore_rl.planning.moments import shared_gpus
 from mcore_rl.planning.rank_memory import RankMemory, Side, Uses, stage_name
-from mcore_rl.planning.tower_memory import tower_activations
+from mcore_rl.planning.tower_memory import pixel_bytes, tower_activations
 from mcore_rl.slices.box import itemsize
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
@@ -150,6 +150,7 @@ def _trained(
             uses["tower's activations"] = tower_activations(
                 hf_config, step, train.vision, in_flight
             )
+            uses["pixels"] = in_flight * pixel_bytes(hf_config, step.tokens)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.logits(sizes.padded_vocab)
         if sends:

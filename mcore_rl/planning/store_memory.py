@@ -66,5 +66,14 @@ def explain_stores(config: Config, policy: ModelFacts) -> str:
         f"Samples in host memory: at most {whole / nodes:.1f} GiB on each of {nodes}"
         f" node{'s' * (nodes > 1)} with engines ({most_groups(config):,} groups of"
         f" {config.rollout.samples_per_prompt}, {longest:,} tokens each,"
-        f" {token_bytes(config, policy):,} bytes a token).{beyond}"
+        f" {token_bytes(config, policy):,} bytes a token).{beyond}{_explain_images(config, policy)}"
+    )
+
+
+def _explain_images(config: Config, policy: ModelFacts) -> str:
+    if not policy.family.has_tower:
+        return ""
+    return (
+        f" Patches of images: at most data.images.cache_gib={config.data.images.cache_gib:g} GiB of"
+        " shared memory on each, beside the encoded images of their prompts."
     )

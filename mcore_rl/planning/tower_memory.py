@@ -1,13 +1,13 @@
-"""Predicts the bytes of a vision tower's activations on a rank of the first pipeline stage.
+"""Predicts the bytes of images and of a vision tower's activations on a rank of the first stage.
 
 Each rank of that stage runs the whole tower on all images of its micro-batch (docs/vision.md), so
 neither tensor nor context parallelism makes them fewer.
 """
 
-from mcore_rl.planning.activations import Pass
+from mcore_rl.planning.activations import FLOAT32, Pass
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.table import HfConfig
-from mcore_rl.slices.families.tower import vision_settings
+from mcore_rl.slices.families.tower import tower_sizes, vision_settings
 
 
 def tower_activations(hf_config: HfConfig, step: Pass, vision: str, in_flight: float) -> float:
@@ -27,3 +27,10 @@ def tower_activations(hf_config: HfConfig, step: Pass, vision: str, in_flight: f
     if vision != "all":
         kept = 0
     return num_patches * (in_flight * kept + block) * step.itemsize
+
+
+def pixel_bytes(config: HfConfig, num_tokens: int) -> float:
+    """Return the bytes of the pixels of a micro-batch whose tokens all stand for images."""
+    sizes = tower_sizes(config)
+    num_patches = num_tokens * vision_settings(config).get("spatial_merge_size", 2) ** 2
+    return num_patches * sizes["channels"] * sizes["patch_frames"] * sizes["patch"] ** 2 * FLOAT32

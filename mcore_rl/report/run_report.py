@@ -64,7 +64,8 @@ def _make_panel(row: Row, encoding: str) -> Panel:
     truth = row["ground_truth"]
     heading = f"{row['split']} sample, step {row['step']}"
     title = f"{heading}: reward {_format(row['reward'], 'g')}, truth {truth}"
-    prompt = make_encodable(row["prompt"].strip(), encoding)
+    shown = [row["prompt"].strip(), *row.get("images", ())]
+    prompt = make_encodable("\n".join(shown), encoding)
     response = make_encodable(row["response"].strip(), encoding) or "(no text)"
     color = "green" if (row["reward"] or 0) > 0 else "red"
     return Panel(

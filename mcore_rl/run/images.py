@@ -1,5 +1,6 @@
 """Makes what reads the images of a recipe's prompts: near the files, and near the engines."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.images.prompts import ImagePrompts, ImageRules
 from mcore_rl.data.sft_images import MESSAGES, SftImages
 from mcore_rl.slices.hf.facts import ModelFacts
+from mcore_rl.types import Prompt
 
 
 def sees_images(policy: ModelFacts) -> bool:
@@ -74,6 +76,21 @@ def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages 
     cache_bytes = int(config.data.images.cache_gib * 2**30)
     processor = ImageProcessor(config.model.path, cache_bytes)
     return SftImages(prompts, partial(_encode, tokenizer), processor.patches_of)
+
+
+def check_seen(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError if prompts have images that a part of the run would not see."""
+    if not any(prompt.images for prompt in prompts):
+        return
+    for is_used, option in (
+        (config.agents.is_used, f"agents.environment={config.agents.environment}"),
+        (config.teacher.is_used, f"teacher.path={config.teacher.path or config.teacher.url}"),
+    ):
+        if is_used:
+            raise ValueError(
+                f"{option} with prompts that have images: it would read their placeholders alone;"
+                " leave it out, or remove the images"
+            )
 
 
 def _encode(

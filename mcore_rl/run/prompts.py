@@ -16,7 +16,7 @@ from mcore_rl.data.streamed.paths import data_files
 from mcore_rl.data.token_cache import token_cache_dir
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.loops.evaluation import Correctness
-from mcore_rl.run.images import image_prompts, model_with_images
+from mcore_rl.run.images import check_seen, image_prompts, model_with_images
 from mcore_rl.types import Prompt
 
 
@@ -72,7 +72,9 @@ def load_split(
     cache_dir = token_cache_dir(data.cache_dir)
     images = image_prompts(config, tokenizer, data.max_prompt_len)
     files = data_files(paths)
-    return load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, cache_dir, images)
+    prompts = load_prompts(files, tokenizer, data.max_prompt_len, data.overlong, cache_dir, images)
+    check_seen(config, prompts)
+    return prompts
 
 
 def _open(config: Config) -> MixedPrompts:

@@ -69,12 +69,10 @@ def test_patches_lie_at_their_sequences(tmp_path: Path) -> None:
     batch = stream.next_batch(3)
     assert batch.images is not None
     assert sorted(batch.images.nums_N) == [0, 1, 2]
-    num_tokens = [
-        int((ids_T == PLACEHOLDER_ID).sum()) for ids_T in batch.token_ids_T.split(list(batch.lens_N))
-    ]
-    nums_patches = [
-        int(grids.prod(-1).sum()) for grids in batch.images.grids_I3.split(list(batch.images.nums_N))
-    ]
+    lens_N = list(batch.lens_N)
+    nums_N = list(batch.images.nums_N)
+    num_tokens = [int((own == PLACEHOLDER_ID).sum()) for own in batch.token_ids_T.split(lens_N)]
+    nums_patches = [int(own.prod(-1).sum()) for own in batch.images.grids_I3.split(nums_N)]
     assert nums_patches == [4 * num for num in num_tokens]
     trained = TOKENIZER.decode(batch.token_ids_T[batch.loss_mask_T])
     assert sorted(trained) == sorted("twofourone")

@@ -48,7 +48,7 @@ def test_answers_follow_from_the_pixels() -> None:
             more = seen.count(one) - seen.count(other)
             assert answer == ("same" if more == 0 else one if more > 0 else other)
         wrong_habits += problem.habit[-1] != answer
-        assert set((*problem.right, *problem.habit, *words)) <= set(vocabulary())
+        assert {*problem.right, *problem.habit, *words} <= set(vocabulary())
     assert 80 < wrong_habits < 170
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mcore_rl.planning.activations import Pass
-from mcore_rl.planning.tower_memory import tower_activations
+from mcore_rl.planning.tower_memory import pixel_bytes, tower_activations
 from mcore_rl.slices.hf.facts import ModelFacts
 
 QWEN = ModelFacts.read("recipes/model/qwen2_5_vl_7b").config
@@ -39,3 +39,7 @@ def test_recomputed_blocks_keep_their_inputs() -> None:
 def test_frozen_blocks_keep_nothing(vision: str) -> None:
     found = tower_activations(QWEN, STEP, vision, in_flight=2)
     assert found == pytest.approx(BYTES * BLOCK)
+
+
+def test_pixels_are_those_of_the_processor() -> None:
+    assert pixel_bytes(QWEN, 9) == 4 * 9 * 3 * 2 * 14 * 14 * 4

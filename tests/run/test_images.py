@@ -70,7 +70,7 @@ def test_a_model_of_text_has_no_use_for_images(shapes: Path, tmp_path: Path) -> 
     assert patch_maker(config.data.images, policy) is None
     assert image_prompts(config, tokenizer, 64) is None
     assert sft_images(config, tokenizer) is None
-    with pytest.raises(ValueError, match="heldout.parquet row 0 has 1 `images`, but"):
+    with pytest.raises(ValueError, match=r"heldout.parquet row 0 has 1 `images`, but"):
         load_split(config, [_file(shapes)], tokenizer)
 
 
@@ -87,3 +87,15 @@ def test_images_are_not_streamed(shapes: Path) -> None:
     tokenizer = load_tokenizer(shapes / "model", "model.path")
     with pytest.raises(ValueError, match=r"stream_above=10\), and model.path=.* sees images"):
         train_prompts(config, tokenizer, 1)
+
+
+def test_parts_that_see_no_images_refuse_them(shapes: Path) -> None:
+    tokenizer = load_tokenizer(shapes / "model", "model.path")
+    config = make_config(shapes)
+    config.teacher.path = "teacher"
+    with pytest.raises(ValueError, match=r"teacher.path=teacher with prompts that have images"):
+        load_split(config, [_file(shapes)], tokenizer)
+    config = make_config(shapes)
+    config.agents.environment = "tools"
+    with pytest.raises(ValueError, match=r"agents.environment=tools with prompts that"):
+        load_split(config, [_file(shapes)], tokenizer)

@@ -98,6 +98,7 @@ class FakeSGLang:
         load = {"num_running_reqs": 1, "num_waiting_reqs": 0, "num_used_tokens": used}
         load |= {"num_total_tokens": used, "max_total_num_tokens": 100}
         return web.json_response({"loads": [load]})
+
     async def _generate_images(self, request: web.Request) -> web.Response:
         """Note the images, and answer as to a request without them."""
         data = await request.read()

@@ -60,9 +60,7 @@ def stored_samples(seed: int) -> tuple[Stores, list[StoredSample]]:
     rows: list[StoredSample] = []
     for group in range(6):
         prompt = make_image_prompt(group, chance)
-        samples = [
-            replace(make_sample(chance, prompt, i), routed_experts=None) for i in range(3)
-        ]
+        samples = [replace(make_sample(chance, prompt, i), routed_experts=None) for i in range(3)]
         lease = GroupLease(group % 2, group)
         stores.stores[lease.store].put(group, samples)
         rows += [stored(sample, lease) for sample in samples]
