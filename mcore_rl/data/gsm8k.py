@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from mcore_rl.data.downloads import files_of_split, source_folder
 from mcore_rl.data.files import prompt_row, write_parquet
 from mcore_rl.data.rows import load_rows
 
@@ -17,7 +18,7 @@ def prepare_gsm8k(source: str, out_dir: Path) -> None:
 
     Raises ValueError naming what is missing or malformed.
     """
-    folder = Path(source) if Path(source).is_dir() else _download(source)
+    folder = source_folder(source, ["main/*"])
     for split, name in (("train", "train"), ("test", "heldout")):
         rows = list(_rows(folder, split))
         prompts = [
@@ -49,29 +50,7 @@ def _rows(folder: Path, split: str) -> Iterator[tuple[str, str]]:
     """Yield (question, answer) of a split. Raises ValueError if there is no file or a column is
     missing.
     """
-    files = sorted(
-        p for p in folder.rglob("*") if split in p.name and p.suffix in (".parquet", ".jsonl")
-    )
-    if not files:
-        raise ValueError(f"{folder}: no .parquet or .jsonl file with {split!r} in its name")
-    for where, row in load_rows([str(path) for path in files]):
+    for where, row in load_rows(files_of_split(folder, split)):
         if not {"question", "answer"} <= row.keys():
             raise ValueError(f"{where}: expected `question` and `answer`, found {sorted(row)}")
         yield row["question"], row["answer"]
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=["main/*"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, OSError) as error:
-        raise ValueError(
-            f"--source {name}: neither a local folder nor reachable on the hub"
-            f" ({type(error).__name__}); download it elsewhere and give the folder"
-        ) from None

@@ -23,12 +23,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         made.add_argument("--seed", type=int, default=0)
         made.set_defaults(run=prepare)
     _add_code_files(kinds)
-    gsm8k = kinds.add_parser("gsm8k", help="GSM8K as prompt files")
-    gsm8k.add_argument(
-        "--source", default="openai/gsm8k", help="local folder, or dataset name on the hub"
-    )
-    gsm8k.add_argument("--out", type=Path, default=Path("data/gsm8k"))
-    gsm8k.set_defaults(run=_prepare_gsm8k)
+    for name, title, source, prepare in (
+        ("gsm8k", "GSM8K", "openai/gsm8k", _prepare_gsm8k),
+        ("geometry3k", "Geometry3K", "hiyouga/geometry3k", _prepare_geometry3k),
+    ):
+        published = kinds.add_parser(name, help=f"{title} as prompt files")
+        published.add_argument(
+            "--source", default=source, help="local folder, or dataset name on the hub"
+        )
+        published.add_argument("--out", type=Path, default=Path("data", name))
+        published.set_defaults(run=prepare)
 
 
 def _add_code_files(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -107,3 +111,9 @@ def _prepare_gsm8k(args: argparse.Namespace) -> None:
     from mcore_rl.data.gsm8k import prepare_gsm8k
 
     prepare_gsm8k(args.source, args.out)
+
+
+def _prepare_geometry3k(args: argparse.Namespace) -> None:
+    from mcore_rl.data.geometry3k import prepare_geometry3k
+
+    prepare_geometry3k(args.source, args.out)
