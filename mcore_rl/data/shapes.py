@@ -1,14 +1,15 @@
 """Pictures of colored shapes with questions that only the picture answers, for a laptop CPU.
 
-A picture has 3 x 3 cells, each empty or with a circle or a square in one of three colors:
+A picture has 3 x 3 cells, each empty or with a ring or a square in one of three colors:
 
     <image> how many red squares ?      no yes no no no yes no no no so 2
     <image> more red or blue ?          red no blue red no no blue no red so red
 
-The answers go through the cells, so a response has 12 tokens. The demonstrations for supervised
-fine-tuning have two bad habits planted in 60 % of them: they count shapes of the other kind, too,
-and they say the color that the question names first. So the warm start has both habits, and
-reinforcement learning finds which of them pays. All is made from a seed.
+The answers go through the cells, so a response has 12 tokens. Of the demonstrations for supervised
+fine-tuning, half describe a picture, which teaches to see. The others answer questions, 60 % of
+them with one of two bad habits: they count shapes of the other kind, too, and they say the color
+that the question names first. So the warm start has good and bad habits, and reinforcement learning
+finds which of them pays. All is made from a seed.
 
 `heldout_blind` has the questions of `heldout` with blank pictures: whoever does not look does no
 better than the best answer that is always the same.
@@ -18,7 +19,7 @@ import io
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,15 @@ EMPTY = 0.25
 """Share of the cells without a shape."""
 COUNTS = 0.75
 """Share of the questions that ask for a number."""
+DESCRIBES = 0.5
+"""Share of the demonstrations that describe a picture."""
 BAD_HABIT = 0.6
-WHITE = (255, 255, 255)
+"""Share of the demonstrations that answer a question with a bad habit."""
+GRAY = (122, 116, 104)
+"""The background: what processors of Qwen2.5-VL subtract, so that an empty cell is nearly zero."""
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
-KINDS = ("circle", "square")
+KINDS = ("ring", "square")
+DESCRIPTION = "what is there ?"
 Cell = tuple[str, str] | None
 """(color, kind); None: empty."""
 
@@ -51,11 +57,13 @@ class Problem:
     """A picture with a question about it.
 
     picture      PNG
-    right        the words for each cell, and the answer
+    cells        a word for what each cell shows
+    right        the words of an answer for each cell, and the answer
     habit        those of somebody with the bad habits
     """
 
     picture: bytes
+    cells: tuple[str, ...]
     question: str
     right: tuple[str, ...]
     habit: tuple[str, ...]
@@ -74,7 +82,7 @@ def prepare_shapes(out_dir: Path, seed: int = 0) -> None:
     for name, problems in (("train", train), ("heldout", held_out)):
         write_parquet(_rows(problems, name), out_dir / f"{name}.parquet")
     blank = encoded(draw([None] * SIDE**2, rng))
-    blind = [Problem(blank, each.question, each.right, each.habit) for each in held_out]
+    blind = [replace(problem, picture=blank) for problem in held_out]
     write_parquet(_rows(blind, "heldout_blind"), out_dir / "heldout_blind.parquet")
     write_parquet([demonstrate(problem, rng) for problem in shown], out_dir / "sft.parquet")
     write_tiny_vision_model(out_dir / "model", vocabulary())
@@ -88,33 +96,37 @@ def make_problem(rng: random.Random) -> Problem:
     """Return a random picture and question."""
     cells = [_cell(rng) for _ in range(SIDE**2)]
     picture = encoded(draw(cells, rng))
+    shown = tuple(map(_word, cells))
     if rng.random() < COUNTS:
         color = rng.choice(list(COLORS))
         kind = rng.choice(KINDS)
         right = _counted([cell == (color, kind) for cell in cells])
         habit = _counted([cell is not None and cell[0] == color for cell in cells])
-        return Problem(picture, f"how many {color} {kind}s ?", right, habit)
+        return Problem(picture, shown, f"how many {color} {kind}s ?", right, habit)
     one, other = rng.sample(list(COLORS), 2)
     words = [cell[0] if cell is not None and cell[0] in (one, other) else "no" for cell in cells]
     more = words.count(one) - words.count(other)
     answer = "same" if not more else one if more > 0 else other
     question = f"more {one} or {other} ?"
-    return Problem(picture, question, (*words, "so", answer), (*words, "so", one))
+    return Problem(picture, shown, question, (*words, "so", answer), (*words, "so", one))
 
 
 def draw(cells: Sequence[Cell], rng: random.Random) -> Image.Image:
     """Return the picture of cells, row by row; shapes vary in size and place."""
-    image = Image.new("RGB", (SIDE * CELL, SIDE * CELL), WHITE)
+    image = Image.new("RGB", (SIDE * CELL, SIDE * CELL), GRAY)
     pen = ImageDraw.Draw(image)
     for number, cell in enumerate(cells):
         if cell is None:
             continue
         row, column = divmod(number, SIDE)
-        radius = rng.randint(8, 12)
+        radius = rng.randint(7, 11)
         x = column * CELL + CELL // 2 + rng.randint(-2, 2)
         y = row * CELL + CELL // 2 + rng.randint(-2, 2)
         box = (x - radius, y - radius, x + radius, y + radius)
-        (pen.ellipse if cell[1] == "circle" else pen.rectangle)(box, fill=COLORS[cell[0]])
+        if cell[1] == "ring":
+            pen.ellipse(box, outline=COLORS[cell[0]], width=3)
+        else:
+            pen.rectangle(box, fill=COLORS[cell[0]])
     return image
 
 
@@ -126,17 +138,28 @@ def encoded(image: Image.Image) -> bytes:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> dict[str, Any]:
-    """Return a row with a conversation that may show a bad habit."""
-    words = problem.habit if rng.random() < BAD_HABIT else problem.right
-    messages = [_question(problem), {"role": "assistant", "content": " ".join(words)}]
+    """Return a row with a conversation: a description, or an answer that may show a bad habit."""
+    if rng.random() < DESCRIBES:
+        question = DESCRIPTION
+        words = (*problem.cells, "so", "done")
+    else:
+        question = problem.question
+        words = problem.habit if rng.random() < BAD_HABIT else problem.right
+    messages = [
+        {"role": "user", "content": f"<image> {question}"},
+        {"role": "assistant", "content": " ".join(words)},
+    ]
     return {"messages": messages, "images": [{"bytes": problem.picture}]}
 
 
 def vocabulary() -> list[str]:
     """Return the words of questions and answers."""
     numbers = [str(number) for number in range(SIDE**2 + 1)]
-    words = {"how", "many", "more", "or", "?", "yes", "no", "so", "same"}
-    return [*numbers, *sorted(words | {f"{kind}s" for kind in KINDS} | set(COLORS))]
+    words = {"how", "many", "more", "or", "?", "yes", "no", "so", "same", "done"}
+    words |= {*DESCRIPTION.split(), *COLORS, _word(None)}
+    words |= {f"{kind}s" for kind in KINDS}
+    words |= {_word((color, kind)) for color in COLORS for kind in KINDS}
+    return [*numbers, *sorted(words)]
 
 
 def best_blind(problems: Sequence[Problem]) -> float:
@@ -154,19 +177,19 @@ def _cell(rng: random.Random) -> Cell:
     return rng.choice(list(COLORS)), rng.choice(KINDS)
 
 
+def _word(cell: Cell) -> str:
+    return "empty" if cell is None else "-".join(cell)
+
+
 def _counted(matches: Sequence[bool]) -> tuple[str, ...]:
     words = ("yes" if match else "no" for match in matches)
     return (*words, "so", str(sum(matches)))
 
 
-def _question(problem: Problem) -> dict[str, str]:
-    return {"role": "user", "content": f"<image> {problem.question}"}
-
-
 def _rows(problems: Sequence[Problem], split: str) -> list[dict[str, Any]]:
     return [
         {
-            **prompt_row(_question(p)["content"], p.answer, "shapes", split, i),
+            **prompt_row(f"<image> {p.question}", p.answer, "shapes", split, i),
             "images": [{"bytes": p.picture}],
         }
         for i, p in enumerate(problems)

@@ -4,6 +4,7 @@ import io
 import random
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -12,8 +13,8 @@ from transformers import AutoTokenizer
 from mcore_rl.data.shapes import (
     CELL,
     COLORS,
+    GRAY,
     SIDE,
-    WHITE,
     best_blind,
     make_problem,
     prepare_shapes,
@@ -21,13 +22,27 @@ from mcore_rl.data.shapes import (
 )
 
 
-def colors_of(picture: bytes) -> list[str]:
-    """Return the color in the middle of each cell."""
-    image = Image.open(io.BytesIO(picture))
-    names = {rgb: name for name, rgb in COLORS.items()} | {WHITE: "no"}
-    places = [(k % SIDE, k // SIDE) for k in range(SIDE**2)]
-    middle = CELL // 2
-    return [names[image.getpixel((x * CELL + middle, y * CELL + middle))] for x, y in places]  # type: ignore[index]
+def cells_of(picture: bytes) -> list[str]:
+    """Return a word for each cell: its commonest color but the background's, and its kind.
+
+    A square covers its middle, a ring does not.
+    """
+    image = np.asarray(Image.open(io.BytesIO(picture)))
+    cells = image.reshape(SIDE, CELL, SIDE, CELL, 3).transpose(0, 2, 1, 3, 4)
+    names = {rgb: name for name, rgb in COLORS.items()}
+    words = []
+    for cell in cells.reshape(SIDE**2, CELL, CELL, 3):
+        pixels = [tuple(pixel) for pixel in cell.reshape(-1, 3).tolist() if pixel != list(GRAY)]
+        if not pixels:
+            words.append("empty")
+            continue
+        kind = "ring" if tuple(cell[CELL // 2, CELL // 2].tolist()) == GRAY else "square"
+        words.append(f"{names[max(set(pixels), key=pixels.count)]}-{kind}")
+    return words
+
+
+def color_of(word: str) -> str:
+    return word.partition("-")[0]
 
 
 def test_answers_follow_from_the_pixels() -> None:
@@ -36,16 +51,19 @@ def test_answers_follow_from_the_pixels() -> None:
     for _ in range(200):
         problem = make_problem(chance)
         *cells, so, answer = problem.right
-        seen = colors_of(problem.picture)
+        seen = cells_of(problem.picture)
+        assert list(problem.cells) == seen
         words = problem.question.split()
         assert so == "so" and len(cells) == SIDE**2
         if words[0] == "how":
             assert answer == str(cells.count("yes"))
-            assert all(seen[k] == words[2] for k, word in enumerate(cells) if word == "yes")
+            asked = f"{words[2]}-{words[3].removesuffix('s')}"
+            assert cells == ["yes" if word == asked else "no" for word in seen]
         else:
             one, other = words[1], words[3]
-            assert cells == [name if name in (one, other) else "no" for name in seen]
-            more = seen.count(one) - seen.count(other)
+            colors = list(map(color_of, seen))
+            assert cells == [name if name in (one, other) else "no" for name in colors]
+            more = colors.count(one) - colors.count(other)
             assert answer == ("same" if more == 0 else one if more > 0 else other)
         wrong_habits += problem.habit[-1] != answer
         assert {*problem.right, *problem.habit, *words} <= set(vocabulary())
@@ -66,8 +84,12 @@ def test_files_are_those_of_the_recipe(tmp_path: Path) -> None:
     )
     assert [row["prompt"] for row in held_out] == [row["prompt"] for row in blind]
     assert len({row["images"][0]["bytes"] for row in blind}) == 1
-    assert set(colors_of(blind[0]["images"][0]["bytes"])) == {"no"}
+    assert set(cells_of(blind[0]["images"][0]["bytes"])) == {"empty"}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one" / "model")
+    shown = pq.read_table(tmp_path / "one" / "sft.parquet").to_pylist()
+    texts = [row["messages"][-1]["content"] for row in shown]
+    assert 0.45 < sum("done" in text for text in texts) / len(texts) < 0.55
+    assert all(tokenizer.pad_token_id not in tokenizer(text)["input_ids"] for text in texts)
     for row in held_out:
         ids = tokenizer(row["prompt"][0]["content"].removeprefix("<image> "))["input_ids"]
         assert tokenizer.pad_token_id not in ids
