@@ -61,10 +61,10 @@ class ScoredProbe:
     """
 
     version: WeightVersion
-    sequences: Sequence[Sequence[int]]
-    trainer_logprobs: Sequence[Tensor]
+    sequences: list[list[int]]
+    trainer_logprobs: list[Tensor]
     images: Sequence[Images | None]
-    is_compared: Sequence[Tensor]
+    is_compared: list[Tensor]
 
 
 def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
@@ -95,11 +95,14 @@ class Canary:
         ready: Callable[[], Awaitable[None]],
         keys: ServerKeys | None = None,
         fetch: Callable[[StoredBatch], TrainBatch] | None = None,
+        placeholder_id: int | None = None,
     ) -> None:
         """`ready` is awaited before the engines score; `keys` open them, if they have any.
 
-        `fetch` brings the tokens of a probe that lies in sample stores.
+        `fetch` brings the tokens and images of a probe that lies in sample stores.
+        `placeholder_id` stands for images in the tokens of a model that sees them.
         """
+        self._placeholder_id = placeholder_id
         self._fetch = fetch
         self._trainer = trainer
         self._config = config
@@ -134,15 +137,24 @@ class Canary:
             return None
         options = LogprobOptions(temperature=1.0)
         logprobs_T = self._trainer.compute_logprobs(probe, options).logprobs_T
-        sequences = [part.tolist() for part in split_by_lens(probe.token_ids_T, probe.lens_N)]
-        trainer_logprobs = [part[1:] for part in split_by_lens(logprobs_T, probe.lens_N)]
-        images = select_images(probe.images, [[i] for i in range(len(sequences))])
-        masks = split_by_lens(probe.loss_mask_T, probe.lens_N)
-        is_compared = [
-            torch.ones(len(mask) - 1, dtype=torch.bool) if own is None else mask[1:]
-            for mask, own in zip(masks, images, strict=True)
-        ]
-        return ScoredProbe(version, sequences, trainer_logprobs, images, is_compared)
+        images = select_images(probe.images, [[i] for i in range(len(probe.lens_N))])
+        made = ScoredProbe(version, [], [], images, [])
+        values = (probe.token_ids_T, logprobs_T, probe.loss_mask_T)
+        parts = (split_by_lens(values_T, probe.lens_N) for values_T in values)
+        for ids, logprobs, mask, own in zip(*parts, images, strict=True):
+            stop = len(ids) if own is None else self._first_sampled_placeholder(ids, mask)
+            compared = torch.ones(stop, dtype=torch.bool) if own is None else mask[:stop]
+            made.sequences.append(ids[:stop].tolist())
+            made.trainer_logprobs.append(logprobs[1:stop])
+            made.is_compared.append(compared[1:])
+        return made
+
+    def _first_sampled_placeholder(self, ids_T: Tensor, is_sampled_T: Tensor) -> int:
+        """Return where a sequence with images ends for an engine, to which a placeholder that the
+        policy sampled would be a piece of an image.
+        """
+        found = ((ids_T == self._placeholder_id) & is_sampled_T).nonzero()
+        return int(found[0]) if len(found) else len(ids_T)
 
     def _choose(self, batch: AnyBatch) -> TrainBatch | None:
         """Return the first sequences of a batch that are not lost; None if there is none."""
@@ -216,4 +228,5 @@ def mean_difference(
         (want - torch.tensor(got, dtype=want.dtype)).abs()[mask]
         for want, got, mask in zip(expected, answer, masks, strict=True)
     ]
-    return torch.cat(differences).mean().item()
+    compared = torch.cat(differences)
+    return compared.mean().item() if len(compared) else 0.0

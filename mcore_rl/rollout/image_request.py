@@ -108,6 +108,25 @@ def resolve_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
     return body, pixels_PD, grids_I3
 
 
+def check_placeholders(
+    body: Mapping[str, Any], grids_I3: Tensor, placeholder_id: int, merge: int
+) -> None:
+    """Raise ValueError unless the ids have as many placeholders as the images take.
+
+    SGLang's scheduler would end with an error. A policy may have sampled a placeholder, which is
+    text to it.
+
+    merge   patches along height and along width that become one token
+    """
+    num_found = list(body["input_ids"]).count(placeholder_id)
+    num_tokens = int(grids_I3.prod(-1).sum()) // merge**2
+    if num_found != num_tokens:
+        raise ValueError(
+            f"{num_found} placeholders (token {placeholder_id}) in the ids, but the images take"
+            f" {num_tokens}: expand them, and end the ids before a placeholder that was sampled"
+        )
+
+
 def processor_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tensor) -> Any:
     """Return the `image_data` that SGLang's processors take for patches made elsewhere."""
     return [

@@ -47,9 +47,11 @@ class Migration:
     def named(self, request: Request) -> Request:
         """Return a request under a name of its own, if it may be moved.
 
-        One that ends at texts stays: they may lie across the move.
+        One that ends at texts stays: they may lie across the move. One with images stays, too: a
+        placeholder among what was drawn would be taken for a piece of an image elsewhere.
         """
-        return replace(request, rid=uuid4().hex) if self.is_on and not request.stop else request
+        may_move = self.is_on and not request.stop and not request.prompt.images
+        return replace(request, rid=uuid4().hex) if may_move else request
 
     @contextmanager
     def note(self, request: UnderWay) -> Iterator[None]:

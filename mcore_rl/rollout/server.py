@@ -5,8 +5,10 @@ arguments>`. All processes of the server die with the process that started it. W
 stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.process.lazy_imports import without_collector
@@ -16,6 +18,7 @@ from mcore_rl.process.tied import die_with_parent
 from mcore_rl.rollout import image_request
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
+    check_placeholders,
     processor_output,
     resolve_request,
     unpack_request,
@@ -70,7 +73,7 @@ def main(arguments: list[str]) -> None:
     load_plugins()
     bind_meetings_to_their_host()
     server_args = prepare_server_args(arguments)
-    take_patches()
+    take_patches(server_args.model_path)
     if keys is not None:
         guard_server(server_args, keys)
     try:
@@ -79,8 +82,16 @@ def main(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def take_patches() -> None:
-    """Add a route to SGLang's application for requests that bring the patches of their images."""
+def take_patches(model_path: str) -> None:
+    """Add a route to SGLang's application for requests that bring the patches of their images, if
+    the model sees images.
+    """
+    config_file = Path(model_path, "config.json")
+    config = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    placeholder_id = config.get("image_token_id")
+    if placeholder_id is None:
+        return
+    merge = config.get("vision_config", {}).get("spatial_merge_size", 2)
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app, serve_generate_request
@@ -91,6 +102,7 @@ def take_patches() -> None:
         is_json = request.headers.get("content-type") == "application/json"
         try:
             body, *patches = resolve_request(data) if is_json else unpack_request(data)
+            check_placeholders(body, patches[1], placeholder_id, merge)
             images = processor_output(body, *patches)
             asked = GenerateReqInput(**body, image_data=images)
         except FileNotFoundError as error:

@@ -118,6 +118,7 @@ def make_sync(
         gpus.for_rollout,
         keys,
         rollouts.fetch,
+        policy.config.get("image_token_id"),
     )
     watched = processes.watched
     return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)

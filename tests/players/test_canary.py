@@ -14,9 +14,10 @@ from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.config import CanaryConfig
 from mcore_rl.data.assembly import assemble
+from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.stored_batch import make_stored_batch
 from mcore_rl.lost_samples import SamplesLost
-from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, make_probe
+from mcore_rl.players.canary import MAX_PROMPT_TOKENS, Canary, make_probe, mean_difference
 from mcore_rl.players.colocation import EngineMemory, SharedGpus
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.event_loop import EventLoop
@@ -36,6 +37,7 @@ from mcore_rl.types import (
 )
 from tests.support.engine_keys import KEYS
 from tests.support.engines import VOCAB_SIZE, save_tiny_moe
+from tests.support.image_prompts import make_image, make_patches
 from tests.support.stored import make_stored
 from tests.support.sync_stage import Stage, call, open_stage
 
@@ -220,3 +222,56 @@ def test_a_probe_is_made_of_sequences_that_are_not_lost(caplog: pytest.LogCaptur
     lost |= {1}
     assert canary._choose(batch) is None
     assert "collectors [0] died; no sequence is left" in caplog.text or "[1] died" in caplog.text
+
+
+class CountingTrainer:
+    """Gives token t of a batch the log-prob -t."""
+
+    def compute_logprobs(
+        self, batch: TrainBatch, options: LogprobOptions = LogprobOptions()
+    ) -> TokenScores:
+        return TokenScores(-torch.arange(len(batch.token_ids_T), dtype=torch.float32))
+
+    def train_step(self, batch: TrainBatch) -> StepStats:
+        raise NotImplementedError
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+async def at_once() -> None: ...
+
+
+def test_sequences_with_images_are_compared_up_to_a_sampled_placeholder() -> None:
+    """Engines take each placeholder for a piece of an image, and score those as nothing."""
+    image = make_image("a")
+    ids = [1, 90, 90, 2, 5, 6, 90, 7]
+    sampled = [False] * 4 + [True] * 4
+    batch = TrainBatch(
+        token_ids_T=torch.tensor([*ids, *ids]),
+        loss_mask_T=torch.tensor([*sampled, *sampled]),
+        lens_N=(8, 8),
+        images=join_patches([[make_patches(image)], []]),
+    )
+    config = CanaryConfig(sequences=2)
+    canary = Canary(CountingTrainer(), config, "float32", 1.0, at_once, placeholder_id=90)
+    canary.score_on_trainer(WeightVersion(3), batch)
+    probe = canary._probe
+    assert probe is not None
+    assert probe.sequences == [ids[:6], ids]
+    assert [mask.tolist() for mask in probe.is_compared] == [
+        [False, False, False, True, True],
+        [True] * 7,
+    ]
+    assert [images is None for images in probe.images] == [False, True]
+    own = [part.tolist() for part in probe.trainer_logprobs]
+    assert mean_difference(probe.trainer_logprobs, own, probe.is_compared) == 0.0
+    own[0][0] += 100.0  # what an engine says of a placeholder
+    assert mean_difference(probe.trainer_logprobs, own, probe.is_compared) == 0.0
+    own[0][3] += 9.0
+    difference = mean_difference(probe.trainer_logprobs, own, probe.is_compared)
+    assert difference == pytest.approx(1.0)
+
+
+def test_nothing_to_compare_is_no_difference() -> None:
+    assert mean_difference([torch.zeros(2)], [[1.0, 1.0]], [torch.zeros(2).bool()]) == 0.0

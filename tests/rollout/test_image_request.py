@@ -10,6 +10,7 @@ from safetensors.torch import save
 
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.rollout.image_request import (
+    check_placeholders,
     pack_request,
     processor_output,
     refer_request,
@@ -97,3 +98,11 @@ def test_grids_must_describe_the_patches(tmp_path: Path) -> None:
     placed = SharedPatches(make_patches, 1 << 20, str(tmp_path)).place(make_image("a"))
     with pytest.raises(ValueError, match="8 patches, but the grids describe 6"):
         resolve_request(referred(placed.path, (1, 2, 3)))
+
+
+def test_placeholders_must_be_those_of_the_images() -> None:
+    check_placeholders(BODY, IMAGES.grids_I3, 90, 2)
+    with pytest.raises(ValueError, match=r"2 placeholders \(token 90\) in the ids, but .* take 1"):
+        check_placeholders({"input_ids": [5, 90, 6, 90]}, IMAGES.grids_I3, 90, 2)
+    with pytest.raises(ValueError, match=r"0 placeholders \(token 90\)"):
+        check_placeholders({"input_ids": [5]}, IMAGES.grids_I3, 90, 2)

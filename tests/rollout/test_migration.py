@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, cast
 
 from mcore_rl.rollout.engine_load import EngineLoad
@@ -10,6 +11,7 @@ from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.migration import Migration, UnderWay, moved
 from mcore_rl.rollout.request import EngineAffinity, Request
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from tests.support.image_prompts import make_image
 
 REQUEST = Request(Prompt(7, (3, 4), (), "unit", None), 0, EngineAffinity(4))
 
@@ -71,6 +73,11 @@ def test_requests_that_end_at_texts_stay() -> None:
     first = migration.named(REQUEST)
     assert first.rid and first.rid != migration.named(REQUEST).rid
     assert not migration.named(Request(REQUEST.prompt, 0, REQUEST.affinity, stop=("end",))).rid
+
+
+def test_requests_with_images_stay() -> None:
+    prompt = replace(REQUEST.prompt, images=(make_image("a"),))
+    assert not Migration(2).named(Request(prompt, 0, REQUEST.affinity)).rid
     assert not Migration(0).named(REQUEST).rid
 
 

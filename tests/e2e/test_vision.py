@@ -1,0 +1,80 @@
+"""Runs on prompts with images: engines and ranks see the same pixels, in several layouts."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mcore_rl.data.shapes import prepare_shapes
+from tests.support.runs import SMALL, Run
+
+pytestmark = pytest.mark.e2e
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(shapes: Path, tmp_path: Path) -> Iterator[Start]:
+    """start(command, *overrides) -> Run; leftovers of a run are killed at the end."""
+    runs: list[Run] = []
+
+    def start_run(command: str, *overrides: str) -> Run:
+        settings = (command, *settings_of(shapes), *overrides)
+        runs.append(Run(settings, tmp_path / "run"))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.kill_all()
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("shapes")
+    prepare_shapes(folder)
+    yield folder
+
+
+def settings_of(shapes: Path) -> list[str]:
+    return [
+        "recipe=tiny_vlm_grpo",
+        "model.init=random",
+        f"model.path={shapes / 'model'}",
+        f"data.train=[{shapes / 'train.parquet'}]",
+        f"eval.data=[{shapes / 'heldout.parquet'}]",
+        f"sft.data=[{shapes / 'sft.parquet'}]",
+        *SMALL,
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout", [("parallel.pp=2",), ("parallel.tp=2", "train.vision=all")], ids=["pp", "tp"]
+)
+def test_engines_and_trainer_agree_on_images(start: Start, layout: tuple[str, ...]) -> None:
+    """Weights change between the steps, so the second step's engines hold what was synced.
+
+    Two optimizer steps a rollout make the trainer compute old log-probs, which the run compares
+    with the engines'.
+    """
+    changes = ("run.steps=2", "train.mini_batches=2", "algorithm.kl.coef=0.01")
+    run = start("train", *layout, *changes)
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    rows = run.metrics()
+    differences = [row["logprob_diff/mean"] for row in rows if "logprob_diff/mean" in row]
+    assert len(differences) == 2
+    assert max(differences) < 1e-4
+    canaries = [row["sync/canary_diff"] for row in rows if "sync/canary_diff" in row]
+    assert len(canaries) == 2
+    assert max(canaries) < 1e-4
+    samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
+    assert samples and all(len(sample["images"]) == 1 for sample in samples)
+    assert all((run.run_dir / path).is_file() for row in samples for path in row["images"])
+
+
+def test_a_conversation_with_images_is_learned(start: Start) -> None:
+    run = start("sft", "train.vision=all", "sft.steps=30", "parallel.pp=2")
+    assert run.finish(300) == 0, run.tail()
+    losses = [row["loss/total"] for row in run.metrics()]
+    assert losses[-1] < losses[0] / 2
+    assert (run.run_dir / "hf" / "preprocessor_config.json").is_file()
