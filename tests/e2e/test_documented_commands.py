@@ -17,7 +17,16 @@ WALKED = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("recipes", "agents", "code", "algorithms", "async", "rewards", "sandbox")
+        for name in (
+            "recipes",
+            "agents",
+            "code",
+            "algorithms",
+            "async",
+            "rewards",
+            "sandbox",
+            "vision",
+        )
     ),
 )
 """Documents whose commands run one after the other, and then those of mcore-rl in
