@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mcore_rl.rewards.code_driver import ERROR_LEN
 from mcore_rl.rewards.code_execution import (
     CaseRun,
     CaseSettings,
@@ -24,7 +25,6 @@ EXECUTABLE = "program"
 """The file that the compilers of the sandbox write."""
 _COMPILED_ONCE = ("c", "cpp", "rust")
 """Others need files beside an executable, or more addresses than the driver's limits allow."""
-_ERROR_LEN = 2000
 
 
 def run_other(
@@ -82,4 +82,4 @@ def _end_of(result: CodeResult) -> CaseRun:
     if not killed and record.verdict not in (RunVerdict.OK, RunVerdict.WRONG):
         killed = record.verdict.value
     out, error = (text.decode(errors="replace") for text in (record.stdout, record.stderr))
-    return CaseRun(record.status, out, error[-_ERROR_LEN:], killed)
+    return CaseRun(record.status, out, error[-ERROR_LEN:], killed)

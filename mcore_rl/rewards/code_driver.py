@@ -24,7 +24,8 @@ from typing import Any, NoReturn
 from mcore_rl.rewards.code_values import pack, unpack
 
 _HEADER_LEN = 8
-_ERROR_LEN = 2000
+ERROR_LEN = 2000
+"""The last characters of its standard error that are kept of a program."""
 READY = "ready"
 """The first line of the report. Without it no program has begun."""
 
@@ -128,7 +129,7 @@ def _follow(pid: int, readers: list[int], test_s: float, cap_bytes: int) -> dict
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     out, error, result = (bytes(text).decode(errors="replace") for text in texts.values())
     status = code if code >= 0 else 128 - code
-    error = error[-_ERROR_LEN:]
+    error = error[-ERROR_LEN:]
     return {"status": status, "out": out, "error": error, "killed": killed, "result": result}
 
 

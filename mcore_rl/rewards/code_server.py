@@ -3,64 +3,36 @@
 A server that is busy, or was killed and starts again, is waited for.
 """
 
-import asyncio
 import base64
-import time
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
-import aiohttp
-
-from mcore_rl.process.http import open_session
 from mcore_rl.process.redaction import redact
+from mcore_rl.process.server_keys import bearer
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.sandbox.limits import RunRecord, RunVerdict, SandboxError
 from mcore_rl.sandbox.wire import write_files
+from mcore_rl.search.client import Ask, SearchUnavailableError, ask_json
 
-GONE_S = 120.0
-"""How long a server may be away: time to start it anew."""
-QUEUE_S = 600.0
-"""How long a request may wait for others, at the server or for its queue to have room."""
-_PAUSE_S = 0.5
-_BUSY = (429, 502, 503, 504)
+PATIENCE_S = 300.0
+"""How long a server may be away or busy, besides the time of the program itself."""
 
 
 def run_on_server(url: str, request: CodeRequest) -> CodeResult:
-    """Return the server's result. Call it from any thread without an event loop.
+    """Return the server's result. Threads may call it at the same time.
 
     url   address of the server, with or without /run_code; a key may stand in it as a password
 
-    Raises SandboxError if the server stays away or full, or fails at the request, and ValueError
-    with the server's words if it refuses the request.
+    Raises SandboxError if the server stays away, full or broken, and ValueError with the server's
+    words if it refuses the request.
     """
-    return asyncio.run(_ask_until_answered(_endpoint(url), request))
-
-
-async def _ask_until_answered(url: str, request: CodeRequest) -> CodeResult:
-    began_s = last_seen_s = time.monotonic()
-    why = ""
-    async with open_session(QUEUE_S + request.compile_s + request.limits.wall_s) as session:
-        while True:
-            try:
-                async with session.post(url, json=_body(request)) as answer:
-                    text = await answer.text()
-                    if answer.status == 200:
-                        return read_answer(await answer.json(content_type=None))
-                    why = f"status {answer.status}: {text[:300]}"
-                    if answer.status < 500 and answer.status not in _BUSY:
-                        raise ValueError(f"{redact(url)} refused a program: {why}")
-                    if answer.status not in _BUSY:
-                        raise SandboxError(f"{redact(url)} failed at a program: {why}")
-                    last_seen_s = time.monotonic()
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                why = f"{type(error).__name__}: {error}"
-            now_s = time.monotonic()
-            if now_s - last_seen_s > GONE_S or now_s - began_s > QUEUE_S:
-                raise SandboxError(
-                    f"waited {now_s - began_s:.0f} s for {redact(url)} to run a program, at last"
-                    f" {redact(why)}"
-                )
-            await asyncio.sleep(_PAUSE_S)
+    address, key = _endpoint(url)
+    deadline_s = PATIENCE_S + request.compile_s + request.limits.wall_s
+    try:
+        return read_answer(ask_json(Ask(address, _body(request), bearer(key), deadline_s)))
+    except SearchUnavailableError as error:
+        raise SandboxError(str(error)) from None
 
 
 def read_answer(answer: Any) -> CodeResult:
@@ -110,6 +82,14 @@ def _body(request: CodeRequest) -> dict[str, Any]:
     }
 
 
-def _endpoint(url: str) -> str:
-    url = url.rstrip("/")
-    return url if url.endswith("/run_code") else f"{url}/run_code"
+def _endpoint(url: str) -> tuple[str, str]:
+    """Return (the address of /run_code, the key, or an empty text)."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/")
+    path = path if path.endswith("/run_code") else f"{path}/run_code"
+    host = parts.netloc.rpartition("@")[2]
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError(
+            f"sandbox_url={redact(url)}: give a server's address, such as http://10.0.0.7:8080"
+        )
+    return urlunsplit(parts._replace(netloc=host, path=path)), parts.password or ""

@@ -50,7 +50,7 @@ def test_tests_of_a_program_run_there(url: str) -> None:
 
 
 def test_what_the_server_refuses_is_the_user_s_error(url: str) -> None:
-    with pytest.raises(ValueError, match=r"\*\*\*@127.*status 422.*has no kobol") as error:
+    with pytest.raises(ValueError, match=r"http://127.*status 422.*has no kobol") as error:
         run_on_server(url, CodeRequest("", "kobol"))
     assert KEY not in str(error.value)
     with pytest.raises(ValueError, match="status 401"):
@@ -77,9 +77,12 @@ def test_a_server_that_is_killed_and_starts_again_costs_no_program(key_file: Pat
 
 
 def test_a_server_that_stays_away_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_server, "GONE_S", 0.2)
-    with pytest.raises(SandboxError, match=r"waited 1 s for http://127.*Connect"):
-        run_on_server(f"http://127.0.0.1:{free_port()}", CodeRequest("print(1)"))
+    monkeypatch.setattr(code_server, "PATIENCE_S", 0.2)
+    quick = CodeRequest("print(1)", compile_s=0.2, limits=Limits(wall_s=0.2))
+    with pytest.raises(SandboxError, match=r"http://127.*/run_code did not answer within 0.6 s"):
+        run_on_server(f"http://127.0.0.1:{free_port()}", quick)
+    with pytest.raises(ValueError, match="sandbox_url=127"):
+        run_on_server("127.0.0.1:8080", quick)
 
 
 def test_answers_of_sandbox_fusion_s_own_server() -> None:
