@@ -127,15 +127,27 @@ def check_placeholders(
         )
 
 
+class ProcessorOutput(dict[str, Any]):
+    """A dictionary whose grids are also an attribute.
+
+    SGLang 0.5.23 reads them from the dictionary for Qwen's models. For GLM's it reads the
+    attribute, and without it gives images the rotary positions of text.
+    """
+
+    @property
+    def image_grid_thw(self) -> Tensor:
+        return self["image_grid_thw"]
+
+
 def processor_output(body: Mapping[str, Any], pixels_PD: Tensor, grids_I3: Tensor) -> Any:
     """Return the `image_data` that SGLang's processors take for patches made elsewhere."""
     return [
-        {
-            "format": "processor_output",
-            "input_ids": torch.tensor(body["input_ids"]),
-            "pixel_values": pixels_PD,
-            "image_grid_thw": grids_I3,
-        }
+        ProcessorOutput(
+            format="processor_output",
+            input_ids=torch.tensor(body["input_ids"]),
+            pixel_values=pixels_PD,
+            image_grid_thw=grids_I3,
+        )
     ]
 
 

@@ -106,3 +106,11 @@ def test_placeholders_must_be_those_of_the_images() -> None:
         check_placeholders({"input_ids": [5, 90, 6, 90]}, IMAGES.grids_I3, 90, 2)
     with pytest.raises(ValueError, match=r"0 placeholders \(token 90\)"):
         check_placeholders({"input_ids": [5]}, IMAGES.grids_I3, 90, 2)
+
+
+def test_grids_are_an_attribute_too() -> None:
+    """GLM's processors in SGLang 0.5.23 read them so, and are silent if they find none."""
+    grids_I3 = torch.tensor([[1, 2, 2]])
+    [images] = processor_output({"input_ids": [1, 2]}, torch.zeros(4, 3), grids_I3)
+    assert isinstance(images, dict)
+    assert images.image_grid_thw is images["image_grid_thw"] is grids_I3

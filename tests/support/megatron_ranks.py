@@ -143,7 +143,15 @@ def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:
 def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """A Megatron checkpoint's weights by HF name: assembled by torch, named and split by hand."""
     model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer|visual)\.")
-    return dict(_hf_tensors(model, config))
+    weights = dict(_hf_tensors(model, config))
+    if config["architectures"] != ["Glm4vMoeForConditionalGeneration"]:
+        return weights
+    prefixes = {"visual.": "model.visual.", "model.": "model.language_model."}
+    renamed = {}
+    for name, tensor in weights.items():
+        prefix = f"{name.partition('.')[0]}."
+        renamed[prefixes.get(prefix, prefix) + name.removeprefix(prefix)] = tensor
+    return renamed
 
 
 MODEL_NAMES = {

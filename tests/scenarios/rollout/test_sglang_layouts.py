@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_models import write_model
 from tests.support.tiny_vision import write_vision_model
 
@@ -71,6 +72,12 @@ VISION = [
     ({}, {"tp": 4, "whole_tower": True}),
 ]
 """The same for Qwen2.5-VL; each is loaded as on CPUs and as on GPUs."""
+GLM4V = [
+    ({}, {"tp": 2, "ep": 2, "pp": 2}),
+    (HEADS, {"tp": 4, "ep": 4, "dp": 2} | HEAD | DENSE),
+    ({"vision": {"attention_bias": True}}, {"tp": 2, "whole_tower": True}),
+]
+"""The same for GLM-4.5V."""
 
 
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
@@ -85,8 +92,10 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
 
 def test_every_rank_loads_of_a_tower_what_the_rule_says(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = []
-    for i, (changes, sizes) in enumerate(VISION):
-        folder = str(write_vision_model(tmp_path / str(i), **changes))
+    listed = [(write_vision_model, case) for case in VISION]
+    listed += [(write_glm4v_model, case) for case in GLM4V]
+    for i, (write, (changes, sizes)) in enumerate(listed):
+        folder = str(write(tmp_path / str(i), **changes))
         cases += [
             {"hf_dir": folder, "dtype": "float32", "loader": loader, "sizes": sizes}
             for loader in ("cpu", "gpu")

@@ -4,7 +4,6 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mcore_rl.config import DriftConfig
 from mcore_rl.rollout.engine import EngineProcess
-from tests.support.image_requests import engine_logprobs, write_served_model
+from tests.support.image_requests import TOLERANCE, engine_logprobs, write_served_model
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.support.megatron_run import MegatronRun, make_config, start_engines
 from tests.support.sync_stage import checksums, checksums_after_loading
@@ -28,8 +26,6 @@ from tests.support.tiny_vision import (
 )
 
 pytestmark = pytest.mark.e2e
-
-TOLERANCE = 1e-5
 
 
 @pytest.fixture
@@ -48,7 +44,9 @@ def gather(run: MegatronRun, hf_dir: Path) -> Path:
     weights = hf_weights_of(run.folder.checkpoint(1), {**config, **config["text_config"]})
     before = load_file(hf_dir / "model.safetensors")
     assert weights.keys() == before.keys()
-    assert not any(torch.equal(weights[name], before[name]) for name in before)
+    same = {name for name in before if torch.equal(weights[name], before[name])}
+    experts = {name.rsplit(".", 2)[0] for name in same if ".experts." in name}
+    assert len(same) == 3 * len(experts) <= 6, same  # at most two experts to which no token went
     save_file(weights, gathered / "model.safetensors", metadata={"format": "pt"})
     return gathered
 
@@ -71,12 +69,15 @@ def is_text() -> Tensor:
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen2_5_vl", {"tp": 2}), ("glm4v_moe", {"tp": 2, "ep": 2})]
+)
 def test_a_step_on_images_reaches_every_parameter_of_engines(
-    ranks: MegatronRanks, tmp_path: Path
+    ranks: MegatronRanks, tmp_path: Path, kind: str, layout: dict[str, int]
 ) -> None:
-    hf_dir = write_served_model(tmp_path / "model")
-    config = replace(make_config(hf_dir, {"tp": 2}), drift=DriftConfig(routed_experts=False))
-    engines = start_engines(config, tmp_path, [{}, {"tp": 2}])
+    hf_dir = write_served_model(tmp_path / "model", kind)
+    config = make_config(hf_dir, layout, routed_experts=False)
+    engines = start_engines(config, tmp_path, [{}, layout])
     try:
         ranks.build(config)
         for engine in engines:
@@ -90,10 +91,10 @@ def test_a_step_on_images_reaches_every_parameter_of_engines(
             assert not asyncio.run(run.sync_controller.sync(1)).failed
             gathered = gather(run, hf_dir)
             old, new = reference(hf_dir), reference(gathered)
-            assert (old - new).abs().max() > 100 * TOLERANCE
+            assert (old - new).abs().max() > 100 * TOLERANCE[kind]
             for engine, first in zip(engines, before, strict=True):
-                assert (first - old).abs().max() < TOLERANCE
-                assert (scores(engine) - new).abs().max() < TOLERANCE
+                assert (first - old).abs().max() < TOLERANCE[kind]
+                assert (scores(engine) - new).abs().max() < TOLERANCE[kind]
                 assert checksums(engine.url) == checksums_after_loading(engine.url, gathered)
             agreed = [run.sync_controller.agreed_layouts(url).split()[0] for url in urls]
             # On a CPU, SGLang cuts the language model's MLP unevenly over two ranks.
