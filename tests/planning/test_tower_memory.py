@@ -21,7 +21,7 @@ STEP = Pass(
 )
 BLOCK = 10 * 1280 + 4 * 3420
 BYTES = 4 * 1000 * 2
-"""Of one number per patch of a micro-batch, 4 patches per token."""
+"""One number for each patch of a micro-batch takes so many; a token has 4 patches."""
 
 
 def test_every_block_keeps_its_numbers() -> None:

@@ -11,6 +11,7 @@ from checkpoint_tools.cli import main
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
 from tests.support.distributed import run_each, run_ranks
+from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_training import make_actor, my_batches, token_loss
 from tests.support.tiny_vision import make_vision_batches, num_tokens, write_vision_model
 
@@ -84,8 +85,11 @@ def test_a_tower_has_its_own_rate_and_resumes(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.gloo
-def test_checkpoints_go_to_hf_and_back(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v_moe"])
+def test_checkpoints_go_to_hf_and_back(folder: Path, tmp_path: Path, kind: str) -> None:
     """A sharded checkpoint of an untrained model holds the tower, and so does one made of HF."""
+    if kind == "glm4v_moe":
+        folder = write_glm4v_model(tmp_path / "glm")
     model = ModelConfig(path=str(folder))
     run_ranks(save_untrained, 2, model, tmp_path, timeout_s=300.0)
     tools("to-hf", tmp_path / "saved", tmp_path / "hf", "--source-hf", folder)
