@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from mcore_rl.sandbox.limits import SandboxError
 
 _NAMESPACES = ("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts")
+_WITHOUT_FOLDER = ("/usr/bin/env", "-u", "PWD")
 _USER_LIMITS = "/proc/sys/user"
 """A warden forbids further user namespaces there."""
 
@@ -41,4 +42,5 @@ def outer_command(paths: Sequence[str], writable: Sequence[str] = ()) -> list[st
         words += ["--cap-add", "ALL", "--bind", _USER_LIMITS, _USER_LIMITS]
     else:
         words.append("--unshare-user")
-    return [*words, "--"]
+    # bubblewrap tells the command the folder of the host that it was started in.
+    return [*words, "--chdir", "/", "--", *_WITHOUT_FOLDER]

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mcore_rl.config.recipe import load_recipe
 from tests.support.recipes import LARGE
 from tests.support.runs import Run
 
@@ -36,6 +37,8 @@ def test_a_step_moves_weights_and_a_restart_goes_on(
     folder = tmp_path / "run_rehearsal"
     finish(runs, "train", f"recipe={recipe}", "rehearse=true", run_dir=tmp_path / "run")
     check_step(runs[-1], 1)
+    has_search = load_recipe(recipe, []).search.is_used
+    assert len(list((folder / "logs").glob("search_*.log"))) == has_search
     after_one = load_weights(folder)
     logprobs_after_one = compute_logprobs(folder)
 

@@ -1,4 +1,4 @@
-"""What `mcore-rl plan` says of a run's servers."""
+"""`mcore-rl plan` names the servers that a run starts."""
 
 from mcore_rl.config import SandboxConfig, SearchConfig
 from mcore_rl.planning.server_needs import explain_servers

@@ -58,6 +58,8 @@ CHANGED = {
     "rollout.max_response_len",
     "rollout.kv_cache_len",
     "agents.workers",
+    "search.index",
+    "search.threads",
     "agents.max_turn_len",
     "cluster.cpus_per_rank",
     "cluster.object_store_mib",

@@ -38,7 +38,7 @@ def test_it_shows_what_it_is_given() -> None:
     joined = " ".join(words)
     assert "--ro-bind /usr /usr --ro-bind /usr/lib /usr/lib" in joined
     assert "--bind /tmp/tasks /tmp/tasks" in joined
-    assert words[-1] == "--" and "--unshare-net" in words
+    assert words[-4:] == ["--", "/usr/bin/env", "-u", "PWD"] and "--unshare-net" in words
     assert ("--unshare-user" in words) == (os.geteuid() != 0)
 
 
@@ -49,6 +49,7 @@ def test_programs_run_in_both_layers() -> None:
         assert "bwrap" in " ".join(psutil.Process(worker.pid).cmdline())
         source = "import os; print(os.getuid(), os.getpid(), os.path.exists('/proc'))"
         assert run(worker, source).stdout == b"1000 2 False\n"
+        assert run(worker, "import os; print('PWD' in os.environ)").stdout == b"False\n"
     finally:
         worker.close()
 
