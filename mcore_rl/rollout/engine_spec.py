@@ -100,6 +100,8 @@ class EngineSpec:
         flags = ["--skip-server-warmup", "--sleep-on-idle"]
         if not self.tokenizer:
             flags.append("--skip-tokenizer-init")
+        else:  # it also reads images, and Pillow resizes them as it does for training
+            flags.append("--disable-fast-image-processor")
         if self.trust_remote_code:
             flags.append("--trust-remote-code")
         if self.attention_dp > 1:
