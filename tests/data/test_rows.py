@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.data.files import write_parquet
-from mcore_rl.data.rows import load_rows, required
+from mcore_rl.data.rows import load_rows, messages_of, refuse_images, required
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
@@ -75,3 +75,18 @@ def test_missing_files_other_kinds_and_lacking_columns_are_refused(tmp_path: Pat
     assert required({"a": 0}, "a", "here") == 0
     with pytest.raises(ValueError, match=r"here lacks `a`; it has a, b"):
         required({"a": None, "b": 1}, "a", "here")
+
+
+def test_images_are_refused_where_nothing_looks_at_them() -> None:
+    for images in (None, []):
+        refuse_images({"images": images}, "row 0")
+    refuse_images({}, "row 0")
+    with pytest.raises(ValueError, match="row 0 has 2 `images`, but they are not read here"):
+        refuse_images({"images": [b"a", b"b"]}, "row 0")
+
+
+def test_messages_of_another_column() -> None:
+    row = {"messages": [{"role": "user", "content": "hi"}]}
+    assert messages_of(row, "row 0", "messages") == ({"role": "user", "content": "hi"},)
+    with pytest.raises(ValueError, match="row 0: `messages` is 'hi', not a list of chat messages"):
+        messages_of({"messages": "hi"}, "row 0", "messages")
