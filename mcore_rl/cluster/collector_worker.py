@@ -22,7 +22,7 @@ from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
 from mcore_rl.data.images.shared_patches import PlacedPatches
-from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest
+from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
 from mcore_rl.data.sample_store import LostSampleError, SampleStore
 from mcore_rl.data.spill import SpillFiles
 from mcore_rl.lost_samples import SamplesLost
@@ -36,13 +36,10 @@ from mcore_rl.rollout.served_endpoint import ServedEndpoint
 from mcore_rl.scores import Scores
 from mcore_rl.types import (
     Array,
-    Prompt,
     Sample,
     StoredBatch,
     StoredColumn,
     TrainBatch,
-    VersionSpan,
-    WeightVersion,
 )
 
 if TYPE_CHECKING:
@@ -217,7 +214,7 @@ class CollectorWorker:
             starts = [len(first_of[group].prompt.token_ids) for group in group_N]
         parts = np.split(columns[TOKEN_IDS], ends)
         asked = [
-            _as_response(first_of[group].prompt, row, part.tolist(), start)
+            as_response(first_of[group].prompt, row, part.tolist(), start)
             for group, row, part, start in zip(group_N, row_N, parts, starts, strict=True)
         ]
         values = [
@@ -292,17 +289,3 @@ class CollectorWorker:
             self._scorer.__exit__(None, None, None)
         if self._servers is not None:
             self._servers.close()
-
-
-def _as_response(prompt: Prompt, row: int, token_ids: Sequence[int], start: int) -> Sample:
-    """Return a row as a response that begins at token `start`, which a teacher scores."""
-    response_ids = tuple(token_ids[start:])
-    return Sample(
-        prompt=replace(prompt, token_ids=tuple(token_ids[:start])),
-        sample_index=row,
-        response_ids=response_ids,
-        logprobs=(0.0,) * len(response_ids),
-        finish_reason="",
-        versions=(VersionSpan(0, len(response_ids), WeightVersion(0)),),
-        text="",
-    )

@@ -1,13 +1,13 @@
 """The columns of a sequence as a store keeps them, and how they are laid out for readers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from mcore_rl.data.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
-from mcore_rl.types import Array, VersionSpan
+from mcore_rl.types import Array, Prompt, Sample, VersionSpan, WeightVersion
 
 ROUTED_EXPERTS = "routed_experts"
 TEACHER_LOGPROBS = "teacher_logprobs"
@@ -102,3 +102,17 @@ def _stale(row: KeptRow, version: int) -> Array:
     for span in row.versions:
         stale[span.start : span.stop] = span.version != version
     return stale
+
+
+def as_response(prompt: Prompt, row: int, token_ids: Sequence[int], start: int) -> Sample:
+    """Return a row as a response that begins at token `start`, which a teacher scores."""
+    response_ids = tuple(token_ids[start:])
+    return Sample(
+        prompt=replace(prompt, token_ids=tuple(token_ids[:start])),
+        sample_index=row,
+        response_ids=response_ids,
+        logprobs=(0.0,) * len(response_ids),
+        finish_reason="",
+        versions=(VersionSpan(0, len(response_ids), WeightVersion(0)),),
+        text="",
+    )

@@ -53,7 +53,7 @@ Cell = tuple[str, str] | None
 
 
 @dataclass(frozen=True)
-class Problem:
+class PictureProblem:
     """A picture with a question about it.
 
     picture      PNG
@@ -92,7 +92,7 @@ def prepare_shapes(out_dir: Path, seed: int = 0) -> None:
     )
 
 
-def make_problem(rng: random.Random) -> Problem:
+def make_problem(rng: random.Random) -> PictureProblem:
     """Return a random picture and question."""
     cells = [_cell(rng) for _ in range(SIDE**2)]
     picture = encoded(draw(cells, rng))
@@ -102,13 +102,13 @@ def make_problem(rng: random.Random) -> Problem:
         kind = rng.choice(KINDS)
         right = _counted([cell == (color, kind) for cell in cells])
         habit = _counted([cell is not None and cell[0] == color for cell in cells])
-        return Problem(picture, shown, f"how many {color} {kind}s ?", right, habit)
+        return PictureProblem(picture, shown, f"how many {color} {kind}s ?", right, habit)
     one, other = rng.sample(list(COLORS), 2)
     words = [cell[0] if cell is not None and cell[0] in (one, other) else "no" for cell in cells]
     more = words.count(one) - words.count(other)
     answer = "same" if not more else one if more > 0 else other
     question = f"more {one} or {other} ?"
-    return Problem(picture, shown, question, (*words, "so", answer), (*words, "so", one))
+    return PictureProblem(picture, shown, question, (*words, "so", answer), (*words, "so", one))
 
 
 def draw(cells: Sequence[Cell], rng: random.Random) -> Image.Image:
@@ -137,7 +137,7 @@ def encoded(image: Image.Image) -> bytes:
     return out.getvalue()
 
 
-def demonstrate(problem: Problem, rng: random.Random) -> dict[str, Any]:
+def demonstrate(problem: PictureProblem, rng: random.Random) -> dict[str, Any]:
     """Return a row with a conversation: a description, or an answer that may show a bad habit."""
     if rng.random() < DESCRIBES:
         question = DESCRIPTION
@@ -162,7 +162,7 @@ def vocabulary() -> list[str]:
     return [*numbers, *sorted(words)]
 
 
-def best_blind(problems: Sequence[Problem]) -> float:
+def best_blind(problems: Sequence[PictureProblem]) -> float:
     """Return the share that is right if each kind of question always gets its best answer."""
     answers = {kind: Counter[str]() for kind in ("how", "more")}
     for problem in problems:
@@ -186,7 +186,7 @@ def _counted(matches: Sequence[bool]) -> tuple[str, ...]:
     return (*words, "so", str(sum(matches)))
 
 
-def _rows(problems: Sequence[Problem], split: str) -> list[dict[str, Any]]:
+def _rows(problems: Sequence[PictureProblem], split: str) -> list[dict[str, Any]]:
     return [
         {
             **prompt_row(f"<image> {p.question}", p.answer, "shapes", split, i),

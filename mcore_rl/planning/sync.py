@@ -12,11 +12,11 @@ from mcore_rl.slices.plan.cost import (
     GatherBroadcast,
     Traffic,
     by_host,
+    exchanged_per_host,
     predict,
     predict_gather_broadcast,
 )
 from mcore_rl.slices.plan.local import Flow, plan_recvs, plan_sends
-from mcore_rl.slices.plan.shares import RegularHosts
 from mcore_rl.stream.bucket_transfer import NUM_SLOTS
 
 GIB = 2**30
@@ -101,7 +101,7 @@ def _summarize(
     memory_gbps = config.plan.memory_gbps
     links = engine_links(config.rollout.engines, deployment.relays)
     buffers = _buffer_bytes(deployment, int(config.sync.bucket_mib * 2**20), links)
-    kept = _kept_bytes(traffic, hosts) if config.sync.delta == "always" else (0, 0)
+    kept = exchanged_per_host(traffic, hosts) if config.sync.delta == "always" else (0, 0)
     return PlanSummary(
         trainer_ranks=deployment.source.num_ranks,
         engine_ranks=deployment.target.num_ranks,
@@ -159,15 +159,6 @@ def _buffer_bytes(
     ]
     ends = {0, target.num_ranks - 1}
     return trainers, [num_links * buffers(plan_recvs(rank, source, target, hosts)) for rank in ends]
-
-
-def _kept_bytes(traffic: Traffic, hosts: RegularHosts) -> tuple[int, int]:
-    """Return the most bytes that ranks of the trainer, and of engines, exchange between hosts."""
-    trainers = by_host(traffic.trainer.network_out, hosts.source_host)
-    received = by_host(traffic.engines.network_in, hosts.target_host)
-    forwarded = by_host(traffic.engines.network_out, hosts.target_host)
-    engines = [num + forwarded.get(host, 0) for host, num in received.items()]
-    return max(trainers.values(), default=0), max(engines, default=0)
 
 
 def _into_engines(traffic: Traffic) -> list[int]:

@@ -27,7 +27,7 @@ START_S = 60.0
 _END_S = 10.0
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 _CODE = (f"{_PACKAGE_FOLDER}/mcore_rl/__init__.py", str(Path(__file__).parent))
-"""What the warden itself is made of."""
+"""Files that the warden itself is made of."""
 _START = (
     f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE_FOLDER)!r});"
     "from mcore_rl.sandbox.warden import main; del sys.path[0];"

@@ -53,9 +53,8 @@ class SimulatedEngine:
         self._by_end: list[tuple[float, int, EngineRequest]] = []
         self._num_admitted = 0
         self._steps = 0.0
-        self._at_s = loop.time()
-        self._worked_s = self._clock.time()
-        """The clock's time at the last event; `_at_s` is the loop's."""
+        self._at_s, self._worked_s = loop.time(), self._clock.time()
+        """The loop's and the clock's time at the last event."""
         self._is_working = False
         self._blocked_until_s = 0.0
         """When its prefill ends, on the clock."""
@@ -86,9 +85,8 @@ class SimulatedEngine:
         if self._is_gone:
             raise TransientError(f"{self.url}: connection refused")
         done = self._loop.create_future()
-        request = EngineRequest(
-            prompt, prompt_len, response_len, max_len, done, rid, num_generated=begun_len
-        )
+        lens = prompt_len, response_len, max_len
+        request = EngineRequest(prompt, *lens, done, rid, num_generated=begun_len)
         self._waiting.append(request)
         self._poke()
         try:
@@ -101,10 +99,7 @@ class SimulatedEngine:
     def free_kv(self) -> float:
         """The free share of the KV cache, as rollout.engine_room reads it off SGLang's loads."""
         self._advance()
-        used = self._speed.kv_capacity - self._kv.free
-        waiting = sum(request.prompt_len + request.num_generated for request in self._waiting)
-        to_come = len(self._waiting) * used / max(len(self._running), 1)
-        return max(0.0, 1.0 - (used + waiting + to_come) / self._speed.kv_capacity)
+        return self._kv.free_share(self._waiting, len(self._running))
 
     def abort_all(self) -> None:
         self._end_all(lambda: AbortedError("the engine aborted it: asked to"))
@@ -112,8 +107,8 @@ class SimulatedEngine:
     def abort(self, rid: str) -> None:
         """End one request, whose error has what was drawn."""
         self._advance()
-        requests = (*self._running.values(), *self._waiting)
-        request = next((r for r in requests if r.rid == rid and not r.done.done()), None)
+        known = (*self._running.values(), *self._waiting)
+        request = next((r for r in known if r.rid == rid and not r.done.done()), None)
         if request is not None:
             num_drawn = self._num_generated(request) if request.number else request.num_generated
             self._forget(request)

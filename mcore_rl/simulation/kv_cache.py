@@ -37,6 +37,12 @@ class KvCache:
         """Tokens that are not used by running requests; below 0 where it is too full."""
         return self._capacity - self._used
 
+    def free_share(self, waiting: Collection[EngineRequest], num_running: int) -> float:
+        """Return what is free, 0 to 1, where waiting requests count as running ones do."""
+        own = sum(request.prompt_len + request.num_generated for request in waiting)
+        to_come = len(waiting) * self._used / max(num_running, 1)
+        return max(0.0, 1.0 - (self._used + own + to_come) / self._capacity)
+
     def grow(self, num_tokens: float) -> None:
         self._used += num_tokens
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_rl.data.shared_prefixes import sharing_of
+from mcore_rl.data.shared_prefixes import Sharing, sharing_of
 from mcore_rl.device import on_device
 from mcore_rl.train.shared_rows import SharedRows, lay_out_shared
 from mcore_rl.train.vision.places import ImageTokens
@@ -150,9 +150,7 @@ def make_rank_batch(
             f"a micro-batch has {len(batch.images.grids_I3)} images, but the model sees only text:"
             " train a vision-language model, or leave the images out of the data"
         )
-    sharing = sharing_of(batch) if share and cp_size == 1 else None
-    if sharing is not None and not any(sharing.starts):
-        sharing = None
+    sharing = _sharing(batch) if share and cp_size == 1 else None
     starts_N = sharing.starts if sharing else (0,) * len(batch.lens_N)
     computed_N = tuple(n - start for n, start in zip(batch.lens_N, starts_N, strict=True))
     padded_N = padded_lens(computed_N, cp_size, tp_size, rows)
@@ -163,9 +161,7 @@ def make_rank_batch(
     targets_T = _indices(batch.lens_N, sequence_T, position_T + 1)
     real_T = (source_T >= 0) & (not batch.is_filler)
     own_T = torch.where(real_T, source_T, -1)
-    vision = None
-    if image_tokens is not None:
-        vision = make_rank_images(batch, padded_N, own_T, image_tokens)
+    vision = image_tokens and make_rank_images(batch, padded_N, own_T, image_tokens)
     return RankBatch(
         tokens_T=batch.token_ids_T[torch.where(source_T >= 0, source_T, first_T)],
         positions_T=position_T,
@@ -181,6 +177,11 @@ def make_rank_batch(
         vision=vision,
         shared=lay_out_shared(batch.lens_N, padded_N, sharing) if sharing else None,
     )
+
+
+def _sharing(batch: TrainBatch) -> Sharing | None:
+    found = sharing_of(batch)
+    return found if any(found.starts) else None
 
 
 def local_sources(

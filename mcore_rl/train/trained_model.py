@@ -128,12 +128,10 @@ class TrainedModel:
 
         Context parallelism divides them; the positions of images depend on all of a sequence.
         """
-        if not lens_N or self._image_tokens is not None:
+        cp_rank, cp_size, *others = self._rank_part()
+        if not lens_N or cp_size == 1 or self._image_tokens is not None:
             return torch.arange(sum(lens_N))
-        cp_rank, cp_size, tp_size, rows = self._rank_part()
-        if cp_size == 1:
-            return torch.arange(sum(lens_N))
-        return local_tokens(lens_N, cp_rank, cp_size, tp_size, rows)
+        return local_tokens(lens_N, cp_rank, cp_size, *others)
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""

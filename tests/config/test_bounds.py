@@ -42,6 +42,7 @@ REGISTERED = {
 """Options that name a registered function, and one such name."""
 FREE_TEXTS = {
     *("path", "dir", "cache_dir", "spill_dir", "template", "model_tokenizer", "revision"),  # files
+    "index",  # a folder
     "calibration",  # a folder
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
     *(

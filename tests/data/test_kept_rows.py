@@ -11,10 +11,11 @@ from mcore_rl.data.kept_rows import (
     STALE,
     KeptRow,
     ReadRequest,
+    as_response,
     column_of,
     lay_out,
 )
-from mcore_rl.types import Array, VersionSpan, WeightVersion
+from mcore_rl.types import Array, Prompt, VersionSpan, WeightVersion
 
 
 def row(num_tokens: int, version: int, **columns: Array) -> KeptRow:
@@ -59,3 +60,10 @@ def test_experts_are_those_of_the_ranges_and_layers() -> None:
 def test_an_unknown_column_is_named() -> None:
     with pytest.raises(KeyError, match="values"):
         lay_out("values", [row(2, 0)], request())
+
+
+def test_a_row_is_a_response_to_what_comes_before_a_token() -> None:
+    prompt = Prompt(7, (1,), (), "unit", "")
+    sample = as_response(prompt, 3, [1, 2, 3, 4], 3)
+    assert sample.prompt.token_ids == (1, 2, 3) and sample.response_ids == (4,)
+    assert sample.sample_index == 3 and sample.prompt.index == 7

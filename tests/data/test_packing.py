@@ -99,7 +99,7 @@ def test_shared_plans_are_exact_and_within_budget(
 
 
 def test_the_responses_of_a_prompt_stay_together_where_ranks_are_balanced() -> None:
-    """Of 8 groups of 4 with prompts of 90 tokens, a rank computes each of 2 prompts once."""
+    """There are 8 groups of 4 with prompts of 90 tokens; a rank computes each of 2 prompts once."""
     sharing, lens_N = groups(8, 4, 90), [100] * 32
     plan = plan_shared_microbatches(lens_N, sharing, 4, max_tokens=260)
     for rank in plan:

@@ -41,7 +41,7 @@ async def begin(session: RolloutSession) -> "asyncio.Task[list[Sample]]":
 def test_requests_wait_while_the_engine_has_too_little_room(
     loop: EventLoop, free_kv: int | None, num_posted: int
 ) -> None:
-    """Of an engine without room one request is under way; one that tells nothing gets all."""
+    """An engine without room has one request under way; one that tells nothing gets all."""
     engine = FakeSGLang(loop)
     engine.num_free = 0
     engine.free_kv = free_kv

@@ -245,3 +245,12 @@ def by_host(counts: Iterable[int], host_of: Callable[[int], int]) -> dict[int, i
     for rank, num_bytes in enumerate(counts):
         hosts[host_of(rank)] += num_bytes
     return dict(hosts)
+
+
+def exchanged_per_host(traffic: Traffic, hosts: Topology) -> tuple[int, int]:
+    """Return the most bytes that a host's trainer ranks, and engine ranks, exchange with others."""
+    trainers = by_host(traffic.trainer.network_out, hosts.source_host)
+    received = by_host(traffic.engines.network_in, hosts.target_host)
+    forwarded = by_host(traffic.engines.network_out, hosts.target_host)
+    engines = [num + forwarded.get(host, 0) for host, num in received.items()]
+    return max(trainers.values(), default=0), max(engines, default=0)

@@ -42,7 +42,7 @@ _WHOLE = 0
 _FORMS: dict[int, Form] = {1: "gaps", 2: "bits"}
 _CODES = {form: code for code, form in _FORMS.items()}
 _LARGEST_SHARE = 0.75
-"""Of a message; larger differences are not worth their coding."""
+"""A difference that takes more of a message is not worth its coding."""
 _FIRST_GUESS = 1 / 16
 _RIGHT, _WRONG = 1, 0
 
@@ -51,7 +51,7 @@ Failure = Callable[[], str | None]
 
 @dataclass
 class _Slot:
-    """What an end knows of the messages of one number with one peer.
+    """Keeps what an end knows of the messages of one number with one peer.
 
     kept         the last one; None before the first
     reserved     bytes of the next difference that travel with its header

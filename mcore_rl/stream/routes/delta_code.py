@@ -24,7 +24,7 @@ _LONGEST_GAP = 255
 
 
 @dataclass(frozen=True)
-class Difference:
+class Changes:
     """Changed elements of a message of `num_elements`.
 
     places   uint8, gaps or bits
@@ -45,7 +45,7 @@ def elements(message_u8: Any) -> Array:
     return message_u8.numpy().view(np.uint16)
 
 
-def difference(before: Array, now: Array) -> Difference:
+def difference(before: Array, now: Array) -> Changes:
     """Return how uint16 `now` differs from `before`."""
     changed = before != now
     index = np.flatnonzero(changed)
@@ -53,8 +53,8 @@ def difference(before: Array, now: Array) -> Difference:
     if len(index) + ELEMENT_BYTES * num_extra + num_extra < -(-len(now) // 8):
         with_extra = _with_extra(index)
         gaps = np.diff(with_extra, prepend=-1) - 1
-        return Difference("gaps", gaps.astype(np.uint8), now[with_extra])
-    return Difference("bits", np.packbits(changed), now[index])
+        return Changes("gaps", gaps.astype(np.uint8), now[with_extra])
+    return Changes("bits", np.packbits(changed), now[index])
 
 
 def apply(form: Form, places: Array, values: Array, to: Array) -> None:
