@@ -32,7 +32,7 @@ class CaseSettings:
     total_s      seconds for all tests of a program
     compile_s    seconds for its compiler
     sandbox_url  a server of SandboxFusion's API, which bounds all but time and memory by its own
-                 limits; empty: the sandbox of this process
+                 limits; empty: the run's server, or else the sandbox of this process
     """
 
     wall_s: float = 6.0

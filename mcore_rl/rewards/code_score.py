@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from mcore_rl.rewards.code_execution import CaseSettings
 from mcore_rl.rewards.code_languages import program_of
+from mcore_rl.rewards.code_places import server_of
 from mcore_rl.rewards.code_tests import read_tests
 from mcore_rl.sandbox.limits import SandboxError
 
@@ -52,7 +53,8 @@ def in_parallel(function: Callable[[T], R], entries: Sequence[T], sandbox_url: s
     """
     if not entries:
         return []
-    num_threads = WAITING_THREADS if sandbox_url else len(os.sched_getaffinity(0))
+    is_elsewhere = bool(server_of(sandbox_url))
+    num_threads = WAITING_THREADS if is_elsewhere else len(os.sched_getaffinity(0))
     num_threads = min(num_threads, len(entries))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="code_reward") as pool:
         return list(pool.map(function, entries))

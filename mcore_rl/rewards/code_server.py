@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from mcore_rl.process.redaction import redact
+from mcore_rl.process.run_servers import split_key
 from mcore_rl.process.server_keys import bearer
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult
 from mcore_rl.sandbox.limits import RunRecord, RunVerdict, SandboxError
@@ -84,12 +85,12 @@ def _body(request: CodeRequest) -> dict[str, Any]:
 
 def _endpoint(url: str) -> tuple[str, str]:
     """Return (the address of /run_code, the key, or an empty text)."""
-    parts = urlsplit(url)
+    address, key = split_key(url)
+    parts = urlsplit(address)
     path = parts.path.rstrip("/")
     path = path if path.endswith("/run_code") else f"{path}/run_code"
-    host = parts.netloc.rpartition("@")[2]
-    if parts.scheme not in ("http", "https") or not host:
+    if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(
             f"sandbox_url={redact(url)}: give a server's address, such as http://10.0.0.7:8080"
         )
-    return urlunsplit(parts._replace(netloc=host, path=path)), parts.password or ""
+    return urlunsplit(parts._replace(path=path)), key

@@ -11,7 +11,8 @@ solved   1 if all tests pass
 `reward` scores all samples of a call, a sandbox for each core; `reward_one` is for reward.workers.
 Both take from reward.kwargs:
 
-sandbox_url   a server that runs the programs; empty: they run where the reward is computed
+sandbox_url   a server that runs the programs; empty: the run's, or else they run where the reward
+              is computed
 wall_s        seconds of a program for each test
 memory_mib    memory of a program
 """

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from mcore_rl.process.run_servers import SANDBOX_URL
 from mcore_rl.rewards import code_places
 from mcore_rl.rewards.code_places import ATTEMPTS, execute
 from mcore_rl.sandbox.execution import CodeRequest, CodeResult
@@ -62,3 +63,9 @@ def test_the_server_at_an_address_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SandboxError, match=r"the sandbox at http://\*\*\*@host failed"):
         execute(CodeRequest("print(1)"), "http://any:key-of-mine@host")
     assert asked == [("http://any:key-of-mine@host", "print(1)")] * ATTEMPTS
+    monkeypatch.setenv(SANDBOX_URL, "http://of-the-run/run_code")
+    for url in ("", "http://of-the-recipe"):
+        with pytest.raises(SandboxError):
+            execute(CodeRequest("print(2)"), url)
+    asked_later = [url for url, code in asked if code == "print(2)"]
+    assert asked_later[::ATTEMPTS] == ["http://of-the-run/run_code", "http://of-the-recipe"]

@@ -23,7 +23,8 @@ class CodeOptions:
     attempts         programs that the policy may write in an episode
     repair_discount  the reward is multiplied by this for each attempt after the first
     reward           all: 1 if every hidden test passes, else 0; share: the share that passes
-    sandbox_url      a server on which programs run; empty: the environment worker's own sandbox
+    sandbox_url      a server on which programs run; empty: the run's, or else the sandbox of the
+                     environment's worker
     """
 
     language: str = "python"
