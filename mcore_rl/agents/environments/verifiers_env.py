@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class _Served:
     """An environment of verifiers with its servers, which all episodes of a worker share."""
 
     def __init__(self, options: VerifiersOptions) -> None:
+        share_certificates()
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         self.env = loaders.load_environment(loaders.resolve_env_config(with_modules(options.env)))
         self.tasks = iter(self.env.taskset)
@@ -109,12 +111,46 @@ class VerifiersEpisode:
                 self._options.model,
                 clients.EvalClientConfig(base_url=gateway["OPENAI_BASE_URL"], api_key_var=variable),
             )
-            async with asyncio.timeout(deadline_s):
-                return _result(await served.env.run_episode(served.task(number), context))
+            try:
+                async with asyncio.timeout(deadline_s):
+                    return _result(await served.env.run_episode(served.task(number), context))
+            finally:
+                await _close_client(served.env, context.client)
         except TimeoutError:
             return ProgramResult(None, "deadline", f"it took more than {deadline_s:g} s")
         finally:
             del os.environ[variable]
+
+
+@cache
+def share_certificates() -> None:
+    """Have all clients of verifiers share one SSL context.
+
+    Each episode's endpoint has a client of its own. To read all certificates for each, to talk with
+    a gateway that has none, took most of a worker's time and a megabyte of its memory.
+    """
+    httpx = importlib.import_module("httpx")
+    base = importlib.import_module("verifiers.v1.clients.base")
+    certificates = httpx.create_ssl_context()
+
+    def build_async_httpx(config: Any) -> Any:
+        timeout = httpx.Timeout(**config.timeout.model_dump())
+        return httpx.AsyncClient(verify=certificates, timeout=timeout, limits=base.DEFAULT_LIMITS)
+
+    importlib.import_module("verifiers.v1.clients.eval").build_async_httpx = build_async_httpx
+
+
+async def _close_client(env: Any, config: Any) -> None:
+    """Close the client of an episode's endpoint.
+
+    verifiers keeps it, with its connections, for the next rollout at the same endpoint, of which
+    there is none.
+    """
+    interception = env._interception
+    for server in getattr(interception, "servers", [interception]):
+        client = server.clients.pop(config.model_dump_json(), None)
+        if client is not None:
+            await client.close()
 
 
 def with_modules(env: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import psutil
 import pytest
 
 from mcore_rl.agents.environments.options import EnvironmentOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, with_modules
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv
+from tests.support.policy import ROOT
 
 ENV = {
     "taskset": {"id": "sums-taskset"},
@@ -28,10 +30,13 @@ def model() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
     asked: list[tuple[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # connections are kept, as the gateway keeps them
+
         def do_POST(self):
             request = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((self.headers["Authorization"], request))
-            text = str(int(request["messages"][0]["content"][0]) + 1)
+            first = request["messages"][0]["content"][0]
+            text = str(int(first) + 1) if first.isdigit() else "1"
             message = {"role": "assistant", "content": text}
             body = orjson.dumps(
                 {
@@ -69,11 +74,7 @@ def run(url, *indices, deadline_s=90.0):
             variables={"PYTHONPATH": str(Path(__file__).parent)},
         )
         async with EnvironmentPool(options) as pool:
-            tasks = [
-                {"messages": [], "index": n, "gateway_url": url, "gateway_key": f"key{n}"}
-                for n in indices
-            ]
-            return await asyncio.gather(*(pool.run(task) for task in tasks))
+            return await asyncio.gather(*(pool.run(task_of(url, n)) for n in indices))
 
     return asyncio.run(play())
 
@@ -86,6 +87,39 @@ def test_its_rollout_asks_the_gateway_and_its_rewards_count(model):
         assert result.metrics["turns"] == 2
     assert sorted({key for key, _ in asked}) == ["Bearer key0", "Bearer key2"]
     assert len(asked) == 4 and all(request["model"] == "policy" for _, request in asked)
+
+
+@needs_agents_venv()
+def test_an_episode_leaves_neither_connections_nor_certificates_in_its_worker(model):
+    url, asked = model
+    module = str(ROOT / "recipes/tools/verifiers_sums.py")
+    env = {
+        "taskset": {"id": f"{module}:Sums", "num_tasks": 100},
+        "agent": {
+            "harness": {"id": f"{module}:CalculatorHarness"},
+            "runtime": {"type": "subprocess"},
+        },
+    }
+
+    async def play():
+        options = EnvironmentOptions("verifiers", {"env": env}, python=PYTHON, workers=1)
+        async with EnvironmentPool(options) as pool:
+            used = []
+            for first in (0, 10, 50):
+                numbers = range(first, first + (10 if not first else 40))
+                await asyncio.gather(*(pool.run(task_of(url, number)) for number in numbers))
+                [worker] = psutil.Process(pool._workers[0]._process.pid).children()
+                used.append((worker.num_fds(), worker.memory_info().rss / 2**20))
+            return used
+
+    _, (fds, mib), (more_fds, more_mib) = asyncio.run(play())
+    assert len(asked) == 90
+    print(f"{fds} and {more_fds} descriptors, {mib:.0f} and {more_mib:.0f} MiB")
+    assert more_fds < fds + 10 and more_mib < mib + 20
+
+
+def task_of(url, number):
+    return {"messages": [], "index": number, "gateway_url": url, "gateway_key": f"key{number}"}
 
 
 @needs_agents_venv()
