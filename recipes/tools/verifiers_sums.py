@@ -7,6 +7,7 @@ answer has no call. Nothing here knows mcore_rl.
 import random
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import openai  # pyright: ignore[reportMissingImports]
@@ -68,10 +69,6 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    def __init__(self, config: vf.HarnessConfig) -> None:
-        super().__init__(config)
-        self._client = openai.AsyncOpenAI(api_key="of each rollout")
-
     async def launch(
         self,
         ctx: Any,
@@ -83,7 +80,7 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
         data: SumData,
         **_: Any,
     ) -> vf.ProgramResult:
-        client = self._client.with_options(base_url=endpoint, api_key=secret, max_retries=0)
+        client = shared_client().with_options(base_url=endpoint, api_key=secret, max_retries=0)
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
         for _turn in range(MAX_TURNS):
             completion = await client.chat.completions.create(
@@ -95,6 +92,12 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
             messages.append(answer.model_dump(exclude_none=True))
             messages += [_result(call) for call in answer.tool_calls]
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+@cache
+def shared_client() -> openai.AsyncOpenAI:
+    """Return the client of all rollouts: one for each would read all certificates each time."""
+    return openai.AsyncOpenAI(api_key="of each rollout")
 
 
 def _result(call: Any) -> dict[str, str]:
