@@ -1,6 +1,7 @@
 """The tiny model is one that the families' table knows, and its parts fit one another."""
 
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.data.images.decode import ImageSize
 from mcore_rl.data.images.processor import ImageProcessor
@@ -16,7 +17,9 @@ def test_a_picture_takes_a_token_per_cell(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, "model.path")
     assert policy.vocab_size == len(tokenizer)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " how"}]}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids: Any = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
     words = tokenizer.convert_ids_to_tokens(ids)
     assert words == [
         *("<|user|>", "<|vision_start|>", PLACEHOLDER, "<|vision_end|>", "how"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mcore_rl.rewards import user_function
 from mcore_rl.rewards.user_function import load_function
 
 
@@ -74,7 +75,7 @@ def test_tags(response: str, truth: str, right: int, form: int) -> None:
 
 def test_rules_are_found_from_any_folder(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    load_function.cache_clear()
+    user_function._import_file.cache_clear()
     assert answer("gsm8k", "#### 7", "7") == (1, 1)
     with pytest.raises(ValueError, match=r"reward.path=mine.py: no such file in .* or "):
         load_function("mine.py", "reward")

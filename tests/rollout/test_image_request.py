@@ -10,6 +10,7 @@ from safetensors.torch import save
 
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.rollout.image_request import (
+    ProcessorOutput,
     check_placeholders,
     pack_request,
     processor_output,
@@ -112,5 +113,5 @@ def test_grids_are_an_attribute_too() -> None:
     """GLM's processors in SGLang 0.5.23 read them so, and are silent if they find none."""
     grids_I3 = torch.tensor([[1, 2, 2]])
     [images] = processor_output({"input_ids": [1, 2]}, torch.zeros(4, 3), grids_I3)
-    assert isinstance(images, dict)
+    assert isinstance(images, ProcessorOutput)
     assert images.image_grid_thw is images["image_grid_thw"] is grids_I3

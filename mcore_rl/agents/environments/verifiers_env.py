@@ -137,7 +137,8 @@ def share_certificates() -> None:
         timeout = httpx.Timeout(**config.timeout.model_dump())
         return httpx.AsyncClient(verify=certificates, timeout=timeout, limits=base.DEFAULT_LIMITS)
 
-    importlib.import_module("verifiers.v1.clients.eval").build_async_httpx = build_async_httpx
+    clients: Any = importlib.import_module("verifiers.v1.clients.eval")
+    clients.build_async_httpx = build_async_httpx
 
 
 async def _close_client(env: Any, config: Any) -> None:
