@@ -27,7 +27,7 @@ START_S = 60.0
 _END_S = 10.0
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 _CODE = (f"{_PACKAGE_FOLDER}/mcore_rl/__init__.py", str(Path(__file__).parent))
-"""The files of the warden itself."""
+"""Files that the warden itself is made of."""
 _START = (
     f"import sys; kept = frozenset(sys.modules); sys.path.insert(0, {str(_PACKAGE_FOLDER)!r});"
     "from mcore_rl.sandbox.warden import main; del sys.path[0];"
@@ -96,6 +96,11 @@ class Worker:
     def pid(self) -> int:
         """Return the process id of the warden, or of the bubblewrap around it."""
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the warden has not ended; something outside may have killed it."""
+        return self._process.poll() is None
 
     def begin_box(self, limits: Limits) -> socket.socket:
         """Return the socket of a new box; SandboxError if the warden has ended."""
