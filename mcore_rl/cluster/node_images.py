@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from mcore_rl.data.images.patch_cache import PatchCache
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.data.sample_store import SampleStore
@@ -53,8 +55,6 @@ class NodeImages:
 
     def put(self, groups: Sequence[int]) -> dict[str, Any]:
         """Return references to the patches of the groups' prompts, arrays [P, D], by digest."""
-        import ray
-
         references: dict[str, Any] = {}
         for image in {i.digest: i for group in groups for i in self._store.images(group)}.values():
             reference = self._objects.get(image.digest)
