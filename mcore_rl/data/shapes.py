@@ -7,9 +7,9 @@ A picture has 3 x 3 cells, each empty or with a ring or a square in one of three
 
 The answers go through the cells, so a response has 12 tokens. Of the demonstrations for supervised
 fine-tuning, half describe a picture, which teaches to see. The others answer questions, 60 % of
-them with one of two bad habits: they count shapes of the other kind, too, and they say the color
-that the question names first. So the warm start has good and bad habits, and reinforcement learning
-finds which of them pays. All is made from a seed.
+them with one of two bad habits: they end with one too many, or with the color that the question
+names first. So the warm start has good and bad habits, and reinforcement learning finds which of
+them pays. All is made from a seed.
 
 `heldout_blind` has the questions of `heldout` with blank pictures: whoever does not look does no
 better than the best answer that is always the same.
@@ -100,8 +100,9 @@ def make_problem(rng: random.Random) -> PictureProblem:
     if rng.random() < COUNTS:
         color = rng.choice(list(COLORS))
         kind = rng.choice(KINDS)
-        right = _counted([cell == (color, kind) for cell in cells])
-        habit = _counted([cell is not None and cell[0] == color for cell in cells])
+        matches = [cell == (color, kind) for cell in cells]
+        right = _counted(matches, sum(matches))
+        habit = _counted(matches, sum(matches) + 1)
         return PictureProblem(picture, shown, f"how many {color} {kind}s ?", right, habit)
     one, other = rng.sample(list(COLORS), 2)
     words = [cell[0] if cell is not None and cell[0] in (one, other) else "no" for cell in cells]
@@ -154,7 +155,7 @@ def demonstrate(problem: PictureProblem, rng: random.Random) -> dict[str, Any]:
 
 def vocabulary() -> list[str]:
     """Return the words of questions and answers."""
-    numbers = [str(number) for number in range(SIDE**2 + 1)]
+    numbers = [str(number) for number in range(SIDE**2 + 2)]
     words = {"how", "many", "more", "or", "?", "yes", "no", "so", "same", "done"}
     words |= {*DESCRIPTION.split(), *COLORS, _word(None)}
     words |= {f"{kind}s" for kind in KINDS}
@@ -181,9 +182,9 @@ def _word(cell: Cell) -> str:
     return "empty" if cell is None else "-".join(cell)
 
 
-def _counted(matches: Sequence[bool]) -> tuple[str, ...]:
+def _counted(matches: Sequence[bool], number: int) -> tuple[str, ...]:
     words = ("yes" if match else "no" for match in matches)
-    return (*words, "so", str(sum(matches)))
+    return (*words, "so", str(number))
 
 
 def _rows(problems: Sequence[PictureProblem], split: str) -> list[dict[str, Any]]:
