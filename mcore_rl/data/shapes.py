@@ -1,9 +1,9 @@
 """Pictures of colored shapes with questions that only the picture answers, for a laptop CPU.
 
-A picture has 3 x 3 cells, each empty or with a ring or a square in one of three colors:
+A picture has 3 x 3 cells, each empty or with a ring, a disk or a square in one of three colors:
 
-    <image> how many red squares ?      no yes no no no yes no no no so 2
-    <image> more red or blue ?          red no blue red no no blue no red so red
+    <image> how many red ?          no yes no no no yes no no no so 2
+    <image> more red or blue ?      red no blue red no no blue no red so red
 
 The answers go through the cells, so a response has 12 tokens. Of the demonstrations for supervised
 fine-tuning, half describe a picture, which teaches to see. The others answer questions, 60 % of
@@ -46,7 +46,7 @@ BAD_HABIT = 0.6
 GRAY = (122, 116, 104)
 """The background: what processors of Qwen2.5-VL subtract, so that an empty cell is nearly zero."""
 COLORS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220)}
-KINDS = ("ring", "square")
+KINDS = ("ring", "disk", "square")
 DESCRIPTION = "what is there ?"
 Cell = tuple[str, str] | None
 """(color, kind); None: empty."""
@@ -99,11 +99,10 @@ def make_problem(rng: random.Random) -> PictureProblem:
     shown = tuple(map(_word, cells))
     if rng.random() < COUNTS:
         color = rng.choice(list(COLORS))
-        kind = rng.choice(KINDS)
-        matches = [cell == (color, kind) for cell in cells]
+        matches = [cell is not None and cell[0] == color for cell in cells]
         right = _counted(matches, sum(matches))
         habit = _counted(matches, sum(matches) + 1)
-        return PictureProblem(picture, shown, f"how many {color} {kind}s ?", right, habit)
+        return PictureProblem(picture, shown, f"how many {color} ?", right, habit)
     one, other = rng.sample(list(COLORS), 2)
     words = [cell[0] if cell is not None and cell[0] in (one, other) else "no" for cell in cells]
     more = words.count(one) - words.count(other)
@@ -125,7 +124,9 @@ def draw(cells: Sequence[Cell], rng: random.Random) -> Image.Image:
         y = row * CELL + CELL // 2 + rng.randint(-2, 2)
         box = (x - radius, y - radius, x + radius, y + radius)
         if cell[1] == "ring":
-            pen.ellipse(box, outline=COLORS[cell[0]], width=3)
+            pen.ellipse(box, outline=COLORS[cell[0]], width=4)
+        elif cell[1] == "disk":
+            pen.ellipse(box, fill=COLORS[cell[0]])
         else:
             pen.rectangle(box, fill=COLORS[cell[0]])
     return image
@@ -158,8 +159,6 @@ def vocabulary() -> list[str]:
     numbers = [str(number) for number in range(SIDE**2 + 2)]
     words = {"how", "many", "more", "or", "?", "yes", "no", "so", "same", "done"}
     words |= {*DESCRIPTION.split(), *COLORS, _word(None)}
-    words |= {f"{kind}s" for kind in KINDS}
-    words |= {_word((color, kind)) for color in COLORS for kind in KINDS}
     return [*numbers, *sorted(words)]
 
 
@@ -179,7 +178,7 @@ def _cell(rng: random.Random) -> Cell:
 
 
 def _word(cell: Cell) -> str:
-    return "empty" if cell is None else "-".join(cell)
+    return "empty" if cell is None else cell[0]
 
 
 def _counted(matches: Sequence[bool], number: int) -> tuple[str, ...]:
