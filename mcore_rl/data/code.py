@@ -18,7 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.data.code_steps import StepsTask, as_python, make_task, words_of
+from mcore_rl.data.code_steps import (
+    LARGEST,
+    StepsTask,
+    as_python,
+    feedback,
+    make_task,
+    number_shown,
+    words_of,
+)
 from mcore_rl.data.files import write_parquet
 from mcore_rl.data.tiny_model import make_vocabulary, write_tiny_model
 
@@ -30,8 +38,6 @@ NUM_PUBLIC = 2
 NUM_HIDDEN = 6
 MISTAKES = 0.65
 """Share of demonstrated steps that are mixed up, of those that can be."""
-LARGEST = 99
-"""Largest number that feedback shows; others are shown as this."""
 TEST_MISTAKES = 0.4
 """The same of unit tests."""
 TESTED_STEPS = 2
@@ -135,12 +141,7 @@ def write_test(task: StepsTask, rng: random.Random) -> str:
     values = [value_of_program(program, a, b) for program in programs]
     if any(value is None or abs(value) > LARGEST_TESTED for value in values):
         return ""
-    return " ; ".join([f"a = {a} b = {b}", *map(_shown, values)])
-
-
-def feedback(a: int, b: int, got: int | None, wanted: int | None) -> str:
-    """Return what the policy is told of a public test that its program fails."""
-    return f"wrong : a = {_shown(a)} b = {_shown(b)} gives {_shown(got)} not {_shown(wanted)}"
+    return " ; ".join([f"a = {a} b = {b}", *map(number_shown, values)])
 
 
 def value_of_program(program: str, a: int, b: int) -> int | None:
@@ -178,13 +179,6 @@ def _tasks(
             left -= 1
     rng.shuffle(tasks)
     return tasks
-
-
-def _shown(value: int | None) -> str:
-    if value is None:
-        return "nothing"
-    number = min(abs(value), LARGEST)
-    return f"- {number}" if value < 0 else str(number)
 
 
 def _message(role: str, content: str) -> dict[str, str]:

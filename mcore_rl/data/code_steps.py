@@ -16,6 +16,8 @@ _STEP = rf"a = (?:{_TERM} (?:\+|-|\*|%|//) {_TERM}|(?:min|max) \( {_TERM} , {_TE
 _PROGRAM = re.compile(rf"{_STEP}(?: ; {_STEP})*")
 MAX_STEPS = 8
 """Steps of a program; so many squares of a small number are still computed at once."""
+LARGEST = 99
+"""Largest number that feedback shows; others are shown as this."""
 CONSTANTS = tuple(range(2, 10))
 FUNCTION = "solve"
 
@@ -117,3 +119,17 @@ def words_of(operations: Sequence[Operation] = OPERATIONS) -> set[str]:
     texts = [text for o in operations for text in (o.words, o.code, o.mistake)]
     words = {word for text in texts for word in text.format(x="b").split()}
     return {*words, "a", "b", "=", ";", ","}
+
+
+def feedback(a: int, b: int, got: int | None, wanted: int | None) -> str:
+    """Return what the policy is told of a public test that its program fails."""
+    a_is, b_is, gives, should = map(number_shown, (a, b, got, wanted))
+    return f"wrong : a = {a_is} b = {b_is} gives {gives} not {should}"
+
+
+def number_shown(value: int | None) -> str:
+    """Return a value in words of the vocabulary; large ones are cut to LARGEST."""
+    if value is None:
+        return "nothing"
+    number = min(abs(value), LARGEST)
+    return f"- {number}" if value < 0 else str(number)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from mcore_rl.data.code import feedback
-from mcore_rl.data.code_steps import FUNCTION, as_python, is_program
+from mcore_rl.data.code_steps import FUNCTION, as_python, feedback, is_program
 from mcore_rl.rewards.code_execution import CaseRun, CaseSettings, call_case, run_cases
 from mcore_rl.rewards.code_languages import PROGRAM_LANGUAGES, Program, program_of
 from mcore_rl.rewards.code_tests import ProgramTests, is_passed, read_tests

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.data.code_steps import FUNCTION, OPERATIONS, as_python, is_program, make_task
+from mcore_rl.data.code_steps import (
+    FUNCTION,
+    LARGEST,
+    OPERATIONS,
+    as_python,
+    feedback,
+    is_program,
+    make_task,
+)
 
 tasks = st.builds(
     lambda seed, num: make_task(random.Random(seed), num), st.integers(0, 2**32), st.integers(1, 4)
@@ -56,3 +64,8 @@ def test_a_division_by_zero_costs_its_case_only() -> None:
     names: dict = {}
     exec(as_python("a = a // b"), names)
     assert names[FUNCTION]([[4, 2], [4, 0]]) == [2, None]
+
+
+def test_feedback_shows_numbers_that_the_vocabulary_has() -> None:
+    assert feedback(3, 4, -5, 1000) == f"wrong : a = 3 b = 4 gives - 5 not {LARGEST}"
+    assert feedback(3, 4, None, 0).endswith("gives nothing not 0")

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from mcore_rl.process.server_keys import ServerKeys, bearer
+from mcore_rl.rollout import image_request
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.key_gate import ADMIN_PATHS, OPEN_PATHS, USER_PATHS
@@ -128,7 +129,9 @@ def test_every_route_of_sglang_is_closed_unless_it_is_listed() -> None:
     listed = OPEN_PATHS | USER_PATHS | ADMIN_PATHS
     assert len(routes) > 80
     # SGLang mounts the metrics' routes when it starts with --enable-metrics.
-    assert listed - routes == {"/metrics", "/metrics/"}, "a path that this SGLang does not have"
+    # The route of images is added for models that see.
+    added = {"/metrics", "/metrics/", image_request.PATH}
+    assert listed - routes == added, "a path that this SGLang does not have"
     unpickling = {path for path in routes if "weights" in path or "lora" in path} - ADMIN_PATHS
     assert unpickling and not unpickling & listed
 
