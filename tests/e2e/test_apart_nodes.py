@@ -64,6 +64,8 @@ def exported(run: Run) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run.run_dir / "hf").iterdir()}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_files_of_a_node_with_its_own_folder_come_to_the_controller(
     start: Start, apart: tuple[str, Path], tmp_path: Path
 ) -> None:

@@ -53,6 +53,8 @@ def assert_all_scored(run: Run) -> None:
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_kills_of_wardens_boxes_and_programs(arithmetic: Path, tmp_path: Path) -> None:
     """A title has the warden's module: itself, process 1 of a box, its driver, the program."""
     run = begin(arithmetic, tmp_path)
@@ -72,6 +74,8 @@ def test_kills_of_wardens_boxes_and_programs(arithmetic: Path, tmp_path: Path) -
         run.kill_all()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_kill_of_a_server_that_starts_again(arithmetic: Path, tmp_path: Path) -> None:
     port = free_port()
     key_file = write_key(tmp_path, KEY)

@@ -46,6 +46,8 @@ def settings(arithmetic: Path, tmp_path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_run_that_was_stopped_draws_the_prompts_of_one_that_was_not(
     start: Start, arithmetic: Path, settings: list[str], tmp_path: Path
 ) -> None:
