@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false, reportIndexIssue=false
 
 import importlib.util
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -14,30 +15,47 @@ import torch
 from tests.support.upstream import assert_defect, fails_without
 
 
-def check_run_local_experts():
+def check_group_experts():
     from sglang.srt.layers.moe import fused_moe_native
-    from sglang_on_cpu.experts import run_local_experts
+    from sglang_on_cpu.experts import group_experts
 
-    torch.manual_seed(0)
     original = fused_moe_native.moe_forward_native
-    x, w13, w2 = torch.randn(10, 8), torch.randn(2, 12, 8), torch.randn(2, 8, 6)
-    layer = SimpleNamespace(w13_weight=w13, w2_weight=w2, num_experts=2)
-    config = SimpleNamespace(
-        activation="silu", apply_router_weight_on_input=False, gemm1_alpha=None
+    group_experts()
+    grouped = fused_moe_native.moe_forward_native
+    weights, ids = torch.rand(10, 3).topk(2)
+    for hidden, kind in itertools.product((8, 6), ("plain", "gpt_oss")):
+        layer, config = make_experts(kind, hidden)
+        x = torch.randn(10, hidden)
+        expected = original(layer, x, (weights, ids, None), config)
+        assert torch.allclose(grouped(layer, x, (weights, ids, None), config), expected, atol=1e-5)
+
+        local = torch.where(ids == 1, -1, ids)  # expert 1 is another rank's
+        with fails_without("group_experts", RuntimeError, IndexError):
+            original(layer, x, (weights, local, None), config)
+        expected = original(layer, x, (weights * (ids != 1), ids, None), config)
+        actual = grouped(layer, x, (weights, local, None), config)
+        assert torch.allclose(actual, expected, atol=1e-5)
+        nothing = grouped(layer, x, (weights, torch.full_like(ids, -1), None), config)
+        assert torch.equal(nothing, torch.zeros(10, hidden))
+
+
+def make_experts(kind: str, hidden: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return three experts of random weights and their settings; those of gpt-oss have biases."""
+    torch.manual_seed(0)
+    layer = SimpleNamespace(
+        num_experts=3,
+        w13_weight=torch.randn(3, 12, hidden),
+        w2_weight=torch.randn(3, hidden, 6),
+        w13_weight_bias=torch.randn(3, 12) if kind == "gpt_oss" else None,
+        w2_weight_bias=torch.randn(3, hidden) if kind == "gpt_oss" else None,
     )
-    weights, ids = torch.rand(10, 2), torch.randint(-1, 2, (10, 2))
-    with fails_without("run_local_experts", RuntimeError, IndexError):
-        original(layer, x, (weights, ids, None), config)
-    run_local_experts()
-    expected = torch.zeros(10, 8)
-    for token in range(10):
-        for choice in range(2):
-            if (expert := int(ids[token, choice])) >= 0:
-                gate, up = (w13[expert] @ x[token]).chunk(2)
-                expert_out = w2[expert] @ (torch.nn.functional.silu(gate) * up)
-                expected[token] += weights[token, choice] * expert_out
-    actual = fused_moe_native.moe_forward_native(layer, x, (weights, ids, None), config)
-    assert torch.allclose(actual, expected, atol=1e-5)
+    config = SimpleNamespace(
+        activation="silu",
+        apply_router_weight_on_input=False,
+        gemm1_alpha=1.7 if kind == "gpt_oss" else None,
+        gemm1_clamp_limit=7.0,
+    )
+    return layer, config
 
 
 def check_gate_shared_expert():

@@ -1,35 +1,67 @@
-"""The mixture-of-experts layer with expert parallelism, and the record of chosen experts."""
+"""The mixture-of-experts layer by grouped products, and the record of chosen experts."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import grouped_mm, linear, silu
+
+_ALIGNMENT = 16
+"""Bytes; torch's grouped product takes rows of whole multiples of it."""
 
 
-def run_local_experts() -> None:
-    """Skip the experts of other ranks, for --ep-size > 1.
+def group_experts() -> None:
+    """Compute all experts of a layer in two grouped products, and leave other ranks' experts out.
 
-    SGLang's dispatcher marks other ranks' experts with id -1; its native forward uses that as an
-    index.
+    SGLang's native forward calls five functions for each expert, and cannot run with --ep-size > 1:
+    its dispatcher marks other ranks' experts with id -1, which the forward uses as an index.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
     forward_all = fused_moe_native.moe_forward_native
 
     def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-        weights_TK, ids_TK, _ = topk_output
-        if config.activation != "silu" or not bool((ids_TK < 0).any()):
+        if config.activation != "silu" or config.apply_router_weight_on_input:
             return forward_all(layer, x, topk_output, config)
+        weights_TK, ids_TK, _ = topk_output
+        ids_N = ids_TK.flatten()
+        order_N = ids_N.argsort(stable=True)
+        counts = torch.bincount(ids_N + 1, minlength=layer.num_experts + 1).tolist()
+        order_N = order_N[counts[0] :]  # those before it are other ranks' experts
+        rows_N = order_N // ids_TK.shape[1]
+        hidden = _product(x[rows_N], layer, "w13_weight", counts[1:])
+        hidden = _product(_activate(hidden, config), layer, "w2_weight", counts[1:])
         out = torch.zeros(x.shape, dtype=torch.float32)
-        for expert in ids_TK[ids_TK >= 0].unique().tolist():
-            tokens, choices = (ids_TK == expert).nonzero(as_tuple=True)
-            gate, up = linear(x[tokens], layer.w13_weight[expert]).chunk(2, -1)
-            result = linear(silu(gate) * up, layer.w2_weight[expert])
-            out.index_add_(0, tokens, result.float() * weights_TK[tokens, choices, None])
+        out.index_add_(0, rows_N, hidden.float() * weights_TK.flatten()[order_N, None])
         return out.to(x.dtype)
 
     fused_moe_native.moe_forward_native = moe_forward_native
+
+
+def _product(x_NH: Tensor, layer: Any, name: str, counts: list[int]) -> Tensor:
+    """Return the products of rows sorted by expert; expert e has counts[e] rows."""
+    weight_EOH = getattr(layer, name)
+    counts_E = torch.tensor(counts)
+    sizes = (size * x_NH.element_size() for size in weight_EOH.shape[1:])
+    if any(size % _ALIGNMENT for size in sizes):
+        parts = x_NH.split(counts)
+        out_NO = torch.cat([linear(x, w) for x, w in zip(parts, weight_EOH, strict=True)])
+    else:
+        stops_E = counts_E.cumsum(0).to(torch.int32)
+        out_NO = grouped_mm(x_NH, weight_EOH.transpose(1, 2), offs=stops_E)
+    bias_EO = getattr(layer, f"{name}_bias", None)
+    if bias_EO is None:
+        return out_NO
+    return (out_NO.float() + bias_EO.repeat_interleave(counts_E, 0)).to(x_NH.dtype)
+
+
+def _activate(gate_up: Tensor, config: Any) -> Tensor:
+    if config.gemm1_alpha is None:
+        gate, up = gate_up.chunk(2, -1)
+        return silu(gate) * up
+    from sglang.srt.layers.moe.fused_moe_native import swiglu_gpt_oss_sigmoid_alpha
+
+    return swiglu_gpt_oss_sigmoid_alpha(gate_up, config.gemm1_alpha, config.gemm1_clamp_limit)
 
 
 def keep_routed_experts_in_plain_memory() -> None:
