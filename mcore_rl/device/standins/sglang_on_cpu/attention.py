@@ -7,7 +7,8 @@ A group is padded to its longest request; no request is shorter than half of tha
                         bbbbbb..
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,11 +35,30 @@ class Group:
     key_slots_BK: Tensor
     distance_BQK: Tensor
     valid_BQ: Tensor
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
-    def mask_BQK(self, window: int | None) -> Tensor:
-        """Return True where the query sees the key: not later, and at most `window` before it."""
-        seen = self.distance_BQK >= 0
-        return seen if window is None else seen & (self.distance_BQK <= window)
+    @cached_property
+    def is_full(self) -> bool:
+        """Whether nothing is padding."""
+        return bool(self.valid_BQ.all())
+
+    @cached_property
+    def slots_N(self) -> Tensor:
+        return self.key_slots_BK.flatten()
+
+    def mask_B1QK(self, window: int | None, repeats: int) -> Tensor:
+        """Return True where the query sees the key: not later, and at most `window` before it.
+
+        Each request's queries are repeated. All layers share the mask.
+        """
+        mask = self.masks.get((window, repeats))
+        if mask is None:
+            seen = self.distance_BQK >= 0
+            if window is not None:
+                seen &= self.distance_BQK <= window
+            mask = seen[:, None].expand(-1, repeats, -1, -1).flatten(1, 2)[:, None]
+            self.masks[window, repeats] = mask
+        return mask
 
 
 def make_groups(
@@ -118,9 +138,10 @@ def attend(
     num_requests, num_queries = group.query_rows_BQ.shape
     num_kv_heads = k_cache.shape[1]
     heads_per_kv = query.shape[1] // num_kv_heads
-    slots = group.key_slots_BK.flatten()
     keys, values = (
-        cache.flatten(1).index_select(0, slots).view(num_requests, -1, num_kv_heads, cache.shape[2])
+        cache.flatten(1)
+        .index_select(0, group.slots_N)
+        .view(num_requests, -1, num_kv_heads, cache.shape[2])
         for cache in (k_cache, v_cache)
     )
     queries = query[group.query_rows_BQ].view(
@@ -128,7 +149,7 @@ def attend(
     )
     queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (x.transpose(1, 2).to(query.dtype) for x in (keys, values))
-    mask = group.mask_BQK(window)[:, None].expand(-1, heads_per_kv, -1, -1).flatten(1, 2)[:, None]
+    mask = group.mask_B1QK(window, heads_per_kv)
     if sinks_h is None:
         result = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
     else:
@@ -139,8 +160,10 @@ def attend(
     result = result.view(num_requests, num_kv_heads, heads_per_kv, num_queries, -1).permute(
         0, 3, 1, 2, 4
     )
-    valid = group.valid_BQ
-    output[group.query_rows_BQ[valid]] = result.flatten(2, 3)[valid]
+    if group.is_full:
+        output[group.query_rows_BQ] = result.flatten(2, 3)
+    else:
+        output[group.query_rows_BQ[group.valid_BQ]] = result.flatten(2, 3)[group.valid_BQ]
 
 
 def batch_attention() -> None:
