@@ -21,7 +21,7 @@ from checkpoint_tools.assembly import (
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.slices.box import Shard
 from mcore_rl.slices.families import family_of
-from mcore_rl.slices.families.table import HfConfig, Rule, Shape
+from mcore_rl.slices.families.table import NUMBERED_BY, HfConfig, Rule, Shape, numbered_key
 from mcore_rl.slices.families.value_head import with_value_head
 from mcore_rl.slices.hf.config import moe_layers, padded_vocab_size
 from mcore_rl.slices.layouts.training import LocalPart, training_padding, training_shards
@@ -188,9 +188,9 @@ def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:
     """Return (key, number of layers on its first axis, or 0) of each tensor of a rule."""
     if rule.where == "model":
         return [(rule.key, 0)]
-    if rule.where == "tower":
-        blocks = range(family_of(hf_config).sizes(hf_config)["tower_blocks"])
-        return [(rule.key.replace(".blocks.", f".blocks.{block}.", 1), 0) for block in blocks]
+    if rule.where in NUMBERED_BY:
+        numbers = range(family_of(hf_config).sizes(hf_config)[NUMBERED_BY[rule.where]])
+        return [(numbered_key(rule.key, number), 0) for number in numbers]
     moe = moe_layers(hf_config)
     layers = [
         layer

@@ -23,6 +23,7 @@ from mcore_rl.train.projection_norm import ProjectionNorm
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.value_head import ValueHead
+from mcore_rl.train.vision.deepstack import DeepstackLayer
 from mcore_rl.train.vision.model import VisionLanguageModel
 
 
@@ -68,6 +69,8 @@ def _make_spec(
     if config.softmax_type != "vanilla":
         with_sinks = attention_with_sinks(config.context_parallel_size)
     for layer in spec.layer_specs or ():
+        if sizes.get("deepstack_mergers"):
+            layer.module = DeepstackLayer
         if sizes.get("q_norm", 0) > sizes.get("head", 0):
             attention = layer.submodules.self_attention.submodules
             attention.q_layernorm, attention.k_layernorm = (

@@ -1,5 +1,6 @@
 """A tiny random Qwen2.5-VL directory and packed batches of text and images of unequal sizes."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ VOCAB = 99
 PLACEHOLDER = 90
 START = 92
 END = 93
-PATCH_VALUES = 3 * 2 * 14 * 14  # SGLang takes no other
+PATCH = 14  # SGLang takes no other of Qwen2.5-VL
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -36,7 +37,7 @@ VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 44,  # SGLang pads it to 48
     "num_heads": 2,
-    "patch_size": 14,
+    "patch_size": PATCH,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
     "window_size": 56,
@@ -84,15 +85,25 @@ def write_vision_model(
     return folder
 
 
-def make_vision_batches(batches: tuple[tuple[Sequence, ...], ...] = BATCHES) -> list[TrainBatch]:
-    return [_make_batch(sequences, seed) for seed, sequences in enumerate(batches)]
+def make_vision_batches(
+    batches: tuple[tuple[Sequence, ...], ...] = BATCHES, patch: int = PATCH
+) -> list[TrainBatch]:
+    """Return micro-batches whose patches are `patch` pixels wide and high."""
+    patch_values = 3 * 2 * patch**2
+    return [_make_batch(sequences, seed, patch_values) for seed, sequences in enumerate(batches)]
+
+
+def batches_of(folder: str | Path) -> list[TrainBatch]:
+    """Return micro-batches with the patches of the model in this directory."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return make_vision_batches(patch=config["vision_config"]["patch_size"])
 
 
 def num_tokens(batches: list[TrainBatch]) -> int:
     return sum(len(batch.token_ids_T) for batch in batches)
 
 
-def _make_batch(sequences: tuple[Sequence, ...], seed: int) -> TrainBatch:
+def _make_batch(sequences: tuple[Sequence, ...], seed: int, patch_values: int) -> TrainBatch:
     generator = torch.Generator().manual_seed(seed)
     ids_N = [_token_ids(sequence, generator) for sequence in sequences]
     token_ids_T = torch.cat(ids_N)
@@ -103,7 +114,7 @@ def _make_batch(sequences: tuple[Sequence, ...], seed: int) -> TrainBatch:
     mask_T = (torch.rand(len(token_ids_T), generator=generator) > 0.2) & (token_ids_T < PLACEHOLDER)
     mask_T[torch.tensor((0, *lens_N[:-1])).cumsum(0)] = False
     images = Images(
-        torch.randn(num_patches, PATCH_VALUES, generator=generator),
+        torch.randn(num_patches, patch_values, generator=generator),
         grids_I3,
         tuple(sum(len(images) for _, images in sequence) for sequence in sequences),
     )

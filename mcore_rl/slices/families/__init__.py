@@ -9,6 +9,7 @@ from mcore_rl.slices.families import (
     minimax_m2,
     qwen2_5_vl,
     qwen2_moe,
+    qwen3_vl,
     softmax_moe,
 )
 from mcore_rl.slices.families.refused import REFUSED
@@ -32,7 +33,7 @@ CAUSAL = (
 )
 """The tables of causal language models; each has a twin with a value head."""
 
-VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY)
+VISION = (qwen2_5_vl.FAMILY, glm4v_moe.FAMILY, qwen3_vl.DENSE, qwen3_vl.MOE)
 """The tables of models that see images."""
 
 FAMILIES = {

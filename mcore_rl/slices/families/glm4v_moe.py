@@ -9,35 +9,19 @@ section 2.1). A block's MLP is as wide as the language model; a learned table of
 interpolated to the size of each image.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.slices.families import glm4_moe, tower
 from mcore_rl.slices.families.settings import group_refusal, need, partial_rotary_share, rope_of
-from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule
-
-LANGUAGE = "model.language_model."
-VISUAL = "model.visual."
-
-
-def _language_rules(rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield the rules of a language model whose HF names begin with LANGUAGE."""
-    for rule in rules:
-        tensors = (replace(t, name=_language_name(t)) for t in rule.tensors)
-        yield replace(rule, tensors=tuple(tensors))
-
-
-def _language_name(tensor: HfTensor) -> str:
-    return tensor.name.replace("model.", LANGUAGE, 1)
-
+from mcore_rl.slices.families.table import Family, HfConfig, Rule
 
 def _block(name: str, *axes: str) -> Rule:
-    return tower.block_rule(name, *axes, visual=VISUAL)
+    return tower.block_rule(name, *axes, visual=tower.VISUAL)
 
 
 def _tower(name: str, *axes: str) -> Rule:
-    return tower.tower_rule(name, *axes, visual=VISUAL)
+    return tower.tower_rule(name, *axes, visual=tower.VISUAL)
 
 
 TOWER = (
@@ -104,7 +88,7 @@ def refusal(config: HfConfig) -> str:
 
 FAMILY = Family(
     "Glm4vMoeForConditionalGeneration",
-    (*_language_rules(glm4_moe.FAMILY.rules), *TOWER),
+    (*tower.language_rules(glm4_moe.FAMILY.rules), *TOWER),
     sizes,
     glm4_moe.FAMILY.is_moe_layer,
     options,
@@ -112,5 +96,5 @@ FAMILY = Family(
     rope_types=("default", "mrope"),
     refusal=refusal,
     rotary_share=_rotary_share,
-    tied={"lm_head.weight": LANGUAGE + "embed_tokens.weight"},
+    tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
 )

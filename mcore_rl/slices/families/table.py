@@ -21,13 +21,24 @@ HfConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
 EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's key of the table of token embeddings."""
+NUMBERED_BY: Mapping[str, str] = {"tower": "tower_blocks", "deepstack": "deepstack_mergers"}
+"""Rule.where of tensors in numbered modules of a vision tower -> the size that counts these."""
+
+
+NUMBERED = r"(.*\.(?:layers|blocks|deepstack_merger_list)\.)"
+"""What comes before the number in a Megatron key, as a regular expression."""
+
+
+def numbered_key(key: str, number: int) -> str:
+    """Return the Megatron key of a numbered module; `key` is that of the table."""
+    return re.sub(NUMBERED, rf"\g<1>{number}.", key, count=1)
 
 
 @dataclass(frozen=True)
 class HfTensor:
     """An HF tensor of the table; a model in which one of its axes has size 0 does not have it.
 
-    name    HF name, in which {layer} (or block of the tower) and {expert} stand for numbers
+    name    HF name, in which {layer} (or module of the tower) and {expert} stand for numbers
     axes    names of the axis sizes (see `Family.sizes`)
     dtype   torch name of the tensor's dtype if it differs from the model's
     """
@@ -43,20 +54,22 @@ class Rule:
 
     key       Megatron's global key, without the layer or block number
     tensors   the HF tensors, in the order of their blocks
-    where     the layers that have the tensor; "model": it belongs to no layer; "tower": it belongs
-              to each block of the vision tower
+    where     the layers that have the tensor; "model": it belongs to no layer; a key of NUMBERED_BY:
+              it belongs to each of these modules of the vision tower
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
     stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one
               tensor per expert
+    halves    the rows are two halves, each cut by tensor parallelism for itself
     """
 
     key: str
     tensors: tuple[HfTensor, ...]
-    where: Literal["model", "layer", "dense", "moe", "tower"] = "layer"
+    where: Literal["model", "layer", "dense", "moe", "tower", "deepstack"] = "layer"
     groups: str | None = None
     padded: bool = False
     stacked: bool = False
+    halves: bool = False
 
     @property
     def has_expert_axis(self) -> bool:
@@ -125,13 +138,13 @@ class Family:
         return any(rule.stacked for rule in self.rules)
 
     def find(self, key: str) -> tuple[Rule, int | None]:
-        """Return the rule of a Megatron key, and the layer or block number in the key or None.
+        """Return the rule of a Megatron key, and the number of layer, block or merger or None.
 
         Raises ValueError naming the key if the table does not have it.
         """
         plain = key
         layer = None
-        match = re.fullmatch(r"(.*\.(?:layers|blocks)\.)(\d+)\.(.*)", key)
+        match = re.fullmatch(NUMBERED + r"(\d+)\.(.*)", key)
         if match:
             plain = match[1] + match[3]
             layer = int(match[2])
@@ -194,8 +207,8 @@ class Family:
         if rule.where == "model":
             yield None, None
             return
-        if rule.where == "tower":
-            yield from ((block, None) for block in range(sizes["tower_blocks"]))
+        if rule.where in NUMBERED_BY:
+            yield from ((number, None) for number in range(sizes[NUMBERED_BY[rule.where]]))
             return
         experts = range(sizes["experts"]) if rule.numbers_experts else (None,)
         for layer in range(sizes["layers"]):

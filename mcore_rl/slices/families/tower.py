@@ -7,7 +7,8 @@
 docs/vision.md says why the tower is transformers' module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.slices.families.settings import need, rope_of
@@ -15,10 +16,14 @@ from mcore_rl.slices.families.table import HfConfig, HfTensor, Rule
 
 PREFIX = "visual."
 """Where Megatron's keys of a tower's tensors begin; HF names may have another prefix."""
-PROJECTOR = PREFIX + "merger."
-"""Where the keys of the projector into the language model's embeddings begin."""
+PROJECTORS = (PREFIX + "merger.", PREFIX + "deepstack_merger_list.")
+"""Where the keys of the projectors into the language model's hidden states begin."""
+LANGUAGE = "model.language_model."
+"""Where HF names of the language model begin in families that put it beside the tower."""
+VISUAL = "model.visual."
+"""Where HF names of the tower begin in these families."""
 
-TRAINED: Mapping[str, tuple[str, ...]] = {"all": (PREFIX,), "projector": (PROJECTOR,), "none": ()}
+TRAINED: Mapping[str, tuple[str, ...]] = {"all": (PREFIX,), "projector": PROJECTORS, "none": ()}
 """train.vision -> where the keys of those parameters of the tower begin that are trained."""
 
 
@@ -41,6 +46,13 @@ def tower_rule(name: str, *axes: str, visual: str = PREFIX) -> Rule:
 def linear_rules(name: str, rows: str, columns: str) -> tuple[Rule, Rule]:
     """Return the rules of weight and bias of a linear layer of every block."""
     return block_rule(f"{name}.weight", rows, columns), block_rule(f"{name}.bias", rows)
+
+
+def language_rules(rules: Iterable[Rule]) -> Iterator[Rule]:
+    """Yield the rules of a language model whose HF names begin with LANGUAGE, not with "model."."""
+    for rule in rules:
+        tensors = (replace(t, name=t.name.replace("model.", LANGUAGE, 1)) for t in rule.tensors)
+        yield replace(rule, tensors=tuple(tensors))
 
 
 RULES = (
@@ -110,6 +122,7 @@ def tower_refusal(config: HfConfig) -> str:
 
 
 def _need(vision: Mapping[str, Any], key: str) -> int:
+    """Return a setting of the tower. Raises ValueError naming it if it is missing."""
     if vision.get(key) is None:
         raise ValueError(f"vision_config of config.json lacks {key!r}")
     return int(vision[key])

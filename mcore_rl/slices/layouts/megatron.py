@@ -21,7 +21,7 @@ from mcore_rl.slices.hf.config import padded_vocab_size
 from mcore_rl.slices.layouts.layout import PlacedPiece, Placement
 from mcore_rl.slices.layouts.ranks import Ranks
 from mcore_rl.slices.layouts.staged import StagedLayout
-from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
+from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_halves, cut_rows, divide
 
 ROWS, COLUMNS = 0, -1
 SPLIT_AXIS: Mapping[str, int | None] = {
@@ -169,9 +169,10 @@ class MegatronLayout(StagedLayout):
                 axis
             ]  # transposed, behind the axis of experts
         axis = len(entry.shape) - 1 if axis == COLUMNS else axis
-        return [
-            [box] for box in cut_evenly(entry.shape, axis, parts, f"Megatron's {entry.rule.key}")
-        ]
+        where = f"Megatron's {entry.rule.key}"
+        if entry.rule.halves:
+            return cut_halves(entry.shape, axis, parts, where)
+        return [[box] for box in cut_evenly(entry.shape, axis, parts, where)]
 
     def _cut_groups(self, entry: Entry, parts: int) -> list[list[tuple[Shape, Shape]]]:
         """Return the boxes of `entry` if its Megatron tensor is cut into equal stretches of rows.

@@ -32,7 +32,7 @@ from mcore_rl.slices.layouts.sglang_models import (
 )
 from mcore_rl.slices.layouts.sglang_towers import cut_tower, tower_rule_of
 from mcore_rl.slices.layouts.staged import StagedLayout
-from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_rows, divide
+from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_halves, cut_rows, divide
 
 VOCAB_MULTIPLE = 64
 """SGLang pads the embedding to a multiple of so many rows."""
@@ -111,7 +111,10 @@ class SGLangLayout(StagedLayout):
 
     def _expert_cuts(self, entry: Entry) -> list[list[tuple[Shape, Shape]]]:
         axis = EXPERT_AXIS[".".join(entry.suffix.split(".")[-2:])]
-        return _single(cut_evenly(entry.shape, axis, self._moe_tp, f"SGLang's {entry.suffix}"))
+        where = f"SGLang's {entry.suffix}"
+        if entry.rule.halves:
+            return cut_halves(entry.shape, axis, self._moe_tp, where)
+        return _single(cut_evenly(entry.shape, axis, self._moe_tp, where))
 
     def _ranks(self, entry: Entry, stage: int, ep: int | None, part: int, parts: int) -> Ranks:
         """Return the ranks of a stage, in all engines, that hold part number `part` of `parts`."""

@@ -10,9 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from mcore_rl.slices.families.table import Family, HfConfig, HfTensor, Rule, Shape
+from mcore_rl.slices.families.table import (
+    NUMBERED_BY,
+    Family,
+    HfConfig,
+    HfTensor,
+    Rule,
+    Shape,
+)
 
-OUTSIDE_LAYERS = ("model", "tower")
+OUTSIDE_LAYERS = ("model", *NUMBERED_BY)
 """The values of Rule.where of tensors that belong to no layer of the language model."""
 
 
@@ -63,7 +70,7 @@ class Tensors:
                 for named in self._blocks_of(rule, tensor):
                     entries.append(Entry(rule, named, shape, tensor.dtype or dtype))
         self.model_entries = [entry for entry in entries if entry.rule.where in OUTSIDE_LAYERS]
-        """The entries outside the layers; each block of a vision tower has entries of its own."""
+        """The entries outside the layers; each module of a vision tower has its own."""
         self.layer_entries = {
             False: [entry for entry in entries if entry.rule.where in ("layer", "dense")],
             True: [entry for entry in entries if entry.rule.where in ("layer", "moe")],
@@ -101,12 +108,12 @@ class Tensors:
         return None
 
     def _blocks_of(self, rule: Rule, tensor: HfTensor) -> Iterator[HfTensor]:
-        """Yield the tensor itself, or that of every block if it is one of a vision tower."""
-        if rule.where != "tower":
+        """Yield the tensor itself, or that of every numbered module of a vision tower."""
+        if rule.where not in NUMBERED_BY:
             yield tensor
             return
-        for block in range(self.sizes["tower_blocks"]):
-            yield replace(tensor, name=tensor.name.format(layer=block))
+        for number in range(self.sizes[NUMBERED_BY[rule.where]]):
+            yield replace(tensor, name=tensor.name.format(layer=number))
 
     def layer_names(self, layer: int, experts: Iterable[int]) -> Iterator[str]:
         """Yield the HF names of a layer's tensors; its routed experts are limited to `experts`."""
@@ -156,6 +163,19 @@ def cut_evenly(shape: Shape, axis: int | None, parts: int, where: str) -> list[t
         stop[axis] = (i + 1) * size
         boxes.append((tuple(start), tuple(stop)))
     return boxes
+
+
+def cut_halves(
+    shape: Shape, axis: int | None, parts: int, where: str
+) -> list[list[tuple[Shape, Shape]]]:
+    """Return the two boxes (start, stop) of each part of a tensor whose halves are cut alike.
+
+    With axis None the only part is the whole tensor. Raises ValueError as `cut_evenly` does.
+    """
+    if axis is None:
+        return [cut_evenly(shape, None, 1, where)]
+    pieces = cut_evenly(shape, axis, 2 * parts, where)
+    return [pieces[part::parts] for part in range(parts)]
 
 
 def cut_padded(

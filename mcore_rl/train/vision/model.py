@@ -2,6 +2,7 @@
 
     token ids --> embedding --> [t, 1, H] --+
     pixels ----> tower ------> [R, H] ------+--> decoder_input [t, 1, H]
+                   +---------> K x [R, H] ------> added behind the first K layers (deepstack.py)
 
 t are the tokens of this tensor-parallel rank: sequence parallelism has cut the embeddings already.
 """
@@ -15,7 +16,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from mcore_rl.slices.families import rope_of
 from mcore_rl.slices.families.table import HfConfig
+from mcore_rl.train.vision.deepstack import spread_features
+from mcore_rl.train.vision.interleaved import InterleavedPositions
 from mcore_rl.train.vision.rank_images import RankImages
 from mcore_rl.train.vision.tower import embed_images, make_tower, zero_of
 
@@ -33,6 +37,28 @@ class WholePositions(MultimodalRotaryEmbedding):
         return super().forward(position_ids, mrope_section)
 
 
+def _rotary_embedding(
+    config: TransformerConfig,
+    hf_config: HfConfig,
+    *,
+    rotary_percent: float,
+    rotary_base: float,
+    **_: Any,
+) -> MultimodalRotaryEmbedding:
+    options: dict[str, Any] = {
+        "kv_channels": config.kv_channels or config.hidden_size // config.num_attention_heads,
+        "rotary_percent": rotary_percent,
+        "rotary_base": rotary_base,
+    }
+    if rope_of(hf_config).get("mrope_interleaved"):
+        assert config.mrope_section is not None
+        rotary = InterleavedPositions(section=config.mrope_section, **options)
+    else:
+        rotary = WholePositions(**options)
+    rotary.cp_group = None
+    return rotary
+
+
 class VisionLanguageModel(GPTModel):
     """One chunk of the model; the first chunk has the tower under the name `visual`."""
 
@@ -40,12 +66,7 @@ class VisionLanguageModel(GPTModel):
         self, config: TransformerConfig, *args: Any, hf_config: HfConfig, **kwargs: Any
     ) -> None:
         super().__init__(config, *args, **kwargs)
-        self.rotary_pos_emb = WholePositions(
-            kv_channels=config.kv_channels or config.hidden_size // config.num_attention_heads,
-            rotary_percent=kwargs["rotary_percent"],
-            rotary_base=kwargs["rotary_base"],
-        )
-        self.rotary_pos_emb.cp_group = None
+        self.rotary_pos_emb = _rotary_embedding(config, hf_config, **kwargs)
         if self.pre_process:
             self.visual = make_tower(config, hf_config)
 
@@ -63,7 +84,10 @@ class VisionLanguageModel(GPTModel):
         """Return what GPTModel does. `position_ids` are RankImages.rotary_3P, [3, 1, P]."""
         if self.pre_process:
             assert decoder_input is None
-            decoder_input = self._with_images(self.embedding(input_ids, position_ids), vision)
+            embeddings_t1H = self.embedding(input_ids, position_ids)
+            decoder_input, features_Kt1H = self._with_images(embeddings_t1H, vision)
+            if features_Kt1H is not None:
+                more["extra_block_kwargs"] = {"context": features_Kt1H}
             padding_mask = self._own_part(padding_mask, 1)
         return super().forward(
             input_ids,
@@ -74,14 +98,19 @@ class VisionLanguageModel(GPTModel):
             **more,
         )
 
-    def _with_images(self, embeddings_t1H: Tensor, vision: RankImages) -> Tensor:
+    def _with_images(
+        self, embeddings_t1H: Tensor, vision: RankImages
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return (embeddings of text and images, features for the first layers [K, t, 1, H])."""
         if vision.images is None:
-            return embeddings_t1H + zero_of(self.visual).to(embeddings_t1H)
-        images_RH = embed_images(self.visual, vision.images).to(embeddings_t1H.dtype)
+            return embeddings_t1H + zero_of(self.visual).to(embeddings_t1H), None
+        embedded = embed_images(self.visual, vision.images)
+        images_RH = embedded.embeddings_RH.to(embeddings_t1H.dtype)
         rows_t = self._own_part(vision.rows_T, 0)
         assert rows_t is not None
         own_t1H = images_RH[rows_t.clamp(min=0), None]
-        return torch.where((rows_t >= 0)[:, None, None], own_t1H, embeddings_t1H)
+        mixed_t1H = torch.where((rows_t >= 0)[:, None, None], own_t1H, embeddings_t1H)
+        return mixed_t1H, spread_features(embedded.inner, rows_t, embeddings_t1H)
 
     def _own_part(self, values: Tensor | None, axis: int) -> Tensor | None:
         """Return the part on this tensor-parallel rank if sequence parallelism cuts the tokens."""

@@ -1,11 +1,13 @@
 """Builds a vision tower: transformers' own module, marked for Megatron's gradients and checkpoints.
 
     pixels_PD --> blocks --> projector (merger) --> embeddings_RH, R = P / merge**2
+                    +------> further projectors --> inner features (Qwen3-VL)
 
 docs/vision.md says why it is not megatron-core's vision model.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -25,6 +27,12 @@ TOWERS = {
         "Qwen2_5_VisionTransformerPretrainedModel",
     ),
     "Glm4vMoeForConditionalGeneration": ("glm4v_moe", "Glm4vMoeConfig", "Glm4vMoeVisionModel"),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", "Qwen3VLConfig", "Qwen3VLVisionModel"),
+    "Qwen3VLMoeForConditionalGeneration": (
+        "qwen3_vl_moe",
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeVisionModel",
+    ),
 }
 """Architecture -> transformers' module of the model, and its classes of config and tower."""
 
@@ -81,10 +89,24 @@ def _classes(architecture: str) -> tuple[Any, Any]:
     return getattr(configs, config_class), getattr(models, tower_class)
 
 
-def embed_images(tower: torch.nn.Module, images: Images) -> Tensor:
-    """Return the embeddings [R, hidden] of all images, one after another."""
+@dataclass(frozen=True)
+class Embedded:
+    """All images of a micro-batch, one after another, as the language model reads them.
+
+    embeddings_RH   what replaces the embeddings of placeholders
+    inner           [R, H] each: features of inner blocks of the tower, which are added behind the
+                    first layers in this order
+    """
+
+    embeddings_RH: Tensor
+    inner: tuple[Tensor, ...] = ()
+
+
+def embed_images(tower: torch.nn.Module, images: Images) -> Embedded:
+    """Return the embeddings and inner features of all images."""
     grids_I3 = images.grids_I3.to(images.pixels_PD.device)
-    return tower(images.pixels_PD, grid_thw=grids_I3).pooler_output
+    out = tower(images.pixels_PD, grid_thw=grids_I3)
+    return Embedded(out.pooler_output, tuple(getattr(out, "deepstack_features", ())))
 
 
 def zero_of(tower: torch.nn.Module) -> Tensor:

@@ -16,14 +16,15 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.slices.families import family_of
 from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.types import LogprobOptions
+from mcore_rl.types import LogprobOptions, TrainBatch
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_glm4v import write_glm4v_model
+from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_training import make_actor, my_batches, token_loss
 from tests.support.tiny_vision import (
+    batches_of,
     load_vision_model,
-    make_vision_batches,
     num_tokens,
     split_batch,
     transformers_vision_logprobs,
@@ -34,13 +35,48 @@ Layout = dict[str, Any]
 TWO_RANKS: list[Layout] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}, {"pp": 2, "vpp": 2}]
 FOUR_RANKS: list[Layout] = [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}]
 EXPERTS: list[Layout] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}]
-WRITERS = {"qwen2_5_vl": write_vision_model, "glm4v_moe": write_glm4v_model}
+# The first stage of Qwen3-VL has the layers that take features of the tower's inner blocks.
+STAGES: Layout = {"pp": 2, "stage_layers": [3, 1]}
+RECOMPUTED: Layout = {"tp": 2, "recompute": "full"}
+WRITERS = {
+    "qwen2_5_vl": write_vision_model,
+    "glm4v_moe": write_glm4v_model,
+    "qwen3_vl": write_qwen3_vl_model,
+    "qwen3_vl_moe": write_qwen3_vl_moe_model,
+}
+SLOW = pytest.mark.slow
+KINDS = [
+    pytest.param(kind, marks=[SLOW] if kind == "qwen3_vl_moe" else []) for kind in WRITERS
+]
 CASES = [
-    ("qwen2_5_vl", TWO_RANKS),
-    ("qwen2_5_vl", FOUR_RANKS),
-    ("glm4v_moe", EXPERTS),
+    pytest.param("qwen2_5_vl", TWO_RANKS, id="qwen2_5_vl-two_ranks"),
+    pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks"),
+    pytest.param("glm4v_moe", EXPERTS, id="glm4v_moe"),
+    pytest.param("qwen3_vl", [RECOMPUTED], id="qwen3_vl"),
+    pytest.param(
+        "qwen3_vl", [{"tp": 2}, STAGES, {"cp": 2}, {"dp": 2}], id="qwen3_vl-two_ranks", marks=SLOW
+    ),
+    pytest.param(
+        "qwen3_vl", [{"tp": 2, **STAGES}, {"tp": 2, "cp": 2}], id="qwen3_vl-four_ranks", marks=SLOW
+    ),
+    pytest.param(
+        "qwen3_vl_moe",
+        [{"dp": 2, "ep": 2}, {"tp": 2, "etp": 2}, {"tp": 2, "ep": 2, "recompute": "full"}, STAGES],
+        id="qwen3_vl_moe-two_ranks",
+        marks=SLOW,
+    ),
+    pytest.param(
+        "qwen3_vl_moe",
+        [{"tp": 2, "ep": 2, **STAGES}, {"tp": 2, "cp": 2, "ep": 2}],
+        id="qwen3_vl_moe-four_ranks",
+        marks=SLOW,
+    ),
 ]
 SCALE = 0.8
+
+
+def parallel_of(layout: Layout) -> ParallelConfig:
+    return ParallelConfig(**{key: layout[key] for key in layout if key != "recompute"})
 
 
 def run_layout(
@@ -49,9 +85,16 @@ def run_layout(
     """Score, export and take a step in a layout; return this rank's reports and gradients."""
     from megatron.core import parallel_state as ps
 
-    parallel = ParallelConfig(**layout)
-    actor = make_actor(rank, world_size, port, model, parallel, router_aux_loss_coef=0.0)
-    batches = make_vision_batches()
+    actor = make_actor(
+        rank,
+        world_size,
+        port,
+        model,
+        parallel_of(layout),
+        router_aux_loss_coef=0.0,
+        recompute=layout.get("recompute", "none"),
+    )
+    batches = batches_of(model.path)
     mine = my_batches(batches)
     scores = actor.compute_logprobs(mine, LogprobOptions(temperature=SCALE))
     shards, _ = actor.weight_layout()
@@ -89,34 +132,32 @@ Singles = Callable[[str], Single]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_process_computes_what_transformers_does(singles: Singles, kind: str) -> None:
     folder, one_process = singles(kind).folder, singles(kind).report
     model = load_vision_model(folder)
     with torch.no_grad():
-        wanted = transformers_vision_logprobs(model, make_vision_batches(), SCALE)
+        wanted = transformers_vision_logprobs(model, batches_of(folder), SCALE)
     for got, want in zip(one_process["logprobs"], wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-    gradients = transformers_gradients(model)
+    gradients = transformers_gradients(model, batches_of(folder))
     patches = next(name for name in gradients if name.endswith("patch_embed.proj.weight"))
     assert gradients[patches].abs().max() > 0
     check_gradients([one_process["gradients"]], gradients, "one process", tolerance=1e-5)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("kind", "layouts"), CASES, ids=["qwen2_5_vl-two_ranks", "qwen2_5_vl-four_ranks", "glm4v_moe"]
-)
+@pytest.mark.parametrize(("kind", "layouts"), CASES)
 def test_layouts_agree_with_one_process(singles: Singles, kind: str, layouts: list[Layout]) -> None:
     folder, one_process = singles(kind).folder, singles(kind).report
     wanted = whole_gradients(one_process["gradients"])
-    world_size = ParallelConfig(**layouts[0]).world_size
+    world_size = parallel_of(layouts[0]).world_size
     model = ModelConfig(path=str(folder))
     per_layout = run_each(run_layout, world_size, layouts, model, timeout_s=300.0)
     for layout, ranks in zip(layouts, per_layout, strict=True):
         check_gradients([rank["gradients"] for rank in ranks], wanted, layout)
         owners = {rank["dp"]: rank for rank in ranks if rank["stats"] is not None}
-        assert len(owners) == ParallelConfig(**layout).dp_size, layout
+        assert len(owners) == parallel_of(layout).dp_size, layout
         for dp, owner in owners.items():
             step = one_process["stats"]
             assert owner["stats"].loss == pytest.approx(step.loss, abs=1e-6), layout
@@ -130,7 +171,7 @@ def test_layouts_agree_with_one_process(singles: Singles, kind: str, layouts: li
 def check_boxes(folder: Path, layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """Check that the elements read off Megatron are those that the layout computes."""
     config = read_hf_config(folder)
-    sizes = MegatronSizes.of(ParallelConfig(**layout), config)
+    sizes = MegatronSizes.of(parallel_of(layout), config)
     shapes = family_of(config).shapes(config)
     computed = MegatronLayout(family_of(config), config, sizes, "float32")
     for number, rank in enumerate(ranks):
@@ -156,7 +197,7 @@ def held_elements(boxes: list[Any], shapes: Mapping[str, tuple[int, ...]]) -> di
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_come_back_byte_for_byte(singles: Singles, kind: str) -> None:
     folder = singles(kind).folder
     source = load_file(folder / "model.safetensors")
@@ -171,9 +212,9 @@ def test_weights_come_back_byte_for_byte(singles: Singles, kind: str) -> None:
         load_vision_model(export)
 
 
-def transformers_gradients(model: Any) -> dict[str, Tensor]:
+def transformers_gradients(model: Any, batches: list[TrainBatch]) -> dict[str, Tensor]:
     """Return HF name -> gradient of the step's loss, computed by transformers alone."""
-    for batch in make_vision_batches():
+    for batch in batches:
         parts = []
         for ids_T, images in split_batch(batch):
             kinds = (ids_T == model.config.image_token_id).int()[None]
@@ -202,6 +243,9 @@ def saved_gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
             name = name.replace(new, old, 1)
         if ".experts." not in name:
             yield name, parameter.grad
+            continue
+        if model.config.model_type == "qwen3_vl_moe":
+            yield name, parameter.grad.transpose(1, 2).contiguous()
             continue
         stem, _, kind = name.rpartition(".")
         halves = kind.removesuffix("_proj").split("_")

@@ -20,6 +20,8 @@ MODULES = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
 }
 """Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
 PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl", "glm4v")}
