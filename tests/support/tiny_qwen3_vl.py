@@ -18,7 +18,7 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
-    "initializer_range": 0.08,
+    "initializer_range": 0.06,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "rope_parameters": {
@@ -44,7 +44,7 @@ VISION: dict[str, Any] = {
     "out_hidden_size": 64,
     "num_position_embeddings": 25,  # 5 x 5, of which no image here has as many
     "deepstack_visual_indexes": [0, 1, 3],  # SGLang's model with experts takes three
-    "initializer_range": 0.08,
+    "initializer_range": 0.06,
 }
 
 
@@ -106,6 +106,6 @@ def _write(
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             elif ".gate.weight" in name or ".experts." in name:
-                parameter.normal_(std=0.08)
+                parameter.normal_(std=0.06)
     model.save_pretrained(folder)
     return folder

@@ -12,12 +12,14 @@ class EngineRule:
 
     blocks     equal blocks of the axis, each of which is cut for itself: q, k and v in one tensor
     multiple   the axis is padded to a multiple of so many elements before it is cut
+    is_first   only the first pipeline stage has a tensor of a tower, not every stage
     """
 
     group: Literal["all", "attention", "kv_heads", "tensor"]
     axis: int = ROWS
     blocks: int = 1
     multiple: int = 1
+    is_first: bool = False
 
 
 WHOLE = EngineRule("all")

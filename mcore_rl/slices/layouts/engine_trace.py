@@ -66,7 +66,7 @@ def trace_load_weights(
                     tracing has succeeded, and never sent
 
     Raises ValueError naming the tensor and the operation that cannot be traced, or the parameter
-    element that is not loaded exactly once.
+    element that is not loaded from exactly one place.
     """
     trace = _Recorder(LocalTensors(local_tensors))
     with trace:
@@ -77,9 +77,12 @@ def trace_load_weights(
                 f"load_weights failed while tracing {trace.current!r}: {error}"
             ) from error
     trace.local.check_unchanged()
-    check_coverage(trace.shards, trace.padding, {n: t.numel() for n, t in local_tensors.items()})
+    # SGLang's Qwen3-VL loads a tied embedding twice: also as the output layer, the same parameter.
+    shards = list(dict.fromkeys(trace.shards))
+    padding = list(dict.fromkeys(trace.padding))
+    check_coverage(shards, padding, {n: t.numel() for n, t in local_tensors.items()})
     trace.fill_padding()
-    return TracedLoad(trace.shards, trace.fill_padding)
+    return TracedLoad(shards, trace.fill_padding)
 
 
 class _Recorder(TorchDispatchMode):

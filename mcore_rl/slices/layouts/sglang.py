@@ -30,12 +30,9 @@ from mcore_rl.slices.layouts.sglang_models import (
     SGLangSizes,
     refuse_unserved,
 )
-from mcore_rl.slices.layouts.sglang_towers import cut_tower, tower_rule_of
+from mcore_rl.slices.layouts.sglang_towers import VOCAB_MULTIPLE, cut_tower, tower_rule_of
 from mcore_rl.slices.layouts.staged import StagedLayout
 from mcore_rl.slices.layouts.tensors import Entry, Tensors, cut_evenly, cut_halves, cut_rows, divide
-
-VOCAB_MULTIPLE = 64
-"""SGLang pads the embedding to a multiple of so many rows."""
 
 
 class SGLangLayout(StagedLayout):
@@ -80,7 +77,8 @@ class SGLangLayout(StagedLayout):
         architecture = self._tensors.family.architecture
         everywhere = list(range(last + 1))
         if entry.rule.key.startswith(tower.PREFIX):
-            return everywhere
+            of_tower = tower_rule_of(architecture, entry)
+            return [0] if of_tower and of_tower.is_first else everywhere
         if entry.tensor.name == "lm_head.weight" and architecture in HEAD_ON_EVERY_STAGE:
             return everywhere
         if entry.rule.key != EMBEDDING:

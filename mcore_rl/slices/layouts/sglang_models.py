@@ -17,7 +17,7 @@ from mcore_rl.slices.families.settings import sparse_layers
 from mcore_rl.slices.families.table import HfConfig
 from mcore_rl.slices.hf.config import named_dtype
 from mcore_rl.slices.layouts.engine_rule import COLUMNS, ROWS, WHOLE, EngineRule
-from mcore_rl.slices.layouts.sglang_towers import TOWER_RULES
+from mcore_rl.slices.layouts.sglang_towers import QWEN3, QWEN3_MOE, TOWER_RULES, tower_problems
 
 RULES: Mapping[str, EngineRule] = {
     "model.embed_tokens": EngineRule("attention"),
@@ -74,6 +74,8 @@ WITH_HEAD_BY_DP = {
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
     "Qwen3ForCausalLM",
+    QWEN3,
+    QWEN3_MOE,
 }
 WITH_WHOLE_DENSE_LAYERS = {
     "DeepseekV2ForCausalLM",
@@ -82,6 +84,7 @@ WITH_WHOLE_DENSE_LAYERS = {
     "Glm4vMoeForConditionalGeneration",
 }
 WITH_DEEPEP = {
+    QWEN3_MOE,
     "Qwen3MoeForCausalLM",
     "Qwen2MoeForCausalLM",
     "Glm4MoeForCausalLM",
@@ -149,9 +152,10 @@ WITHOUT_TIED_HEAD = {
     "Glm4MoeForCausalLM",
     "MiniMaxM2ForCausalLM",
     "GptOssForCausalLM",
+    QWEN3_MOE,
 }
 WITHOUT_TIED_HEAD_IN_STAGES = {"LlamaForCausalLM"}
-WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"}
+WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", QWEN3_MOE}
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,7 @@ def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[st
         yield "tie_word_embeddings = true", "has an output layer of its own"
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
         yield f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head"
+    yield from tower_problems(architecture, family.sizes(hf_config), sizes.pp)
 
 
 def _setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:

@@ -1,18 +1,21 @@
-"""How SGLang 0.5.23 cuts the tensors of vision towers; every pipeline stage has the whole tower.
+"""How SGLang 0.5.23 cuts the tensors of vision towers; every pipeline stage has a whole tower.
 
     qkv of 2 ranks, 3 blocks of rows      q0 k0 v0 | q1 k1 v1
     MLP of width 44, a multiple of 8      rows 0-23 | rows 24-43, 4 rows of zeros
 
-Source: srt/models/{qwen2_5_vl,glm4v}.py, srt/layers/attention/vision.py. tests/scenarios/rollout
+Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe}.py, srt/layers/attention/vision.py. tests/scenarios/rollout
 compares all of it with SGLang itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from mcore_rl.slices.families import tower
 from mcore_rl.slices.families.table import Shape
 from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
 from mcore_rl.slices.layouts.tensors import Entry, cut_evenly, cut_padded
+
+VOCAB_MULTIPLE = 64
+"""SGLang pads the rows of an embedding to a multiple of so many."""
 
 QWEN2_5_TOWER: Mapping[str, EngineRule] = {
     "patch_embed.proj": WHOLE,
@@ -46,11 +49,52 @@ GLM4_TOWER: Mapping[str, EngineRule] = {
     "merger.up_proj": EngineRule("attention"),
     "merger.down_proj": EngineRule("attention", COLUMNS),
 }
+QWEN3_TOWER: Mapping[str, EngineRule] = {
+    "patch_embed.proj": WHOLE,
+    "pos_embed": EngineRule("attention", multiple=VOCAB_MULTIPLE, is_first=True),
+    "blocks.norm1": WHOLE,
+    "blocks.norm2": WHOLE,
+    "blocks.attn.qkv": EngineRule("attention", blocks=3),
+    "blocks.attn.proj": EngineRule("attention", COLUMNS),
+    "blocks.mlp.linear_fc1": EngineRule("attention"),
+    "blocks.mlp.linear_fc2": EngineRule("attention", COLUMNS),
+    "merger.norm": WHOLE,
+    "merger.linear_fc1": EngineRule("attention"),
+    "merger.linear_fc2": EngineRule("attention", COLUMNS),
+    "deepstack_merger_list.norm": WHOLE,
+    "deepstack_merger_list.linear_fc1": EngineRule("attention"),
+    "deepstack_merger_list.linear_fc2": EngineRule("attention", COLUMNS),
+}
+QWEN3 = "Qwen3VLForConditionalGeneration"
+QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
 TOWER_RULES: Mapping[str, Mapping[str, EngineRule]] = {
     "Qwen2_5_VLForConditionalGeneration": QWEN2_5_TOWER,
     "Glm4vMoeForConditionalGeneration": GLM4_TOWER,
+    QWEN3: QWEN3_TOWER,
+    QWEN3_MOE: QWEN3_TOWER,
 }
 """Architecture -> module of its tower, without the block's number -> how it is cut."""
+
+
+DEEPSTACK_LAYERS = 3
+"""Layers that take features of the tower in SGLang's Qwen3-VL with experts, built in."""
+
+
+def tower_problems(
+    architecture: str, family_sizes: Mapping[str, int], pp: int
+) -> Iterator[tuple[str, str]]:
+    """Yield (setting, problem) for what SGLang's model does not do with inner features of a tower.
+
+    pp   pipeline stages of an engine
+    """
+    needed = family_sizes.get("deepstack_mergers", 0)
+    if architecture == QWEN3_MOE and needed != DEEPSTACK_LAYERS:
+        setting = f"deepstack_visual_indexes with {needed} entries"
+        yield setting, f"adds features of the tower behind {DEEPSTACK_LAYERS} layers"
+    on_first = family_sizes["layers"] // pp
+    if on_first < needed:
+        problem = f"has only {on_first} of the {needed} layers that take features of the tower"
+        yield f"pp = {pp}", problem + " on the first stage, and does not send them on"
 
 
 def tower_rule_of(architecture: str, entry: Entry) -> EngineRule | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_models import write_model
+from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_vision import write_vision_model
 
 TIED = {"tie_word_embeddings": True}
@@ -78,6 +79,20 @@ GLM4V = [
     ({"vision": {"attention_bias": True}}, {"tp": 2, "whole_tower": True}),
 ]
 """The same for GLM-4.5V."""
+SIX_LAYERS = {"num_hidden_layers": 6}
+QWEN3_VL = [
+    (SIX_LAYERS, {"tp": 2, "pp": 2}),
+    (SIX_LAYERS | TIED, {"pp": 2}),
+    (HEADS, {"tp": 4, "dp": 2} | HEAD),
+    (TIED, {"tp": 2, "whole_tower": True}),
+]
+"""The same for Qwen3-VL, whose first stage has the layers that take features of the tower."""
+QWEN3_VL_MOE = [
+    (HEADS, {"tp": 4, "ep": 2}),
+    (SIX_LAYERS, {"tp": 2, "pp": 2}),
+    (HEADS, {"tp": 4, "ep": 4, "dp": 2} | HEAD | DEEPEP),
+]
+"""The same for Qwen3-VL with experts."""
 
 
 def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
@@ -94,6 +109,8 @@ def test_every_rank_loads_of_a_tower_what_the_rule_says(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = []
     listed = [(write_vision_model, case) for case in VISION]
     listed += [(write_glm4v_model, case) for case in GLM4V]
+    listed += [(write_qwen3_vl_model, case) for case in QWEN3_VL]
+    listed += [(write_qwen3_vl_moe_model, case) for case in QWEN3_VL_MOE]
     for i, (write, (changes, sizes)) in enumerate(listed):
         folder = str(write(tmp_path / str(i), **changes))
         cases += [
