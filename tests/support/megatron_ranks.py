@@ -144,7 +144,7 @@ def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tens
     """A Megatron checkpoint's weights by HF name: assembled by torch, named and split by hand."""
     model = saved_tensors(checkpoint, r"(embedding|decoder|output_layer|visual)\.")
     weights = dict(_hf_tensors(model, config))
-    if config["architectures"] != ["Glm4vMoeForConditionalGeneration"]:
+    if config["architectures"][0] not in BESIDE_TOWER:
         return weights
     prefixes = {"visual.": "model.visual.", "model.": "model.language_model."}
     renamed = {}
@@ -154,6 +154,14 @@ def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tens
     return renamed
 
 
+BESIDE_TOWER = {
+    "Glm4vMoeForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+}
+"""Architectures whose HF names put the language model beside the tower."""
+STACKING = {"GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration"}
+"""Architectures whose HF tensors hold all experts of a layer."""
 MODEL_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "output_layer.weight": "lm_head.weight",
@@ -230,7 +238,7 @@ def _layer_tensors(
         groups = tensor.unflatten(0, (config["num_key_value_heads"], -1, head_dim))
         for name, rows in (("q", groups[:, :-2]), ("k", groups[:, -2:-1]), ("v", groups[:, -1:])):
             yield f"self_attn.{name}_proj.{key.rpartition('.')[2]}", rows.flatten(0, 2)
-    elif key.startswith("mlp.experts.experts.") and config["model_type"] == "gpt_oss":
+    elif key.startswith("mlp.experts.experts.") and config["architectures"][0] in STACKING:
         name = key.removeprefix("mlp.experts.experts.")
         for usual, other in STACKED.items():
             name = name.replace(usual, other)

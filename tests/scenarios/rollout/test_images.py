@@ -16,8 +16,8 @@ from tests.support.image_requests import KINDS, TOLERANCE, engine_logprobs, post
 from tests.support.tiny_training import make_actor
 from tests.support.tiny_vision import (
     PLACEHOLDER,
+    batches_of,
     load_vision_model,
-    make_vision_batches,
     split_batch,
     transformers_vision_logprobs,
 )
@@ -25,22 +25,25 @@ from tests.support.tiny_vision import (
 
 def megatron_logprobs(rank: int, world_size: int, port: int, model: ModelConfig) -> list[Tensor]:
     actor = make_actor(rank, world_size, port, model, ParallelConfig())
-    scores = actor.compute_logprobs(make_vision_batches())
+    scores = actor.compute_logprobs(batches_of(model.path))
     assert scores is not None
     return [score.logprobs_T for score in scores]
 
 
 @pytest.mark.e2e
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k == "qwen3_vl_moe")) for k in KINDS]
+)
 def test_three_programs_agree(tmp_path: Path, kind: str) -> None:
     folder = write_served_model(tmp_path / "model", kind)
     [trainer] = run_ranks(megatron_logprobs, 1, ModelConfig(path=str(folder)), timeout_s=300.0)
+    batches = batches_of(folder)
     with torch.no_grad():
-        wanted = transformers_vision_logprobs(load_vision_model(folder), make_vision_batches())
+        wanted = transformers_vision_logprobs(load_vision_model(folder), batches)
     spec = EngineSpec(str(folder), str(tmp_path / "log"), kv_cache_len=2048, max_running=8)
     with EngineProcess(spec) as engine:
-        for batch, ours_T, theirs_T in zip(make_vision_batches(), trainer, wanted, strict=True):
+        for batch, ours_T, theirs_T in zip(batches, trainer, wanted, strict=True):
             asked = [engine_logprobs(engine.url, *each) for each in split_batch(batch)]
             is_text_T = batch.token_ids_T != PLACEHOLDER
             for found_T in (torch.cat(asked), ours_T):

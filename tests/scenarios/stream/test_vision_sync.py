@@ -12,14 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.types import TrainBatch
 from tests.support.image_requests import TOLERANCE, engine_logprobs, write_served_model
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.support.megatron_run import MegatronRun, make_config, start_engines
 from tests.support.sync_stage import checksums, checksums_after_loading
 from tests.support.tiny_vision import (
     PLACEHOLDER,
+    batches_of,
     load_vision_model,
-    make_vision_batches,
     num_tokens,
     split_batch,
     transformers_vision_logprobs,
@@ -51,31 +52,37 @@ def gather(run: MegatronRun, hf_dir: Path) -> Path:
     return gathered
 
 
-def scores(engine: EngineProcess) -> Tensor:
+def scores(engine: EngineProcess, batches: list[TrainBatch]) -> Tensor:
     """The engine's log-probs of the text of all batches."""
-    batches = make_vision_batches()
     parts = [engine_logprobs(engine.url, *each) for batch in batches for each in split_batch(batch)]
-    return torch.cat(parts)[is_text()]
+    return torch.cat(parts)[is_text(batches)]
 
 
-def reference(hf_dir: Path) -> Tensor:
+def reference(hf_dir: Path, batches: list[TrainBatch]) -> Tensor:
     with torch.no_grad():
-        parts = transformers_vision_logprobs(load_vision_model(hf_dir), make_vision_batches())
-    return torch.cat(parts)[is_text()]
+        parts = transformers_vision_logprobs(load_vision_model(hf_dir), batches)
+    return torch.cat(parts)[is_text(batches)]
 
 
-def is_text() -> Tensor:
-    return torch.cat([batch.token_ids_T for batch in make_vision_batches()]) != PLACEHOLDER
+def is_text(batches: list[TrainBatch]) -> Tensor:
+    return torch.cat([batch.token_ids_T for batch in batches]) != PLACEHOLDER
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("kind", "layout"), [("qwen2_5_vl", {"tp": 2}), ("glm4v_moe", {"tp": 2, "ep": 2})]
+    ("kind", "layout"),
+    [
+        ("qwen2_5_vl", {"tp": 2}),
+        ("glm4v_moe", {"tp": 2, "ep": 2}),
+        ("qwen3_vl", {"tp": 2}),
+        pytest.param("qwen3_vl_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_on_images_reaches_every_parameter_of_engines(
     ranks: MegatronRanks, tmp_path: Path, kind: str, layout: dict[str, int]
 ) -> None:
     hf_dir = write_served_model(tmp_path / "model", kind)
+    batches = batches_of(hf_dir)
     config = make_config(hf_dir, layout, routed_experts=False)
     engines = start_engines(config, tmp_path, [{}, layout])
     try:
@@ -85,16 +92,15 @@ def test_a_step_on_images_reaches_every_parameter_of_engines(
         with MegatronRun(config, ranks, engines, tmp_path / "run") as run:
             urls = [engine.url for engine in engines]
             asyncio.run(run.sync_controller.connect(urls))
-            before = [scores(engine) for engine in engines]
-            batches = make_vision_batches()
+            before = [scores(engine, batches) for engine in engines]
             ranks.train_step([batches], temperature=1.0, num_tokens=num_tokens(batches))
             assert not asyncio.run(run.sync_controller.sync(1)).failed
             gathered = gather(run, hf_dir)
-            old, new = reference(hf_dir), reference(gathered)
+            old, new = reference(hf_dir, batches), reference(gathered, batches)
             assert (old - new).abs().max() > 100 * TOLERANCE[kind]
             for engine, first in zip(engines, before, strict=True):
                 assert (first - old).abs().max() < TOLERANCE[kind]
-                assert (scores(engine) - new).abs().max() < TOLERANCE[kind]
+                assert (scores(engine, batches) - new).abs().max() < TOLERANCE[kind]
                 assert checksums(engine.url) == checksums_after_loading(engine.url, gathered)
             agreed = [run.sync_controller.agreed_layouts(url).split()[0] for url in urls]
             # On a CPU, SGLang cuts the language model's MLP unevenly over two ranks.
