@@ -1,4 +1,4 @@
-"""Tiny random directories of Qwen3-VL, dense and with experts; images are those of tiny_vision.py."""
+"""Tiny random Qwen3-VL directories, dense and with experts; images as in tiny_vision.py."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -16,6 +16,7 @@ from mcore_rl.slices.families import glm4_moe, tower
 from mcore_rl.slices.families.settings import group_refusal, need, partial_rotary_share, rope_of
 from mcore_rl.slices.families.table import Family, HfConfig, Rule
 
+
 def _block(name: str, *axes: str) -> Rule:
     return tower.block_rule(name, *axes, visual=tower.VISUAL)
 

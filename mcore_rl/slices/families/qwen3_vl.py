@@ -8,8 +8,8 @@ Time, height and width of a position rotate the frequencies of each head in turn
 The features of inner blocks of the tower, each with a projector of its own, are added to the hidden
 states of images behind the first language layers (DeepStack, arXiv:2406.04334, section 3).
 
-All experts of a layer are stacked in one HF tensor, each transposed, gate columns before those of
-up, as the published files have them. transformers always normalizes the weights of a token's experts.
+The published files stack all experts of a layer in one HF tensor, each transposed, gate columns
+before those of up. transformers always normalizes the weights of a token's experts.
 """
 
 from collections.abc import Callable, Mapping
@@ -90,6 +90,7 @@ EXPERTS = (
 
 def _sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
     vision = tower.vision_settings(config)
+    need(config, "head_dim")  # transformers' own defaults differ between the two models
     text_sizes = text(config)
     return {
         **text_sizes,

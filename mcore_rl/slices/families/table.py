@@ -54,8 +54,8 @@ class Rule:
 
     key       Megatron's global key, without the layer or block number
     tensors   the HF tensors, in the order of their blocks
-    where     the layers that have the tensor; "model": it belongs to no layer; a key of NUMBERED_BY:
-              it belongs to each of these modules of the vision tower
+    where     the layers that have the tensor; "model": it belongs to no layer; a key of
+              NUMBERED_BY: it belongs to each of these modules of the vision tower
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
     stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one

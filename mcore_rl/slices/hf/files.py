@@ -95,9 +95,15 @@ def _check_tensor(
             f"{path}: tensor {name!r} is also in {file_of[name].name}: remove one of the two"
         )
     if shape != expected[name]:
+        remedy = "config.json or the file belongs to another model"
+        if len(shape) == 3 and (shape[0], *shape[:0:-1]) == expected[name]:
+            remedy = (
+                "each expert lies transposed, as transformers saves them of some models; take the"
+                " published files, or transpose the last two axes"
+            )
         raise ValueError(
             f"{path}: tensor {name!r} has shape {shape}, by config.json it should be"
-            f" {expected[name]}: config.json or the file belongs to another model"
+            f" {expected[name]}: {remedy}"
         )
 
 

@@ -251,7 +251,7 @@ def _size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tuple[st
         yield "tie_word_embeddings = true", "has an output layer of its own"
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
         yield f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head"
-    yield from tower_problems(architecture, family.sizes(hf_config), sizes.pp)
+    yield from tower_problems(hf_config, architecture, family.sizes(hf_config), sizes.pp)
 
 
 def _setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:

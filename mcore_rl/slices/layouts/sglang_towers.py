@@ -3,14 +3,14 @@
     qkv of 2 ranks, 3 blocks of rows      q0 k0 v0 | q1 k1 v1
     MLP of width 44, a multiple of 8      rows 0-23 | rows 24-43, 4 rows of zeros
 
-Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe}.py, srt/layers/attention/vision.py. tests/scenarios/rollout
-compares all of it with SGLang itself.
+Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe}.py, srt/layers/attention/vision.py.
+tests/scenarios/rollout compares all of it with SGLang itself.
 """
 
 from collections.abc import Iterator, Mapping
 
 from mcore_rl.slices.families import tower
-from mcore_rl.slices.families.table import Shape
+from mcore_rl.slices.families.table import HfConfig, Shape
 from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
 from mcore_rl.slices.layouts.tensors import Entry, cut_evenly, cut_padded
 
@@ -80,13 +80,21 @@ DEEPSTACK_LAYERS = 3
 """Layers that take features of the tower in SGLang's Qwen3-VL with experts, built in."""
 
 
+TOWER_EPSILON = 1e-6
+"""Epsilon of the norms in transformers' tower of Qwen3-VL, built in."""
+
+
 def tower_problems(
-    architecture: str, family_sizes: Mapping[str, int], pp: int
+    hf_config: HfConfig, architecture: str, family_sizes: Mapping[str, int], pp: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield (setting, problem) for what SGLang's model does not do with inner features of a tower.
+    """Yield (setting, problem) for what SGLang's model does otherwise with a tower.
 
     pp   pipeline stages of an engine
     """
+    epsilon = hf_config.get("rms_norm_eps", TOWER_EPSILON)
+    if architecture in (QWEN3, QWEN3_MOE) and epsilon != TOWER_EPSILON:
+        problem = f"takes it for the norms of the tower as well, which have {TOWER_EPSILON}"
+        yield f"rms_norm_eps = {epsilon}", problem
     needed = family_sizes.get("deepstack_mergers", 0)
     if architecture == QWEN3_MOE and needed != DEEPSTACK_LAYERS:
         setting = f"deepstack_visual_indexes with {needed} entries"

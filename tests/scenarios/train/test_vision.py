@@ -45,9 +45,7 @@ WRITERS = {
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
 }
 SLOW = pytest.mark.slow
-KINDS = [
-    pytest.param(kind, marks=[SLOW] if kind == "qwen3_vl_moe" else []) for kind in WRITERS
-]
+KINDS = [pytest.param(kind, marks=[SLOW] if kind == "qwen3_vl_moe" else []) for kind in WRITERS]
 CASES = [
     pytest.param("qwen2_5_vl", TWO_RANKS, id="qwen2_5_vl-two_ranks"),
     pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks"),

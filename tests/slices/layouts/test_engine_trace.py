@@ -122,6 +122,22 @@ def test_what_cannot_be_traced_fails_with_names(loader, message):
     fail(loader, message)
 
 
+def test_equal_writes_count_once():
+    """A tied embedding, padded to 3 rows, that is also loaded as the output layer."""
+    param = torch.ones(3, 2)
+
+    def load_weights(weights):
+        for _, loaded in weights:
+            for _ in range(2):
+                param[:2].copy_(loaded)
+                param[2:].zero_()
+
+    traced = trace_load_weights(load_weights, {"hf.w": ((2, 2), torch.float32)}, {"p.w": param})
+    [shard] = traced.shards
+    assert (shard.box.name, shard.box.stop) == ("hf.w", (2, 2))
+    assert param[2].tolist() == [0.0, 0.0]
+
+
 def test_tensors_that_the_loader_joins_are_traced_each():
     weights = {"a": torch.arange(8).view(2, 4), "b": torch.arange(8, 20).view(3, 4)}
     params = {

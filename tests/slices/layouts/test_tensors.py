@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.slices.families import family_of, hf_tensor_shapes
-from mcore_rl.slices.layouts.tensors import Tensors, cut_evenly, cut_rows, divide
+from mcore_rl.slices.layouts.tensors import Tensors, cut_evenly, cut_halves, cut_rows, divide
 from tests.support.layout_strategies import models
 from tests.support.megatron_layout import model_config
 
@@ -93,3 +93,13 @@ def test_a_tensor_that_is_not_cut_is_one_part() -> None:
 )
 def test_rows_of_a_padded_table_end_with_the_table(rows: int, expected: list) -> None:
     assert cut_rows((10, 2), rows, 3) == expected
+
+
+def test_each_part_has_its_rows_of_both_halves() -> None:
+    assert cut_halves((8, 3), 0, 2, "fc1") == [
+        [((0, 0), (2, 3)), ((4, 0), (6, 3))],
+        [((2, 0), (4, 3)), ((6, 0), (8, 3))],
+    ]
+    assert cut_halves((8, 3), None, 1, "fc1") == [[((0, 0), (8, 3))]]
+    with pytest.raises(ValueError, match="ranks = 6 does not divide axis 0 of fc1 = 8"):
+        cut_halves((8, 3), 0, 3, "fc1")

@@ -39,14 +39,16 @@ def describe_tower() -> dict[str, Any]:
         inner.data.copy_(outer.data)
     images = make_vision_batches()[1].images
     assert images is not None
-    embeddings = embed_images(exact, images)
+    embeddings = embed_images(exact, images).embeddings_RH
     zero = zero_of(exact)
     zero.backward()
     return {
         "dtypes": {p.dtype for p in tower.parameters()},
         "buffers": {b.dtype for b in tower.buffers()},
         "saved": set(tower.state_dict()) - {name for name, _ in tower.named_parameters()},
-        "cosine": torch.cosine_similarity(embed_images(tower, images).float(), embeddings).min(),
+        "cosine": torch.cosine_similarity(
+            embed_images(tower, images).embeddings_RH.float(), embeddings
+        ).min(),
         "shape": embeddings.shape,
         "zero": zero.item(),
         "gradients": {
@@ -72,7 +74,7 @@ def keep_for_backward(recompute: str) -> tuple[int, dict[str, Tensor]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        embeddings_RH = embed_images(tower, images)
+        embeddings_RH = embed_images(tower, images).embeddings_RH
     embeddings_RH.square().sum().backward()
     return sum(kept.values()), {n: p.grad for n, p in tower.named_parameters()}
 
