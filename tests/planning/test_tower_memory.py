@@ -9,6 +9,7 @@ from mcore_rl.planning.tower_memory import pixel_bytes, tower_activations
 from mcore_rl.slices.hf.facts import ModelFacts
 
 QWEN = ModelFacts.read("recipes/model/qwen2_5_vl_7b").config
+QWEN3 = ModelFacts.read("recipes/model/qwen3_vl_8b").config
 STEP = Pass(
     tokens=1000,
     tp=4,
@@ -43,3 +44,14 @@ def test_frozen_blocks_keep_nothing(vision: str) -> None:
 
 def test_pixels_are_those_of_the_processor() -> None:
     assert pixel_bytes(QWEN, 9) == 4 * 9 * 3 * 2 * 14 * 14 * 4
+    assert pixel_bytes(QWEN3, 9) == 4 * 9 * 3 * 2 * 16 * 16 * 4
+
+
+@pytest.mark.parametrize(("vision", "projector"), [("all", 3 * 1152), ("none", 0)])
+def test_inner_features_count_with_their_projectors(vision: str, projector: int) -> None:
+    block = 10 * 1152 + 2 * 4304  # its MLP has no gate
+    kept = 27 * block if vision == "all" else 0
+    features = 4096 * (1000 + 1000 / 8)  # all images, and this rank's part of the tokens
+    found = tower_activations(QWEN3, STEP, vision, in_flight=2)
+    wanted = BYTES * (2 * kept + block + 2 * 3 * projector) + 2 * 3 * features * 2
+    assert found == pytest.approx(wanted)

@@ -26,7 +26,7 @@ NUMBERED_BY: Mapping[str, str] = {"tower": "tower_blocks", "deepstack": "deepsta
 
 
 NUMBERED = r"(.*\.(?:layers|blocks|deepstack_merger_list)\.)"
-"""What comes before the number in a Megatron key, as a regular expression."""
+"""Regular expression of the part of a Megatron key that comes before a number."""
 
 
 def numbered_key(key: str, number: int) -> str:

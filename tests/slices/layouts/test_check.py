@@ -6,6 +6,7 @@ import pytest
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.slices.layouts.check import check_layout
+from tests.slices.families.test_qwen3_vl import CONFIG as QWEN3_VL
 from tests.support.layout_strategies import GROUPED
 from tests.support.megatron_layout import model_config
 
@@ -61,3 +62,21 @@ def test_sizes_that_do_not_divide_are_named_with_both_numbers(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_layout(model_config(**changes), ParallelConfig(**layout), "critic")
+
+
+@pytest.mark.parametrize(
+    ("layout", "first"),
+    [
+        ({"pp": 2}, 2),
+        ({"pp": 2, "stage_layers": [2, 2]}, 2),
+        ({"pp": 2, "vpp": 2, "stage_layers": [1, 1, 1, 1]}, 1),
+    ],
+)
+def test_layers_that_take_features_of_a_tower_lie_on_its_stage(
+    layout: dict[str, Any], first: int
+) -> None:
+    check_layout(QWEN3_VL, ParallelConfig(pp=2, stage_layers=[3, 1]))
+    check_layout(QWEN3_VL, ParallelConfig(tp=2))
+    message = rf"puts {first} layers on the first stage, but the first 3 .* parallel.stage_layers"
+    with pytest.raises(ValueError, match=message):
+        check_layout(QWEN3_VL, ParallelConfig(**layout))

@@ -1,12 +1,18 @@
 """The parts of a tower's tensor on each rank. tests/scenarios/rollout compares them with SGLang."""
 
+from typing import Any
+
 import pytest
 
+from mcore_rl.slices.families import family_of
 from mcore_rl.slices.families.qwen2_5_vl import FAMILY
 from mcore_rl.slices.layouts.engine_rule import COLUMNS, WHOLE, EngineRule
+from mcore_rl.slices.layouts.sglang import SGLangLayout
+from mcore_rl.slices.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.slices.layouts.sglang_towers import QWEN2_5_TOWER, cut_tower, tower_rule_of
 from mcore_rl.slices.layouts.tensors import Tensors
 from tests.slices.families.test_qwen2_5_vl import FLAT
+from tests.slices.families.test_qwen3_vl import CONFIG, MOE_CONFIG, with_tower
 
 
 def test_each_rank_has_its_rows_of_every_block() -> None:
@@ -43,3 +49,33 @@ def test_every_tensor_of_the_tower_has_a_rule_and_others_have_none() -> None:
     assert rules["visual.blocks.1.attn.qkv.bias"] == QWEN2_5_TOWER["blocks.attn.qkv"]
     assert rules["visual.blocks.1.norm2.weight"] == WHOLE
     assert all((rule is not None) == name.startswith("visual.") for name, rule in rules.items())
+
+
+def test_the_table_of_positions_lies_on_the_first_stage_padded() -> None:
+    config = {**CONFIG, "num_hidden_layers": 6}
+    layout = SGLangLayout(family_of(config), config, SGLangSizes(tp=2, pp=2), "bfloat16")
+    [piece] = layout.placement("model.visual.pos_embed.weight").pieces
+    assert (piece.start, piece.stop, list(piece.ranks)) == ((0, 0), (25, 32), [0])
+    patches = layout.placement("model.visual.patch_embed.proj.bias").pieces
+    assert sorted(rank for piece in patches for rank in piece.ranks) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        ({}, {"pp": 2}, "pp = 2: .* has only 2 of the 3 layers that take features of the tower"),
+        (
+            with_tower(deepstack_visual_indexes=[1]),
+            {},
+            "deepstack_visual_indexes with 1 entries: .* behind 3 layers",
+        ),
+        ({"rms_norm_eps": 1e-5}, {}, "rms_norm_eps = 1e-05: .* the norms of the tower as well"),
+    ],
+)
+def test_towers_that_sglang_computes_otherwise_are_refused(
+    changes: dict[str, Any], sizes: dict[str, int], message: str
+) -> None:
+    refuse_unserved(MOE_CONFIG, SGLangSizes())
+    refuse_unserved({**CONFIG, **with_tower(deepstack_visual_indexes=[1])}, SGLangSizes(pp=2))
+    with pytest.raises(ValueError, match=message):
+        refuse_unserved({**MOE_CONFIG, **changes}, SGLangSizes(**sizes))
