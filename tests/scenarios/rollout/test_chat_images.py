@@ -14,34 +14,51 @@ from mcore_rl.data.images.batch import join_patches
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.fitting import expanded
 from mcore_rl.data.images.processor import ImageProcessor
-from mcore_rl.data.tiny_vision_model import PLACEHOLDER, PROCESSOR, qwen2_5_vl_config
+from mcore_rl.data.tiny_vision_model import END, PLACEHOLDER, PROCESSOR, START, qwen2_5_vl_config
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.image_request import PATH, pack_request
 from tests.support.odd_images import encode, make_vision_tokenizer, noise
+from tests.support.tiny_qwen3_vl import write_qwen3_vl_model
 
 
-def write_served_model(folder: Path) -> Any:
+def write_served_model(folder: Path, kind: str) -> Any:
     """Write a random model and its processor; return its tokenizer of bytes.
 
     SGLang decodes and encodes chats again, which words with spaces between them do not survive.
     """
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     tokenizer = make_vision_tokenizer()
     tokenizer.add_tokens(["<|end|>", "<|pad|>"], special_tokens=True)
     tokenizer.eos_token = "<|end|>"
     tokenizer.pad_token = "<|pad|>"
     ids = tokenizer.get_vocab()
     folder.mkdir()
+    {"qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl}[kind](folder, ids)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def write_qwen2_5_vl(folder: Path, ids: dict[str, int]) -> None:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
     config = qwen2_5_vl_config(sorted(ids, key=lambda token: ids[token]))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     torch.manual_seed(0)
     model: Any = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_pretrained(folder))
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return tokenizer
+
+
+def write_qwen3_vl(folder: Path, ids: dict[str, int]) -> None:
+    """Write a model whose patches are 16 pixels wide."""
+    size = {"shortest_edge": 4 * 32**2, "longest_edge": 64 * 32**2}
+    processor = {"processor_class": "Qwen3VLProcessor", "patch_size": 16, "size": size}
+    write_qwen3_vl_model(folder, vocab_size=len(ids), eos_token_id=ids["<|end|>"])
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"image_token_id": ids[PLACEHOLDER], "vision_start_token_id": ids[START]}
+    config |= {"vision_end_token_id": ids[END], "eos_token_id": ids["<|end|>"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **processor}))
 
 
 def post(url: str, data: bytes, kind: str = "application/json") -> Any:
@@ -94,8 +111,9 @@ def patches_logprob(url: str, folder: Path, tokenizer: Any, picture: bytes) -> t
 
 
 @pytest.mark.e2e
-def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path) -> None:
-    tokenizer = write_served_model(tmp_path / "model")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path, kind: str) -> None:
+    tokenizer = write_served_model(tmp_path / "model", kind)
     pictures = [encode(noise(131, 90, seed=seed)) for seed in range(3)]
     spec = EngineSpec(
         str(tmp_path / "model"),
