@@ -30,7 +30,7 @@ PROCESSOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-"""SGLang takes patches of 14 x 14 pixels alone."""
+"""SGLang takes patches of 14 x 14 pixels alone for Qwen2.5-VL."""
 
 VISION = {
     "model_type": "qwen2_5_vl",
