@@ -8,8 +8,10 @@ import pytest
 
 from mcore_rl.data.shapes import prepare_shapes
 from tests.support.runs import SMALL, Run
+from tests.support.tiny_qwen3_vl import like_qwen3_vl
 
 pytestmark = pytest.mark.e2e
+TWO_STEPS = ("run.steps=2", "train.mini_batches=2", "algorithm.kl.coef=0.01")
 Start = Callable[..., Run]
 
 
@@ -51,13 +53,32 @@ def settings_of(shapes: Path) -> list[str]:
     "layout", [("parallel.pp=2",), ("parallel.tp=2", "train.vision=all")], ids=["pp", "tp"]
 )
 def test_engines_and_trainer_agree_on_images(start: Start, layout: tuple[str, ...]) -> None:
-    """Weights change between the steps, so the second step's engines hold what was synced.
+    check_agreement(start("train", *layout, *TWO_STEPS))
 
-    Two optimizer steps a rollout make the trainer compute old log-probs, which the run compares
-    with the engines'.
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "layout"),
+    [
+        (False, ("parallel.pp=2", "parallel.stage_layers=[3,1]")),
+        (True, ("parallel.tp=2", "parallel.ep=2", "train.vision=all")),
+    ],
+    ids=["dense", "experts"],
+)
+def test_engines_and_trainer_agree_with_qwen3_vl(
+    start: Start, shapes: Path, tmp_path: Path, experts: bool, layout: tuple[str, ...]
+) -> None:
+    folder = like_qwen3_vl(shapes / "model", tmp_path / "model", experts=experts)
+    check_agreement(start("train", *layout, *TWO_STEPS, f"model.path={folder}"))
+
+
+def check_agreement(run: Run) -> None:
+    """Check two steps of a run.
+
+    Weights change between them, so the second step's engines hold what was synced. Two optimizer
+    steps a rollout make the trainer compute old log-probs, which the run compares with the
+    engines'.
     """
-    changes = ("run.steps=2", "train.mini_batches=2", "algorithm.kl.coef=0.01")
-    run = start("train", *layout, *changes)
     assert run.finish(400) == 0, run.tail()
     run.assert_nothing_left()
     rows = run.metrics()

@@ -1,5 +1,7 @@
 """Tiny random Qwen3-VL directories, dense and with experts; images as in tiny_vision.py."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ TEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 256,
-    "initializer_range": 0.06,
+    "initializer_range": 0.04,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "rope_parameters": {
@@ -44,7 +46,7 @@ VISION: dict[str, Any] = {
     "out_hidden_size": 64,
     "num_position_embeddings": 25,  # 5 x 5, of which no image here has as many
     "deepstack_visual_indexes": [0, 1, 3],  # SGLang's model with experts takes three
-    "initializer_range": 0.06,
+    "initializer_range": 0.04,
 }
 
 
@@ -80,6 +82,28 @@ def write_qwen3_vl_moe_model(
     return folder
 
 
+def like_qwen3_vl(source: Path, folder: Path, *, experts: bool) -> Path:
+    """Copy a tiny Qwen2.5-VL directory without weights; its config becomes one of Qwen3-VL."""
+    from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+
+    shutil.copytree(source, folder)
+    old = json.loads((source / "config.json").read_text())
+    text = {"vocab_size": old["text_config"]["vocab_size"], "bos_token_id": None}
+    text |= {"eos_token_id": old["eos_token_id"]} | (EXPERTS if experts else {})
+    config: Any = (Qwen3VLMoeConfig if experts else Qwen3VLConfig)(
+        text_config={**TEXT, **text, "tie_word_embeddings": False},
+        vision_config=VISION,
+        **{key: value for key, value in old.items() if key.endswith("_token_id")},
+        architectures=[f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"],
+        dtype="float32",
+    )
+    config.save_pretrained(folder)
+    processor = json.loads((source / "preprocessor_config.json").read_text())
+    processor |= {"patch_size": 16, "processor_class": "Qwen3VLProcessor"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
 def _write(
     folder: Path,
     seed: int,
@@ -106,6 +130,6 @@ def _write(
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             elif ".gate.weight" in name or ".experts." in name:
-                parameter.normal_(std=0.06)
+                parameter.normal_(std=0.04)
     model.save_pretrained(folder)
     return folder
