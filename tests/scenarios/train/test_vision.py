@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ WRITERS = {
     "glm4v_moe": write_glm4v_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
+    "qwen3_vl_tied": partial(write_qwen3_vl_model, num_hidden_layers=6, tie_word_embeddings=True),
 }
 SLOW = pytest.mark.slow
 KINDS = [pytest.param(kind, marks=[SLOW] if kind == "qwen3_vl_moe" else []) for kind in WRITERS]
@@ -56,6 +57,12 @@ CASES = [
     ),
     pytest.param(
         "qwen3_vl", [{"tp": 2, **STAGES}, {"tp": 2, "cp": 2}], id="qwen3_vl-four_ranks", marks=SLOW
+    ),
+    pytest.param(
+        "qwen3_vl_tied",
+        [{"pp": 2, "vpp": 2, "stage_layers": [3, 1, 1, 1]}, {"pp": 2, "stage_layers": [4, 2]}],
+        id="qwen3_vl_tied",
+        marks=SLOW,
     ),
     pytest.param(
         "qwen3_vl_moe",

@@ -63,19 +63,27 @@ def test_the_table_of_positions_lies_on_the_first_stage_padded() -> None:
 @pytest.mark.parametrize(
     ("changes", "sizes", "message"),
     [
-        ({}, {"pp": 2}, "pp = 2: .* has only 2 of the 3 layers that take features of the tower"),
+        (
+            {},
+            SGLangSizes(pp=2),
+            "pp = 2: .* has only 2 of the 3 layers that take features",
+        ),
         (
             with_tower(deepstack_visual_indexes=[1]),
-            {},
+            SGLangSizes(),
             "deepstack_visual_indexes with 1 entries: .* behind 3 layers",
         ),
-        ({"rms_norm_eps": 1e-5}, {}, "rms_norm_eps = 1e-05: .* the norms of the tower as well"),
+        (
+            {"rms_norm_eps": 1e-5},
+            SGLangSizes(),
+            "rms_norm_eps = 1e-05: .* the norms of the tower",
+        ),
     ],
 )
 def test_towers_that_sglang_computes_otherwise_are_refused(
-    changes: dict[str, Any], sizes: dict[str, int], message: str
+    changes: dict[str, Any], sizes: SGLangSizes, message: str
 ) -> None:
     refuse_unserved(MOE_CONFIG, SGLangSizes())
     refuse_unserved({**CONFIG, **with_tower(deepstack_visual_indexes=[1])}, SGLangSizes(pp=2))
     with pytest.raises(ValueError, match=message):
-        refuse_unserved({**MOE_CONFIG, **changes}, SGLangSizes(**sizes))
+        refuse_unserved({**MOE_CONFIG, **changes}, sizes)
