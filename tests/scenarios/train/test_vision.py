@@ -46,7 +46,8 @@ WRITERS = {
     "qwen3_vl_tied": partial(write_qwen3_vl_model, num_hidden_layers=6, tie_word_embeddings=True),
 }
 SLOW = pytest.mark.slow
-KINDS = [pytest.param(kind, marks=[SLOW] if kind == "qwen3_vl_moe" else []) for kind in WRITERS]
+IN_SLOW_RUNS = ("qwen3_vl_moe", "qwen3_vl_tied")
+KINDS = [pytest.param(kind, marks=SLOW if kind in IN_SLOW_RUNS else ()) for kind in WRITERS]
 CASES = [
     pytest.param("qwen2_5_vl", TWO_RANKS, id="qwen2_5_vl-two_ranks"),
     pytest.param("qwen2_5_vl", FOUR_RANKS, id="qwen2_5_vl-four_ranks"),
