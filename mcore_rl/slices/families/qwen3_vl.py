@@ -182,14 +182,16 @@ def _tower_refusal(config: HfConfig) -> str:
     return ""
 
 
-def _family(text: Family, rules_of_text: tuple[Rule, ...], **more: Any) -> Family:
+def _family(
+    text: Family, rules_of_text: tuple[Rule, ...], *, experts: bool = False, **more: Any
+) -> Family:
     """Return the family whose language model is `text`, with these rules."""
     sizes = partial(_sizes, text=text.sizes)
     return Family(
         rules=(*tower.language_rules(rules_of_text), *TOWER),
         sizes=sizes,
         is_moe_layer=text.is_moe_layer,
-        options=partial(_options, text=text.options, experts=bool(more.pop("experts", False))),
+        options=partial(_options, text=text.options, experts=experts),
         rope_types=("default", "mrope"),
         refusal=partial(_refusal, sizes=sizes),
         tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},

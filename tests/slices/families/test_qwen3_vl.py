@@ -9,6 +9,7 @@ from safetensors import safe_open
 from mcore_rl.slices.families import refuse_unsupported
 from mcore_rl.slices.families.qwen3_vl import DENSE, MOE
 from mcore_rl.slices.families.table import Family, HfConfig, numbered_key
+from mcore_rl.slices.families.tower import is_frozen
 from mcore_rl.slices.hf.config import read_hf_config
 from mcore_rl.slices.layouts.tensors import Tensors
 from tests.support.tiny_qwen3_vl import (
@@ -68,6 +69,13 @@ def test_projectors_of_inner_blocks_are_numbered() -> None:
     names = DENSE.shapes(fewer)
     assert "model.visual.deepstack_merger_list.0.norm.weight" in names
     assert "model.visual.deepstack_merger_list.1.norm.weight" not in names
+
+
+def test_all_projectors_are_trained_as_one_part() -> None:
+    for key in ("visual.merger.norm.bias", "visual.deepstack_merger_list.2.linear_fc1.weight"):
+        assert not is_frozen(key, "projector")
+        assert is_frozen(key, "none")
+    assert is_frozen("visual.blocks.0.norm1.weight", "projector")
 
 
 def test_the_rotary_axes_take_turns() -> None:
