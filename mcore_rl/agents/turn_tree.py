@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_rl.agents.messages import Answer, Message, Tool
 from mcore_rl.data.episodes import spans_of
-from mcore_rl.types import Row, TurnRecord, VersionSpan
+from mcore_rl.types import PromptImage, Row, TurnRecord, VersionSpan
 
 
 class Fork(StrEnum):
@@ -49,6 +49,7 @@ class Turn:
     versions         in positions of token_ids
     routed_experts   int16 [context and answer but its last token - start, L, K], of tokens from
                      `experts_start` of the whole context on; None if they were not asked for
+    images           those that context_ids shows, in order
     """
 
     number: int
@@ -65,6 +66,7 @@ class Turn:
     routed_experts: Tensor | None = None
     experts_start: int = 0
     reward: float = 0.0
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def new_ids(self) -> tuple[int, ...]:
@@ -99,6 +101,10 @@ class TurnTree:
         """Return all tokens up to and with a turn's answer."""
         parts = [ids for turn in self.path(number) for ids in (turn.context_ids, turn.token_ids)]
         return tuple(chain.from_iterable(parts))
+
+    def path_images(self, number: int) -> tuple[PromptImage, ...]:
+        """Return the images that `path_ids` shows, in order."""
+        return images_of(self.path(number))
 
     def conversation(self, number: int) -> list[Message]:
         """Return all messages up to and with a turn's answer."""
@@ -165,7 +171,13 @@ def _row(path: Sequence[Turn], own: Sequence[int]) -> Row:
         turn_T=turn_T,
         versions=tuple(span for span in spans_of(version_T.tolist()) if span.version >= 0),
         routed_experts=_routed_experts(path),
+        images=images_of(path),
     )
+
+
+def images_of(path: Sequence[Turn]) -> tuple[PromptImage, ...]:
+    """Return the images of the turns of a row, in order."""
+    return tuple(chain.from_iterable(turn.images for turn in path))
 
 
 def _answers(path: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:

@@ -21,6 +21,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.data.assembly import column_of
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.episodes import LOSS_MASK, TOKEN_IDS
+from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.shared_patches import PlacedPatches
 from mcore_rl.data.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
 from mcore_rl.data.sample_store import LostSampleError, SampleStore
@@ -231,17 +232,17 @@ class CollectorWorker:
         with self._naming_lost():
             return self._store.read(request)
 
-    def place_images(self, groups: Sequence[int]) -> dict[int, list[PlacedPatches]]:
-        """Return where the patches of each group's prompt lie, in the order of its images."""
+    def place_images(self, rows: Sequence[GroupRow]) -> dict[GroupRow, list[PlacedPatches]]:
+        """Return where the patches of each row lie, in the order of its images."""
         assert self._images is not None, "the model sees no images"
         with self._naming_lost():
-            return self._images.place(groups)
+            return self._images.place(rows)
 
-    def put_images(self, groups: Sequence[int]) -> dict[str, Any]:
-        """Return the patches of the groups' prompts as objects in Ray's store, by digest."""
+    def put_images(self, rows: Sequence[GroupRow]) -> dict[str, Any]:
+        """Return the patches of rows as objects in Ray's store, by digest."""
         assert self._images is not None, "the model sees no images"
         with self._naming_lost():
-            return self._images.put(groups)
+            return self._images.put(rows)
 
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
         with self._naming_lost():

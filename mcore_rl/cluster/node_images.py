@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.patch_cache import PatchCache
 from mcore_rl.data.images.shared_patches import PlacedPatches, SharedPatches
 from mcore_rl.data.sample_store import SampleStore
@@ -35,7 +36,7 @@ class PatchMaker:
 
 
 class NodeImages:
-    """The patches of the images of prompts whose samples are in a store."""
+    """The patches of the images of the rows in a store."""
 
     def __init__(self, maker: PatchMaker, store: SampleStore) -> None:
         self._store = store
@@ -43,20 +44,19 @@ class NodeImages:
         self._objects: PatchCache[Any] = PatchCache(maker.cache_bytes)
         """Digest -> reference to an object in Ray's store, which it keeps alive."""
 
-    def place(self, groups: Sequence[int]) -> dict[int, list[PlacedPatches]]:
-        """Return where the patches of each group's prompt lie, in the order of its images.
+    def place(self, rows: Sequence[GroupRow]) -> dict[GroupRow, list[PlacedPatches]]:
+        """Return where the patches of each row lie, in the order of its images.
 
-        Raises KeyError for a group that is not in the store.
+        Raises KeyError for a row that is not in the store.
         """
         return {
-            group: [self.patches.place(image) for image in self._store.images(group)]
-            for group in groups
+            row: [self.patches.place(image) for image in self._store.images(*row)] for row in rows
         }
 
-    def put(self, groups: Sequence[int]) -> dict[str, Any]:
-        """Return references to the patches of the groups' prompts, arrays [P, D], by digest."""
+    def put(self, rows: Sequence[GroupRow]) -> dict[str, Any]:
+        """Return references to the patches of rows, arrays [P, D], by digest."""
         references: dict[str, Any] = {}
-        for image in {i.digest: i for group in groups for i in self._store.images(group)}.values():
+        for image in {i.digest: i for row in rows for i in self._store.images(*row)}.values():
             reference = self._objects.get(image.digest)
             if reference is None:
                 patches = self.patches.read(image)

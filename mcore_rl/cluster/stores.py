@@ -4,7 +4,7 @@ Every read and write raises SamplesLost if a store lost its process, once the ot
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from mcore_rl.data.assembly import (
     scatter,
     scatter_parts,
 )
-from mcore_rl.data.images.batch import groups_with_images, with_images
+from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
 from mcore_rl.data.images.shared_patches import PlacedPatches, map_patches
 from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.lost_samples import SamplesLost, join_losses
@@ -69,33 +69,34 @@ class StoreHandles:
     def with_images(
         self, parts: Sequence[TrainBatch], batch: StoredBatch, *, with_pixels: bool
     ) -> list[TrainBatch]:
-        """Return the batch's micro-batches with the images of their prompts.
+        """Return the batch's micro-batches with the images of their sequences.
 
         with_pixels   False: only grids are read, and pixels are on the meta device
         """
-        groups = groups_with_images(batch)
-        if not groups:
+        rows = rows_with_images(batch)
+        if not rows:
             return list(parts)
-        placed = self._call({store: ("place_images", own) for store, own in groups.items()})
-        patches: dict[tuple[int, int], list[Patches]] = {}
-        for store, by_group in placed.items():
-            for group, images in by_group.items():
-                patches[store, group] = [_mapped(each, with_pixels) for each in images]
+        placed = self._call({store: ("place_images", own) for store, own in rows.items()})
+        patches: dict[tuple[int, GroupRow], list[Patches]] = {}
+        for store, by_row in placed.items():
+            mapped = _mapped_by_digest(by_row.values(), with_pixels)
+            for row, images in by_row.items():
+                patches[store, row] = [mapped[each.digest] for each in images]
         far = {
-            store: [group for group in own if _lack_pixels(patches[store, group])]
-            for store, own in groups.items()
+            store: [row for row in own if _lack_pixels(patches[store, row])]
+            for store, own in rows.items()
         }
         far = {store: own for store, own in far.items() if own and with_pixels}
         for store, by_digest in self._fetch(far).items():
-            for group in far[store]:
-                patches[store, group] = [
-                    Patches(by_digest[each.digest], each.grid) for each in placed[store][group]
+            for row in far[store]:
+                patches[store, row] = [
+                    Patches(by_digest[each.digest], each.grid) for each in placed[store][row]
                 ]
         return with_images(parts, batch, patches)
 
-    def _fetch(self, groups: Mapping[int, Sequence[int]]) -> dict[int, dict[str, Tensor]]:
-        """Return the pixels of groups whose files cannot be mapped here, by store and digest."""
-        calls = {store: ("put_images", own) for store, own in groups.items()}
+    def _fetch(self, rows: Mapping[int, Sequence[GroupRow]]) -> dict[int, dict[str, Tensor]]:
+        """Return the pixels of rows whose files cannot be mapped here, by store and digest."""
+        calls = {store: ("put_images", own) for store, own in rows.items()}
         fetched = {}
         for store, references in self._call(calls).items():
             arrays = ray.get(list(references.values()), timeout=self._timeout_s)
@@ -127,6 +128,14 @@ class StoreHandles:
         if losses := [a for a in answers.values() if isinstance(a, SamplesLost)]:
             raise join_losses(losses)
         return answers
+
+
+def _mapped_by_digest(
+    rows: Iterable[Sequence[PlacedPatches]], with_pixels: bool
+) -> dict[str, Patches]:
+    """Return the patches of all images that rows have, each mapped once."""
+    placed = {each.digest: each for images in rows for each in images}
+    return {digest: _mapped(each, with_pixels) for digest, each in placed.items()}
 
 
 def _mapped(placed: PlacedPatches, with_pixels: bool) -> Patches:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mcore_rl.data.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
-from mcore_rl.types import Array, Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.types import Array, Prompt, PromptImage, Sample, VersionSpan, WeightVersion
 
 ROUTED_EXPERTS = "routed_experts"
 TEACHER_LOGPROBS = "teacher_logprobs"
@@ -23,10 +23,12 @@ class KeptRow:
     """A sequence as arrays, token-aligned; routed experts lack the last token.
 
     versions   the weights that sampled its tokens, in positions of the sequence
+    images     those that its tokens show, in order
     """
 
     versions: tuple[VersionSpan, ...]
     columns: dict[str, Array] = field(default_factory=dict)
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True)

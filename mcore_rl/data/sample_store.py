@@ -126,9 +126,9 @@ class SampleStore:
             for group, index in zip(group_N, index_N, strict=True)
         ]
 
-    def images(self, group: int) -> tuple[PromptImage, ...]:
-        """Return the images of a group's prompt."""
-        return self._find(group, 0).samples[0].prompt.images
+    def images(self, group: int, index: int) -> tuple[PromptImage, ...]:
+        """Return the images of a row: of a single response, those of its prompt."""
+        return self._find(group, index).rows[index].images
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
         """Return the columns by name. Raises KeyError for an unknown column or sample."""
@@ -169,7 +169,9 @@ class SampleStore:
     def _rows(self, sample: Sample) -> list[KeptRow]:
         if sample.episode is not None:
             rows = [(row, columns_of_row(sample.episode, row)) for row in sample.episode.rows]
-            return [self._row(row.versions, own, row.routed_experts) for row, own in rows]
+            return [
+                self._row(row.versions, own, row.routed_experts, row.images) for row, own in rows
+            ]
         prompt_len = len(sample.prompt.token_ids)
         num_tokens = prompt_len + sample.response_len
         token_ids = np.empty(num_tokens, np.int32)
@@ -182,18 +184,19 @@ class SampleStore:
             for span in sample.versions
         )
         columns = {TOKEN_IDS: token_ids, ROLLOUT_LOGPROBS: logprobs}
-        return [self._row(versions, columns, sample.routed_experts)]
+        return [self._row(versions, columns, sample.routed_experts, sample.prompt.images)]
 
     def _row(
         self,
         versions: tuple[VersionSpan, ...],
         columns: dict[str, Array],
         routed_experts: Tensor | None,
+        images: tuple[PromptImage, ...],
     ) -> KeptRow:
         if routed_experts is not None:
             columns[ROUTED_EXPERTS] = routed_experts.numpy()
         kept = {name: self._compacted(name, values) for name, values in columns.items()}
-        return KeptRow(versions, kept)
+        return KeptRow(versions, kept, images)
 
     def _compacted(self, name: str, values: Array) -> Array:
         if name == ROUTED_EXPERTS:

@@ -46,7 +46,7 @@ def make_stored_batch(
     parents, starts = _shared(present)
     has_experts = all(sample.has_experts for sample in present)
     are_episodes = any(sample.episode_rows for sample in present)
-    nums_images = [len(present[n].prompt.images) for n, _, _ in sequences]
+    nums_images = [row.num_images for _, _, row in sequences]
     batch = StoredBatch(
         store_N=np.array([lease.store for _, lease, _ in sequences]),
         group_N=np.array([lease.group for _, lease, _ in sequences]),

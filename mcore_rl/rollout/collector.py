@@ -266,7 +266,9 @@ def _episode_rows(samples: Sequence[Sample]) -> tuple[tuple[RowFacts, ...], ...]
     """Return the facts of each episode's rows, numbered through the group; () of other samples."""
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     rows = [row for episode in episodes for row in episode.rows]
-    sharing = find_sharing([row.token_ids for row in rows], [first_of(r.is_trained) for r in rows])
+    # Placeholders of unlike images are alike, and no model with images shares beginnings.
+    known = [row.token_ids[: 0 if row.images else None] for row in rows]
+    sharing = find_sharing(known, [first_of(row.is_trained) for row in rows])
     facts = map(
         RowFacts,
         count(),
@@ -274,5 +276,6 @@ def _episode_rows(samples: Sequence[Sample]) -> tuple[tuple[RowFacts, ...], ...]
         [row.num_trained for row in rows],
         sharing.parents,
         sharing.starts,
+        [len(row.images) for row in rows],
     )
     return tuple(tuple(islice(facts, len(episode.rows))) for episode in episodes)

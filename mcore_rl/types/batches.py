@@ -115,7 +115,7 @@ class StoredBatch:
     version                     tokens sampled from other weights are stale; None: no marks
     parts                       sequences of each micro-batch, in their order; 0 stands for a filler
     loss_weights_N, advantages_N   float32, the value at each trained token of a sequence
-    nums_images_N               int64, images of each sequence's prompt; None: they are text alone
+    nums_images_N               int64, images of each sequence; None: they are text alone
     """
 
     store_N: Array

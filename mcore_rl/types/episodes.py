@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from mcore_rl.types.arrays import Array, WeightVersion
+from mcore_rl.types.images import PromptImage
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Row:
     turn_T           int16 [T], number of the turn that sampled a trained token, -1 elsewhere
     versions         the weights that sampled the trained tokens, in positions of the row
     routed_experts   int16 [T - 1, L, K], as the engine first routed each token; None if not asked
+    images           those that its tokens show, in the order of their placeholders
     """
 
     token_ids: Array
@@ -37,6 +39,7 @@ class Row:
     turn_T: Array
     versions: tuple[VersionSpan, ...]
     routed_experts: Tensor | None = None
+    images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
         lens = {len(a) for a in (self.token_ids, self.is_trained, self.logprobs, self.turn_T)}
@@ -69,6 +72,7 @@ class RowFacts:
     num_trained: int
     parent: int = -1
     start: int = 0
+    num_images: int = 0
 
 
 @dataclass(frozen=True)

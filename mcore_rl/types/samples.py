@@ -108,7 +108,8 @@ class StoredSample:
         if self.episode_rows or not self.response_len:
             return self.episode_rows
         num_tokens = len(self.prompt.token_ids) + self.response_len
-        return (RowFacts(self.sample_index, num_tokens, self.response_len),)
+        num_images = len(self.prompt.images)
+        return (RowFacts(self.sample_index, num_tokens, self.response_len, num_images=num_images),)
 
 
 AnySample = Sample | StoredSample

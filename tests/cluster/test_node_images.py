@@ -16,6 +16,7 @@ from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import ray_session
 from mcore_rl.cluster.stores import StoreHandles
 from mcore_rl.config import ClusterConfig
+from mcore_rl.data.images.batch import GroupRow
 from mcore_rl.data.images.processor import ImageProcessor, digest_of
 from mcore_rl.data.kept_rows import ReadRequest
 from mcore_rl.data.sample_store import SampleStore
@@ -63,11 +64,11 @@ class ImageWorker:
     def read(self, request: ReadRequest) -> Any:
         return self._store.read(request)
 
-    def place_images(self, groups: list[int]) -> Any:
-        return self._images.place(groups)
+    def place_images(self, rows: list[GroupRow]) -> Any:
+        return self._images.place(rows)
 
-    def put_images(self, groups: list[int]) -> Any:
-        return self._images.put(groups)
+    def put_images(self, rows: list[GroupRow]) -> Any:
+        return self._images.put(rows)
 
     def num_made(self) -> int:
         return self._images.patches.num_made

@@ -1,43 +1,50 @@
-"""Puts the patches of prompts into batches, and selects those of some sequences.
+"""Puts the patches of sequences into batches, and selects those of some sequences.
 
-StoredBatch: sequences a0 a1 b0, groups a and b     -->  patches of a and b, once each
-TrainBatch:  a0 a1 | b0, micro-batches              -->  Images of a a | b
+StoredBatch: sequences a0 a1 b0 of two stores       -->  places of their patches, by digest
+TrainBatch:  a0 a1 | b0, micro-batches              -->  Images of a0 a1 | b0
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import torch
 
 from mcore_rl.types import Images, Patches, StoredBatch, TrainBatch
 
-PatchesOf = Mapping[tuple[int, int], Sequence[Patches]]
-"""(store, group) -> the patches of the images of its prompt."""
+GroupRow = tuple[int, int]
+"""(group, index in the group) of a row in a store."""
+PatchesOf = Mapping[tuple[int, GroupRow], Sequence[Patches]]
+"""(store, row) -> the patches of its images."""
 
 
-def groups_with_images(batch: StoredBatch) -> dict[int, list[int]]:
-    """Return the groups of the batch whose prompts have images, each once, by store."""
-    groups: dict[int, list[int]] = {}
+def rows_with_images(batch: StoredBatch) -> dict[int, list[GroupRow]]:
+    """Return the rows of the batch that have images, each once, by store."""
+    rows: dict[int, list[GroupRow]] = {}
     if batch.nums_images_N is None:
-        return groups
-    here = batch.nums_images_N > 0
-    pairs = zip(batch.store_N[here].tolist(), batch.group_N[here].tolist(), strict=True)
-    for store, group in dict.fromkeys(pairs):
-        groups.setdefault(store, []).append(group)
-    return groups
+        return rows
+    here = [n > 0 for n in batch.nums_images_N.tolist()]
+    for store, row in dict.fromkeys(compress(_keys(batch), here)):
+        rows.setdefault(store, []).append(row)
+    return rows
 
 
 def with_images(
     parts: Sequence[TrainBatch], batch: StoredBatch, patches: PatchesOf
 ) -> list[TrainBatch]:
     """Return micro-batches of `batch.parts` with their images; fillers get none."""
-    keys = list(zip(batch.store_N.tolist(), batch.group_N.tolist(), strict=True))
+    keys = _keys(batch)
     ends = accumulate(batch.parts)
     return [
         replace(part, images=join_patches([patches.get(key, ()) for key in keys[end - num : end]]))
         for part, num, end in zip(parts, batch.parts, ends, strict=True)
     ]
+
+
+def _keys(batch: StoredBatch) -> list[tuple[int, GroupRow]]:
+    """Return (store, row) of each sequence."""
+    rows = zip(batch.group_N.tolist(), batch.index_N.tolist(), strict=True)
+    return list(zip(batch.store_N.tolist(), rows, strict=True))
 
 
 def join_patches(sequences: Sequence[Sequence[Patches]]) -> Images | None:

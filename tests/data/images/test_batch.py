@@ -1,4 +1,4 @@
-"""Images follow their sequences through cuts and micro-batches, and are read once per group."""
+"""Images follow their sequences through cuts and micro-batches, and are read once per row."""
 
 import random
 from dataclasses import replace
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mcore_rl.data.assembly import assemble_parts
 from mcore_rl.data.batch import make_filler, select, select_each
 from mcore_rl.data.images.batch import (
-    groups_with_images,
     join_patches,
+    rows_with_images,
     select_images,
     split_images,
     with_images,
@@ -77,13 +77,13 @@ def test_micro_batches_get_the_images_of_their_prompts(seed: int) -> None:
     cut = in_parts(batch, parts)
     patches = {}
     num_read = 0
-    for store, groups in groups_with_images(cut).items():
-        for group in groups:
-            images = stores.stores[store].images(group)
-            assert images and (store, group) not in patches
+    for store, own in rows_with_images(cut).items():
+        for row in own:
+            images = stores.stores[store].images(*row)
+            assert images and (store, row) not in patches
             num_read += 1
-            patches[store, group] = [make_patches(image) for image in images]
-    assert num_read == len({row.lease.group for row in rows if row.prompt.images})
+            patches[store, row] = [make_patches(image) for image in images]
+    assert num_read == sum(bool(row.prompt.images) for row in rows)
     made = with_images(assemble_parts(cut, stores.read), cut, patches)
     for part, indices in zip(made, parts, strict=True):
         wanted = join_patches([list(map(make_patches, rows[i].prompt.images)) for i in indices])
@@ -99,4 +99,4 @@ def test_a_batch_of_text_alone_asks_for_nothing() -> None:
     text = [row for row in rows if not row.prompt.images]
     batch = make_stored_batch(text)
     assert batch.nums_images_N is None
-    assert groups_with_images(batch) == {}
+    assert rows_with_images(batch) == {}
