@@ -8,7 +8,7 @@ a program                   it is started with a base URL and a key, and asks on
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mcore_rl.agents.environments.adapters import is_program
@@ -16,6 +16,7 @@ from mcore_rl.agents.environments.environment import Step
 from mcore_rl.agents.environments.errors import EnvironmentLost, EpisodeError
 from mcore_rl.agents.environments.pool import EnvironmentPool, OpenEpisode, task_fields
 from mcore_rl.agents.gateway import Gateway
+from mcore_rl.agents.images import MessageImages, SeeingFormat, Sight, prompt_messages
 from mcore_rl.agents.messages import (
     Answer,
     CallStatus,
@@ -35,7 +36,7 @@ from mcore_rl.agents.recorder import (
     TurnRequest,
 )
 from mcore_rl.data.episodes import sample_of_episode
-from mcore_rl.types import Prompt, Sample
+from mcore_rl.types import Prompt, PromptImage, Sample
 
 _log = logging.getLogger(__name__)
 BY_THE_RUN = (EndReason.DROPPED_STALE, EndReason.ABORTED)
@@ -94,10 +95,15 @@ class EpisodePlayer:
         decode: Callable[[Sequence[int]], str],
         options: PlayOptions,
         gateway: Gateway | None = None,
+        sight: Sight | None = None,
     ) -> None:
-        """`gateway`: where programs reach the policy; only needed if programs play."""
+        """`gateway`: where programs reach the policy; only needed if programs play.
+
+        `sight`: None for a model that sees text alone.
+        """
         self._pool = pool
-        self._format = chat_format
+        self._sight = sight
+        self._format = SeeingFormat(chat_format, sight.placeholder_id) if sight else chat_format
         self._parser = parser
         self._decode = decode
         self._options = options
@@ -111,7 +117,7 @@ class EpisodePlayer:
         it ends the episode with a reason; errors of the engines are raised.
         """
         task = EpisodeTask(
-            messages=prompt.messages,
+            messages=prompt_messages(prompt),
             data_source=prompt.data_source,
             ground_truth=prompt.ground_truth,
             extra_info=prompt.extra_info,
@@ -120,26 +126,29 @@ class EpisodePlayer:
             seed=seed,
         )
         try:
-            recorder, outcome = await self._try(task, sample_turn)
+            recorder, outcome = await self._try(task, prompt, sample_turn)
         except EnvironmentLost as lost:
             _log.warning("%s; the episode begins again", lost)
             try:
-                recorder, outcome = await self._try(task, sample_turn)
+                recorder, outcome = await self._try(task, prompt, sample_turn)
             except EnvironmentLost as again:
-                recorder = self._recorder(sample_turn)
+                recorder = self._recorder(sample_turn, {})
                 outcome = Ending(EndReason.ENV_ERROR, str(again))
         episode = recorder.finish(outcome.end, outcome.detail)
         episode = replace(episode, metrics=outcome.metrics)
         return sample_of_episode(prompt, index, episode, self._text(recorder))
 
     async def _try(
-        self, task: EpisodeTask, sample_turn: SampleTurn
+        self, task: EpisodeTask, prompt: Prompt, sample_turn: SampleTurn
     ) -> tuple[EpisodeRecorder, Ending]:
         engines = WatchedEngines(sample_turn)
-        recorder = self._recorder(engines)
-        play = self._run_program if self._is_program else self._talk
+        images = MessageImages(self._sight, prompt.images)
+        recorder = self._recorder(engines, images.by_digest)
         try:
-            outcome = await play(task, recorder)
+            if self._is_program:
+                outcome = await self._run_program(task, recorder)
+            else:
+                outcome = await self._talk(task, recorder, images)
         except EnvironmentLost:
             raise
         except EpisodeError as error:
@@ -150,12 +159,23 @@ class EpisodePlayer:
             raise engines.failure
         return recorder, outcome
 
-    def _recorder(self, sample_turn: SampleTurn) -> EpisodeRecorder:
-        return EpisodeRecorder(self._format, self._parser, sample_turn, self._options.limits)
+    def _recorder(
+        self, sample_turn: SampleTurn, images: Mapping[str, PromptImage]
+    ) -> EpisodeRecorder:
+        return EpisodeRecorder(
+            self._format,
+            self._parser,
+            sample_turn,
+            self._options.limits,
+            images,
+            self._sight.placeholder_id if self._sight else None,
+        )
 
-    async def _talk(self, task: EpisodeTask, recorder: EpisodeRecorder) -> Ending:
+    async def _talk(
+        self, task: EpisodeTask, recorder: EpisodeRecorder, images: MessageImages
+    ) -> Ending:
         episode = await self._pool.open(task)
-        talk = Talk(episode, recorder, self._options)
+        talk = Talk(episode, recorder, self._options, images)
         deadline_s = self._options.deadline_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -193,8 +213,13 @@ class Talk:
     """One episode of an environment with reset and step."""
 
     def __init__(
-        self, episode: OpenEpisode, recorder: EpisodeRecorder, options: PlayOptions
+        self,
+        episode: OpenEpisode,
+        recorder: EpisodeRecorder,
+        options: PlayOptions,
+        images: MessageImages,
     ) -> None:
+        self._images = images
         self._episode = episode
         self._recorder = recorder
         self._options = options
@@ -204,7 +229,7 @@ class Talk:
 
     async def go_on(self) -> Ending:
         """Let policy and environment talk until the episode is over."""
-        messages = list(self._episode.start.messages)
+        messages = await self._images.read(self._episode.start.messages)
         while True:
             if self._options.compaction is not None:
                 messages = list(self._options.compaction(messages))
@@ -231,7 +256,7 @@ class Talk:
             if step.done:
                 end = _told(step.end_reason) if step.end_reason else EndReason.DONE
                 return Ending(end, "", self.metrics)
-            messages += [*step.messages, *told]
+            messages += [*await self._images.read(step.messages), *told]
 
     async def _step(self, answer: Message, turn: int) -> Step:
         began_s = time.monotonic()

@@ -5,11 +5,12 @@ request: messages --find the turn that they continue--> context ids --engine--> 
                       +------------------ turn tree <----------------------------+
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from mcore_rl.agents.chat.probe import Format
+from mcore_rl.agents.images import image_parts
 from mcore_rl.agents.messages import (
     Answer,
     ChatRequest,
@@ -21,7 +22,7 @@ from mcore_rl.agents.messages import (
 )
 from mcore_rl.agents.normal import fingerprints, with_message
 from mcore_rl.agents.turn_tree import Fork, Turn, TurnTree, at_leaves, rows_of
-from mcore_rl.types import EpisodeRecord, Sample
+from mcore_rl.types import EpisodeRecord, PromptImage, Sample
 
 
 class Parser(Protocol):
@@ -42,6 +43,7 @@ class TurnRequest:
 
     turn            number of the turn in its episode
     experts_start   the first token whose experts are not known yet
+    images          those that context_ids shows, in order
     """
 
     turn: int
@@ -49,6 +51,7 @@ class TurnRequest:
     max_tokens: int
     stop: tuple[str, ...]
     experts_start: int
+    images: tuple[PromptImage, ...] = ()
 
 
 SampleTurn = Callable[[TurnRequest], Awaitable[Sample]]
@@ -86,12 +89,18 @@ class RowPlace:
 
 @dataclass
 class EpisodeRecorder:
-    """The policy in one episode. Requests may overlap; all calls come on one event loop."""
+    """The policy in one episode. Requests may overlap; all calls come on one event loop.
+
+    images           every image that messages name, by digest
+    placeholder_id   the token that stands for a piece of an image; None: the model sees text alone
+    """
 
     format: Format
     parser: Parser
     sample: SampleTurn
     limits: EpisodeLimits
+    images: Mapping[str, PromptImage] = field(default_factory=dict)
+    placeholder_id: int | None = None
     tree: TurnTree = field(default_factory=TurnTree)
     num_requests: int = 0
     reward: float = 0.0
@@ -118,8 +127,10 @@ class EpisodeRecorder:
             raise EpisodeEnded(self.end)
         if self.num_requests >= self.limits.max_turns:
             raise EpisodeEnded(EndReason.MAX_TURNS, f"{self.num_requests} answers")
+        self._refuse_sampled_placeholder()
         place = self._find(request)
         place, prefix_ids, context_ids = self._context(place, request)
+        images = tuple(self.images[part["image"]] for part in image_parts(place.new))
         room = self.limits.max_tokens - len(prefix_ids) - len(context_ids)
         if room < 1:
             used = len(prefix_ids) + len(context_ids)
@@ -128,20 +139,21 @@ class EpisodeRecorder:
         number = self.num_requests
         self.num_requests += 1
         experts_start = max(len(prefix_ids) - 1, 0)
-        turn_request = TurnRequest(
-            number, prefix_ids + context_ids, longest, request.stop, experts_start
+        before = () if place.parent is None else self.tree.path_images(place.parent)
+        ids = prefix_ids + context_ids
+        sample = await self.sample(
+            TurnRequest(number, ids, longest, request.stop, experts_start, before + images)
         )
-        sample = await self.sample(turn_request)
         answer = await self.parser.parse(
             sample.response_ids, request.tools, sample.finish_reason, self._call_ids
         )
         if self.end is not None:
             raise EpisodeEnded(self.end, "it ended while the answer was sampled")
-        turn = self._add(request, place, context_ids, experts_start, sample, answer)
+        turn = self._add(request, place, context_ids, images, experts_start, sample, answer)
         return Completion(
             turn=turn.number,
             answer=answer,
-            prompt_ids=prefix_ids + context_ids,
+            prompt_ids=ids,
             token_ids=turn.token_ids,
             logprobs=turn.logprobs,
             finish_reason=_finish_reason(sample, answer),
@@ -172,6 +184,16 @@ class EpisodeRecorder:
             reward=self.reward + sum(turn.reward for turn in self.tree.turns),
             detail=detail,
         )
+
+    def _refuse_sampled_placeholder(self) -> None:
+        """Raise EpisodeEnded if the policy has said a placeholder.
+
+        In the ids of a later request it would be a piece of an image.
+        """
+        if self.placeholder_id is None:
+            return
+        if any(self.placeholder_id in turn.token_ids for turn in self.tree.turns):
+            raise EpisodeEnded(EndReason.PARSE_ERROR, "the policy said a placeholder of images")
 
     def _find(self, request: ChatRequest) -> RowPlace:
         """Return the turn whose conversation is the longest beginning of the request's."""
@@ -213,6 +235,7 @@ class EpisodeRecorder:
         request: ChatRequest,
         place: RowPlace,
         context_ids: tuple[int, ...],
+        images: tuple[PromptImage, ...],
         experts_start: int,
         sample: Sample,
         answer: Answer,
@@ -231,6 +254,7 @@ class EpisodeRecorder:
             answer=answer,
             routed_experts=sample.routed_experts,
             experts_start=experts_start,
+            images=images,
         )
         self.tree.add(turn)
         self._ends[with_message(place.hashes[-1], answer.message)] = turn.number

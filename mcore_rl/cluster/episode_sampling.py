@@ -18,7 +18,7 @@ from mcore_rl.agents.gateway import (
 )
 from mcore_rl.agents.player import EpisodePlayer, PlayOptions
 from mcore_rl.agents.recorder import EpisodeLimits, SampleTurn, TurnRequest
-from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
+from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options, make_sight
 from mcore_rl.config import AgentsConfig
 from mcore_rl.data.decoding import Decode
 from mcore_rl.data.tokenizer import load_tokenizer
@@ -44,7 +44,12 @@ class EpisodeSampler:
         """
         tokenizer = load_tokenizer(spec.model_path, "model.path", spec.trust_remote_code)
         chat_format, self._parser = make_format_and_parser(
-            tokenizer, spec.stop_token_ids, spec.architecture, spec.agents, ask
+            tokenizer,
+            spec.stop_token_ids,
+            spec.architecture,
+            spec.agents,
+            ask,
+            excerpts=spec.images is None,
         )
         self._pool = EnvironmentPool(environment_options(spec, name))
         self._gateway = None
@@ -69,6 +74,7 @@ class EpisodeSampler:
             decode,
             options,
             self._gateway,
+            make_sight(spec),
         )
 
     async def start(self) -> None:
@@ -104,7 +110,7 @@ def turn_sampler(session: RolloutSession, request: GroupRequest, index: int) -> 
     affinity = EngineAffinity(request.num_samples)
 
     async def sample_turn(turn: TurnRequest) -> Sample:
-        prompt = replace(request.prompt, token_ids=turn.context_ids)
+        prompt = replace(request.prompt, token_ids=turn.context_ids, images=turn.images)
         sampling = replace(request.sampling, max_response_len=turn.max_tokens)
         asked = Request(prompt, index, affinity, turn.turn, turn.stop, turn.experts_start)
         return await session.sample(asked, sampling)

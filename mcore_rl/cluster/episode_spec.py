@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.agents.environments.options import EnvironmentOptions
+from mcore_rl.agents.images import ImageLimits, Sight
 from mcore_rl.config import AgentsConfig
 from mcore_rl.config.shipped import shipped_path
+from mcore_rl.data.images.processor import ImageProcessor
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class EpisodeSpec:
     max_tokens      tokens of a row, the first context included
     max_turn_len    tokens of an answer
     log_dir         where the output of the environments' workers goes
+    images          bounds of the images that environments give; None: the model sees text alone
+    placeholder_id  the token that stands for a piece of an image
     """
 
     agents: AgentsConfig
@@ -29,6 +33,8 @@ class EpisodeSpec:
     max_tokens: int
     max_turn_len: int
     log_dir: Path
+    images: ImageLimits | None = None
+    placeholder_id: int = -1
 
 
 def environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
@@ -48,6 +54,17 @@ def environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
         variables={name: str(value) for name, value in agents.variables.items()},
         log_folder=str(spec.log_dir / name),
     )
+
+
+def make_sight(spec: EpisodeSpec) -> Sight | None:
+    """Return how the model sees images; None if it sees text alone.
+
+    Raises ValueError if the model directory has no image processor that can be opened.
+    """
+    if spec.images is None:
+        return None
+    processor = ImageProcessor(spec.model_path, cache_bytes=0)
+    return Sight(processor, spec.placeholder_id, spec.images)
 
 
 def absolute(value: Any) -> Any:

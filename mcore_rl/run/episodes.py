@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.chat.setup import make_format_and_parser
 from mcore_rl.agents.environments.check import check as check_environment
+from mcore_rl.agents.images import ImageLimits
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.config import Config
+from mcore_rl.config.images import ImagesConfig
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -34,7 +36,13 @@ def episode_spec(
         max_tokens=config.data.max_prompt_len + rollout.max_response_len,
         max_turn_len=config.agents.max_turn_len or rollout.max_response_len,
         log_dir=RunFolder(config.run.dir).logs / "environments",
+        images=_image_limits(config.data.images) if policy.family.has_tower else None,
+        placeholder_id=policy.config.get("image_token_id", -1),
     )
+
+
+def _image_limits(images: ImagesConfig) -> ImageLimits:
+    return ImageLimits(images.max_pixels, images.max_mib << 20, images.max_tokens)
 
 
 def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -43,6 +51,12 @@ def check_episodes(config: Config, policy: ModelFacts, tokenizer: PreTrainedToke
     Raises ValueError if the environment, the template or the parsers cannot be used.
     """
     spec = episode_spec(config, policy, tokenizer)
+    if spec.images is not None and config.teacher.is_used:
+        raise ValueError(
+            f"teacher.path={config.teacher.path or config.teacher.url} with"
+            f" agents.environment={config.agents.environment} and a model that sees images: the"
+            " teacher would read their placeholders alone; leave it out"
+        )
     options = environment_options(spec, "check")
     variables = {**stand_in_urls(config), **options.variables}
     check_environment(replace(options, variables=variables))

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.agents.environments.adapters import is_program
 from mcore_rl.cluster.node_images import PatchMaker
 from mcore_rl.config import Config
 from mcore_rl.config.images import ImagesConfig
@@ -79,11 +80,14 @@ def sft_images(config: Config, tokenizer: PreTrainedTokenizerBase) -> SftImages 
 
 
 def check_seen(config: Config, prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError if prompts have images that a part of the run would not see."""
+    """Raise ValueError if prompts have images that a part of the run would not see.
+
+    Environments with reset and step get them; programs ask the gateway, which takes text alone.
+    """
     if not any(prompt.images for prompt in prompts):
         return
     for is_used, option in (
-        (config.agents.is_used, f"agents.environment={config.agents.environment}"),
+        (is_program(config.agents.environment), f"agents.environment={config.agents.environment}"),
         (config.teacher.is_used, f"teacher.path={config.teacher.path or config.teacher.url}"),
     ):
         if is_used:

@@ -96,6 +96,13 @@ def test_parts_that_see_no_images_refuse_them(shapes: Path) -> None:
     with pytest.raises(ValueError, match=r"teacher.path=teacher with prompts that have images"):
         load_split(config, [_file(shapes)], tokenizer)
     config = make_config(shapes)
-    config.agents.environment = "tools"
-    with pytest.raises(ValueError, match=r"agents.environment=tools with prompts that"):
+    config.agents.environment = "command"
+    with pytest.raises(ValueError, match=r"agents.environment=command with prompts that"):
         load_split(config, [_file(shapes)], tokenizer)
+
+
+def test_environments_get_the_images_of_prompts(shapes: Path) -> None:
+    config = make_config(shapes)
+    config.agents.environment = "tools"
+    prompts = load_split(config, [_file(shapes)], load_tokenizer(shapes / "model", "model.path"))
+    assert all(len(prompt.images) == 1 for prompt in prompts)

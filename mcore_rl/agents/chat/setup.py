@@ -19,8 +19,12 @@ def make_format_and_parser(
     architecture: str,
     agents: AgentsConfig,
     ask: Ask,
+    *,
+    excerpts: bool = True,
 ) -> tuple[ChatFormat, AnswerParser]:
     """Return both, and log what the template does to rows.
+
+    `excerpts`: False where the template may count what an excerpt leaves out, such as images.
 
     Raises ValueError if there is no chat template, or no parser is known for the model.
     """
@@ -30,7 +34,7 @@ def make_format_and_parser(
         reasoning="keep" if agents.reasoning == "keep" else "template",
         template_options=agents.template,
     )
-    if not chat_format.allow_excerpts():
+    if excerpts and not chat_format.allow_excerpts():
         _log.info("the chat template is given whole conversations: excerpts would change the text")
     parsers = resolve_parsers(
         agents.tool_parser,

@@ -1,0 +1,35 @@
+"""Images travel in messages as data: URLs."""
+
+import pytest
+
+from mcore_rl.agents.environments.pictures import image_bytes, image_part, images_in
+
+
+def test_bytes_come_back_as_they_went() -> None:
+    data = bytes(range(256))
+    part = image_part(data, "jpeg")
+    assert part["image_url"]["url"].startswith("data:image/jpeg;base64,")
+    assert image_bytes(part) == data
+    assert image_bytes({"type": "image_url", "image_url": part["image_url"]["url"]}) == data
+
+
+def test_images_are_found_in_order() -> None:
+    text = {"type": "text", "text": "and"}
+    messages = [
+        {"role": "user", "content": "words"},
+        {"role": "user", "content": [image_part(b"a"), text, image_part(b"b")]},
+        {"role": "tool", "content": None},
+        {"role": "tool", "content": [image_part(b"c")]},
+    ]
+    assert images_in(messages) == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("url", ["https://x/y.png", "data:image/png,raw", None, 7])
+def test_nothing_is_fetched(url: object) -> None:
+    with pytest.raises(ValueError, match="nothing is fetched"):
+        image_bytes({"type": "image_url", "image_url": {"url": url}})
+
+
+def test_damaged_base64_is_refused() -> None:
+    with pytest.raises(ValueError, match="base64 is damaged"):
+        image_bytes({"image_url": {"url": "data:image/png;base64,a"}})
