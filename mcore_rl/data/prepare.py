@@ -13,6 +13,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         ("calculator", "sums for a policy with a calculator", _prepare_calculator),
         ("search", "questions over an encyclopedia to search", _prepare_search),
         ("shapes", "pictures of shapes to count and compare", _prepare_shapes),
+        ("zoom", "small pictures for a policy that may look closer", _prepare_zoom),
         ("cartpole", "starts of the game CartPole", _prepare_cartpole),
         ("code", "programming problems with tests", _prepare_code),
     ):
@@ -87,6 +88,12 @@ def _prepare_shapes(args: argparse.Namespace) -> None:
     from mcore_rl.data.shapes import prepare_shapes
 
     prepare_shapes(args.out, seed=args.seed)
+
+
+def _prepare_zoom(args: argparse.Namespace) -> None:
+    from mcore_rl.data.zoom import prepare_zoom
+
+    prepare_zoom(args.out, seed=args.seed)
 
 
 def _prepare_cartpole(args: argparse.Namespace) -> None:

@@ -48,18 +48,26 @@ VISION = {
 }
 
 
-def write_tiny_vision_model(folder: Path, words: Sequence[str]) -> None:
+def write_tiny_vision_model(
+    folder: Path,
+    words: Sequence[str],
+    chat_template: str = CHAT_TEMPLATE,
+    roles: Sequence[str] = (),
+) -> None:
     """Write config.json, the image processor and a tokenizer with one token per word.
+
+    `roles`: special tokens that begin messages, besides those of user and assistant.
 
     Weights are drawn by `model.init=random`. There are about 0.5 million: 4 layers, and a tower of
     2 blocks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = [*SPECIAL_TOKENS, *IMAGE_TOKENS, *words]
+    vocabulary = [*SPECIAL_TOKENS, *IMAGE_TOKENS, *roles, *words]
     config = qwen2_5_vl_config(vocabulary)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2) + "\n")
-    make_word_tokenizer(vocabulary, CHAT_TEMPLATE, IMAGE_TOKENS).save_pretrained(folder)
+    tokenizer = make_word_tokenizer(vocabulary, chat_template, (*IMAGE_TOKENS, *roles))
+    tokenizer.save_pretrained(folder)
 
 
 def qwen2_5_vl_config(vocabulary: Sequence[str]) -> dict[str, Any]:

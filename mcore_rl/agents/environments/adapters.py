@@ -42,6 +42,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     "tools": Adapter(f"{_HERE}.tools_env", "ToolsEnvironment", "ToolsOptions"),
     "code": Adapter(f"{_HERE}.code_env", "CodeEnvironment", "CodeOptions"),
     "cure": Adapter(f"{_HERE}.cure_env", "CureEnvironment", "CureOptions"),
+    "crop": Adapter(f"{_HERE}.crop_env", "CropEnvironment", "CropOptions", ("PIL",), ("pillow",)),
     "command": Adapter(f"{_HERE}.command", "CommandEpisode", "CommandOptions", is_program=True),
     "verifiers": Adapter(
         f"{_HERE}.verifiers_env",
