@@ -41,11 +41,13 @@ class Sight:
     """How a model sees the images that environments give.
 
     placeholder_id   the token that stands for a piece of an image
+    marks            tokens by which engines find images in ids, the placeholder among them
     """
 
     processor: ImageProcessor
     placeholder_id: int
     limits: ImageLimits
+    marks: frozenset[int]
 
 
 class MessageImages:

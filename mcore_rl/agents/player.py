@@ -168,7 +168,7 @@ class EpisodePlayer:
             sample_turn,
             self._options.limits,
             images,
-            self._sight.placeholder_id if self._sight else None,
+            self._sight.marks if self._sight else frozenset(),
         )
 
     async def _talk(

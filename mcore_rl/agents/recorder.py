@@ -91,8 +91,8 @@ class RowPlace:
 class EpisodeRecorder:
     """The policy in one episode. Requests may overlap; all calls come on one event loop.
 
-    images           every image that messages name, by digest
-    placeholder_id   the token that stands for a piece of an image; None: the model sees text alone
+    images        every image that messages name, by digest
+    image_marks   tokens by which engines find images in ids; none if the model sees text alone
     """
 
     format: Format
@@ -100,7 +100,7 @@ class EpisodeRecorder:
     sample: SampleTurn
     limits: EpisodeLimits
     images: Mapping[str, PromptImage] = field(default_factory=dict)
-    placeholder_id: int | None = None
+    image_marks: frozenset[int] = frozenset()
     tree: TurnTree = field(default_factory=TurnTree)
     num_requests: int = 0
     reward: float = 0.0
@@ -127,7 +127,7 @@ class EpisodeRecorder:
             raise EpisodeEnded(self.end)
         if self.num_requests >= self.limits.max_turns:
             raise EpisodeEnded(EndReason.MAX_TURNS, f"{self.num_requests} answers")
-        self._refuse_sampled_placeholder()
+        self._refuse_sampled_marks()
         place = self._find(request)
         place, prefix_ids, context_ids = self._context(place, request)
         images = tuple(self.images[part["image"]] for part in image_parts(place.new))
@@ -185,15 +185,15 @@ class EpisodeRecorder:
             detail=detail,
         )
 
-    def _refuse_sampled_placeholder(self) -> None:
-        """Raise EpisodeEnded if the policy has said a placeholder.
+    def _refuse_sampled_marks(self) -> None:
+        """Raise EpisodeEnded if the policy has said a token that marks images.
 
-        In the ids of a later request it would be a piece of an image.
+        In the ids of a later request it would be a piece or the beginning of an image.
         """
-        if self.placeholder_id is None:
-            return
-        if any(self.placeholder_id in turn.token_ids for turn in self.tree.turns):
-            raise EpisodeEnded(EndReason.PARSE_ERROR, "the policy said a placeholder of images")
+        if self.image_marks and any(
+            not self.image_marks.isdisjoint(turn.token_ids) for turn in self.tree.turns
+        ):
+            raise EpisodeEnded(EndReason.PARSE_ERROR, "the policy said a token that marks images")
 
     def _find(self, request: ChatRequest) -> RowPlace:
         """Return the turn whose conversation is the longest beginning of the request's."""

@@ -23,6 +23,7 @@ class EpisodeSpec:
     log_dir         where the output of the environments' workers goes
     images          bounds of the images that environments give; None: the model sees text alone
     placeholder_id  the token that stands for a piece of an image
+    image_marks     tokens by which engines find images in ids, the placeholder among them
     """
 
     agents: AgentsConfig
@@ -35,6 +36,7 @@ class EpisodeSpec:
     log_dir: Path
     images: ImageLimits | None = None
     placeholder_id: int = -1
+    image_marks: tuple[int, ...] = ()
 
 
 def environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
@@ -64,7 +66,7 @@ def make_sight(spec: EpisodeSpec) -> Sight | None:
     if spec.images is None:
         return None
     processor = ImageProcessor(spec.model_path, cache_bytes=0)
-    return Sight(processor, spec.placeholder_id, spec.images)
+    return Sight(processor, spec.placeholder_id, spec.images, frozenset(spec.image_marks))
 
 
 def absolute(value: Any) -> Any:

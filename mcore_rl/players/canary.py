@@ -6,7 +6,7 @@ yet, so they come from the run's prompts (`make_probe`).
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -95,14 +95,14 @@ class Canary:
         ready: Callable[[], Awaitable[None]],
         keys: ServerKeys | None = None,
         fetch: Callable[[StoredBatch], TrainBatch] | None = None,
-        placeholder_id: int | None = None,
+        image_marks: Collection[int] = (),
     ) -> None:
         """`ready` is awaited before the engines score; `keys` open them, if they have any.
 
         `fetch` brings the tokens and images of a probe that lies in sample stores.
-        `placeholder_id` stands for images in the tokens of a model that sees them.
+        `image_marks`: tokens by which engines find images in ids.
         """
-        self._placeholder_id = placeholder_id
+        self._image_marks = list(image_marks)
         self._fetch = fetch
         self._trainer = trainer
         self._config = config
@@ -142,18 +142,19 @@ class Canary:
         values = (probe.token_ids_T, logprobs_T, probe.loss_mask_T)
         parts = (split_by_lens(values_T, probe.lens_N) for values_T in values)
         for ids, logprobs, mask, own in zip(*parts, images, strict=True):
-            stop = len(ids) if own is None else self._first_sampled_placeholder(ids, mask)
+            stop = len(ids) if own is None else self._first_sampled_mark(ids, mask)
             compared = torch.ones(stop, dtype=torch.bool) if own is None else mask[:stop]
             made.sequences.append(ids[:stop].tolist())
             made.trainer_logprobs.append(logprobs[1:stop])
             made.is_compared.append(compared[1:])
         return made
 
-    def _first_sampled_placeholder(self, ids_T: Tensor, is_sampled_T: Tensor) -> int:
-        """Return where a sequence with images ends for an engine, to which a placeholder that the
-        policy sampled would be a piece of an image.
+    def _first_sampled_mark(self, ids_T: Tensor, is_sampled_T: Tensor) -> int:
+        """Return where a sequence with images ends for an engine, to which a mark that the policy
+        sampled would be a piece or the beginning of an image.
         """
-        found = ((ids_T == self._placeholder_id) & is_sampled_T).nonzero()
+        marks = torch.tensor(self._image_marks, dtype=ids_T.dtype)
+        found = (torch.isin(ids_T, marks) & is_sampled_T).nonzero()
         return int(found[0]) if len(found) else len(ids_T)
 
     def _choose(self, batch: AnyBatch) -> TrainBatch | None:

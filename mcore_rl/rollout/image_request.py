@@ -109,15 +109,25 @@ def resolve_request(data: bytes) -> tuple[dict[str, Any], Tensor, Tensor]:
 
 
 def check_placeholders(
-    body: Mapping[str, Any], grids_I3: Tensor, placeholder_id: int, merge: int
+    body: Mapping[str, Any],
+    grids_I3: Tensor,
+    placeholder_id: int,
+    merge: int,
+    start_id: int | None = None,
 ) -> None:
-    """Raise ValueError unless the ids have as many placeholders as the images take.
+    """Raise ValueError unless the ids have as many placeholders as the images take, and end behind
+    the last image.
 
     SGLang's scheduler would end with an error. A policy may have sampled a placeholder, which is
     text to it.
 
-    merge   patches along height and along width that become one token
+    merge      patches along height and along width that become one token
+    start_id   the token that begins an image; None: the model has none
     """
+    if start_id is not None and list(body["input_ids"])[-1:] == [start_id]:
+        raise ValueError(
+            f"the ids end with token {start_id}, which begins an image: end them before it"
+        )
     num_found = list(body["input_ids"]).count(placeholder_id)
     num_tokens = int(grids_I3.prod(-1).sum()) // merge**2
     if num_found != num_tokens:

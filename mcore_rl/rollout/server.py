@@ -92,6 +92,7 @@ def take_patches(model_path: str) -> None:
     if placeholder_id is None:
         return
     merge = config.get("vision_config", {}).get("spatial_merge_size", 2)
+    start_id = config.get("vision_start_token_id")
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app, serve_generate_request
@@ -102,7 +103,7 @@ def take_patches(model_path: str) -> None:
         is_json = request.headers.get("content-type") == "application/json"
         try:
             body, *patches = resolve_request(data) if is_json else unpack_request(data)
-            check_placeholders(body, patches[1], placeholder_id, merge)
+            check_placeholders(body, patches[1], placeholder_id, merge, start_id)
             images = processor_output(body, *patches)
             asked = GenerateReqInput(**body, image_data=images)
         except FileNotFoundError as error:

@@ -15,6 +15,7 @@ from mcore_rl.agents.images import ImageLimits
 from mcore_rl.cluster.episode_spec import EpisodeSpec, environment_options
 from mcore_rl.config import Config
 from mcore_rl.config.images import ImagesConfig
+from mcore_rl.run.images import image_marks, sees_images
 from mcore_rl.run.node_servers import stand_in_urls
 from mcore_rl.run_folder import RunFolder
 from mcore_rl.slices.hf.facts import ModelFacts
@@ -36,8 +37,9 @@ def episode_spec(
         max_tokens=config.data.max_prompt_len + rollout.max_response_len,
         max_turn_len=config.agents.max_turn_len or rollout.max_response_len,
         log_dir=RunFolder(config.run.dir).logs / "environments",
-        images=_image_limits(config.data.images) if policy.family.has_tower else None,
+        images=_image_limits(config.data.images) if sees_images(policy) else None,
         placeholder_id=policy.config.get("image_token_id", -1),
+        image_marks=image_marks(policy),
     )
 
 

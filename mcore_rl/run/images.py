@@ -17,9 +17,25 @@ from mcore_rl.data.sft_images import MESSAGES, SftImages
 from mcore_rl.slices.hf.facts import ModelFacts
 from mcore_rl.types import Prompt
 
+MARKS = (
+    *("image_token_id", "video_token_id"),
+    *("vision_start_token_id", "image_start_token_id", "video_start_token_id"),
+)
+"""What config.json calls the tokens that mark images and videos."""
+
 
 def sees_images(policy: ModelFacts) -> bool:
     return policy.family.has_tower
+
+
+def image_marks(policy: ModelFacts) -> tuple[int, ...]:
+    """Return the tokens by which an engine finds images among ids; none for a model of text.
+
+    A policy may sample them. In the ids of a request they would be pieces or beginnings of images.
+    """
+    if not sees_images(policy):
+        return ()
+    return tuple(sorted({policy.config[name] for name in MARKS if name in policy.config}))
 
 
 def model_with_images(path: str) -> ModelFacts | None:

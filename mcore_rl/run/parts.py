@@ -33,6 +33,7 @@ from mcore_rl.players.trainer import PackedCritic, PackedTrainer, Packing
 from mcore_rl.players.weight_sync import EngineSync
 from mcore_rl.process.stop_request import StoppedEarly
 from mcore_rl.roles import Critic, ReadSamples
+from mcore_rl.run.images import image_marks
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.run_folder import RunFolder
@@ -118,7 +119,7 @@ def make_sync(
         gpus.for_rollout,
         keys,
         rollouts.fetch,
-        policy.config.get("image_token_id"),
+        image_marks(policy),
     )
     watched = processes.watched
     return EngineSync(sync_controller, canary, engines.health, engines.look, watched, gpus)

@@ -23,7 +23,7 @@ from mcore_rl.agents.messages import ChatRequest, EndReason, EpisodeEnded, Messa
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
 from mcore_rl.data.images.processor import ImageProcessor
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS, make_word_tokenizer
-from mcore_rl.data.tiny_vision_model import IMAGE_TOKENS, PLACEHOLDER
+from mcore_rl.data.tiny_vision_model import IMAGE_TOKENS, PLACEHOLDER, START
 from mcore_rl.data.zoom import CHAT_TEMPLATE, TOOL, zoom_vocabulary
 from mcore_rl.types import Prompt, PromptImage, Row
 from tests.support.odd_images import encode, noise, write_processor
@@ -32,6 +32,7 @@ from tests.support.stand_in_policy import PlainParser, StandInPolicy
 VOCABULARY = [*SPECIAL_TOKENS, *IMAGE_TOKENS, TOOL, *zoom_vocabulary()]
 TOKENIZER: Any = make_word_tokenizer(VOCABULARY, CHAT_TEMPLATE, (*IMAGE_TOKENS, TOOL))
 PLACEHOLDER_ID = VOCABULARY.index(PLACEHOLDER)
+MARKS = frozenset({PLACEHOLDER_ID, VOCABULARY.index(START)})
 END_ID = VOCABULARY.index("<|end|>")
 LIMITS = ImageLimits(max_pixels=10_000, max_bytes=100_000)
 PICTURES = [encode(noise(16 + 8 * (n % 4), 16 + 8 * (n // 4), seed=n)) for n in range(8)]
@@ -43,7 +44,7 @@ few = settings(
 @pytest.fixture(scope="module")
 def sight(tmp_path_factory: pytest.TempPathFactory) -> Sight:
     folder = write_processor(tmp_path_factory.mktemp("processor"))
-    return Sight(ImageProcessor(folder), PLACEHOLDER_ID, LIMITS)
+    return Sight(ImageProcessor(folder), PLACEHOLDER_ID, LIMITS, MARKS)
 
 
 class Scene:
@@ -65,7 +66,7 @@ class Scene:
             self.policy,
             EpisodeLimits(100, 50, 10_000),
             self.images.by_digest,
-            PLACEHOLDER_ID,
+            sight.marks,
         )
 
     def ask(self, *messages: Message) -> Message:
@@ -158,11 +159,12 @@ def test_a_piece_in_a_tool_turn_is_appended(sight: Sight) -> None:
     assert first.images == row.images[:1] and second.images == row.images
 
 
-def test_a_policy_that_says_a_placeholder_says_nothing_more(sight: Sight) -> None:
-    scene = Scene(sight, [f"red {PLACEHOLDER}", "blue"])
+@pytest.mark.parametrize("mark", [PLACEHOLDER, START])
+def test_a_policy_that_says_a_mark_says_nothing_more(sight: Sight, mark: str) -> None:
+    scene = Scene(sight, [f"red {mark}", "blue"])
     question = said("user", 0, "what is at 1 2 ?")
     answer = scene.ask(question)
-    with pytest.raises(EpisodeEnded, match="parse_error: the policy said a placeholder"):
+    with pytest.raises(EpisodeEnded, match="parse_error: the policy said a token that marks"):
         scene.ask(question, answer, said("user", "what ?"))
     [row] = scene.recorder.finish(EndReason.PARSE_ERROR).rows
     assert len(row.images) == 1 and row.num_trained == 3
@@ -190,7 +192,8 @@ def test_a_picture_of_the_prompt_stays_as_it_was_fitted(sight: Sight) -> None:
 
 def test_large_images_are_shrunk(sight: Sight) -> None:
     large = encode(noise(64, 64))
-    limited = Sight(sight.processor, PLACEHOLDER_ID, ImageLimits(10_000, 100_000, max_tokens=9))
+    limits = ImageLimits(10_000, 100_000, max_tokens=9)
+    limited = Sight(sight.processor, PLACEHOLDER_ID, limits, MARKS)
     counts = []
     for way in (sight, limited):
         [message] = read(way, {"role": "tool", "content": [image_part(large)]})
@@ -217,7 +220,8 @@ def test_what_is_no_image_ends_the_episode(sight: Sight, part: Any, message: str
 
 
 def test_bytes_are_bounded(sight: Sight) -> None:
-    tight = Sight(sight.processor, PLACEHOLDER_ID, ImageLimits(10_000, max_bytes=10))
+    limits = ImageLimits(10_000, max_bytes=10)
+    tight = Sight(sight.processor, PLACEHOLDER_ID, limits, MARKS)
     with pytest.raises(EpisodeError, match=r"10 are allowed \(data.images.max_mib\)"):
         read(tight, said("tool", 0))
 

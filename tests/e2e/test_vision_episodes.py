@@ -86,7 +86,7 @@ def test_pieces_of_pictures_train_as_they_were_seen(
 ) -> None:
     """The trainer gives each sampled token the log-prob that the engine gave it behind the images
     that it had seen by then: two turns of three show a piece, other ones in other episodes. Some
-    episodes end early, as this policy says placeholders of images.
+    episodes end early, as this policy says tokens that mark images.
     """
     (tmp_path / "crops.py").write_text(CROPS)
     names = ("view_pixels", "zoom_pixels", "units", "max_crops")

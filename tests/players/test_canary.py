@@ -242,10 +242,13 @@ class CountingTrainer:
 async def at_once() -> None: ...
 
 
-def test_sequences_with_images_are_compared_up_to_a_sampled_placeholder() -> None:
-    """Engines take each placeholder for a piece of an image, and score those as nothing."""
+@pytest.mark.parametrize("mark", [90, 8], ids=["placeholder", "start"])
+def test_sequences_with_images_are_compared_up_to_a_sampled_mark(mark: int) -> None:
+    """Engines take each placeholder for a piece of an image, and score those as nothing. At a start
+    that nothing follows, SGLang's search for images fails.
+    """
     image = make_image("a")
-    ids = [1, 90, 90, 2, 5, 6, 90, 7]
+    ids = [1, 90, 90, 2, 5, 6, mark, 7]
     sampled = [False] * 4 + [True] * 4
     batch = TrainBatch(
         token_ids_T=torch.tensor([*ids, *ids]),
@@ -254,7 +257,7 @@ def test_sequences_with_images_are_compared_up_to_a_sampled_placeholder() -> Non
         images=join_patches([[make_patches(image)], []]),
     )
     config = CanaryConfig(sequences=2)
-    canary = Canary(CountingTrainer(), config, "float32", 1.0, at_once, placeholder_id=90)
+    canary = Canary(CountingTrainer(), config, "float32", 1.0, at_once, image_marks=(90, 8))
     canary.score_on_trainer(WeightVersion(3), batch)
     probe = canary._probe
     assert probe is not None

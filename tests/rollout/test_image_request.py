@@ -109,6 +109,13 @@ def test_placeholders_must_be_those_of_the_images() -> None:
         check_placeholders({"input_ids": [5]}, IMAGES.grids_I3, 90, 2)
 
 
+def test_ids_must_not_end_with_the_beginning_of_an_image() -> None:
+    """SGLang's search for images looks at the token behind it."""
+    check_placeholders({"input_ids": [7, 90, 7, 6]}, IMAGES.grids_I3, 90, 2, start_id=7)
+    with pytest.raises(ValueError, match=r"the ids end with token 7, which begins an image"):
+        check_placeholders({"input_ids": [7, 90, 6, 7]}, IMAGES.grids_I3, 90, 2, start_id=7)
+
+
 def test_grids_are_an_attribute_too() -> None:
     """GLM's processors in SGLang 0.5.23 read them so, and are silent if they find none."""
     grids_I3 = torch.tensor([[1, 2, 2]])
