@@ -1,12 +1,12 @@
 """Turns a recipe for many GPUs into its rehearsal for a laptop.
 
 A rehearsal has the recipe's model family, algorithm and kinds of parallelism in the smallest sizes.
-It takes one step with a tiny random model and arithmetic prompts, both made on the spot. Options
-that this module does not name are kept: loss, advantage, corrections, router replay, modes of the
-rollout, the reward function, who shares GPUs with whom.
+It takes one step with a tiny random model and arithmetic prompts (questions about pictures, if the
+model sees images), both made on the spot. Options that this module does not name are kept: loss,
+advantage, corrections, router replay, modes of the rollout, the reward function, who shares GPUs
+with whom.
 """
 
-import json
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -27,11 +27,12 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.config.tree import mappings_under, value_of
-from mcore_rl.data.arithmetic import prepare_arithmetic, vocabulary
+from mcore_rl.data.arithmetic import vocabulary
 from mcore_rl.data.tiny_model import SPECIAL_TOKENS
 from mcore_rl.device.upstream import megatron_needs_gpu, server_needs_gpu
+from mcore_rl.run.rehearsal_inputs import with_tiny_sections, write_inputs
 from mcore_rl.run.rehearsal_servers import smallest_servers
-from mcore_rl.slices.families import refuse_unsupported
+from mcore_rl.slices.families.settings import rope_of
 from mcore_rl.slices.hf.facts import ModelFacts
 
 SMALLEST = 2
@@ -90,7 +91,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     critic = _smallest_critic(config.critic) if needs_of(config.algorithm).critic else config.critic
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
-    inputs = _write_inputs(policy.config, layers, folder / "inputs")
+    inputs = write_inputs(tiny_config(policy.config, layers), folder / "inputs")
     max_prompt_len = MAX_FIRST_CONTEXT_LEN if config.agents.is_used else MAX_PROMPT_LEN
     num_gpus = parallel.world_size if config.cluster.colocated else None
     rehearsal = replace(
@@ -288,12 +289,5 @@ def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
     tiny["torch_dtype"] = "float32"
-    return tiny
-
-
-def _write_inputs(hf_config: Mapping[str, Any], num_layers: int, folder: Path) -> Path:
-    prepare_arithmetic(folder)
-    config = tiny_config(hf_config, num_layers)
-    refuse_unsupported(config, folder / "model" / "config.json")
-    (folder / "model" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return folder
+    section = rope_of(hf_config).get("mrope_section")
+    return with_tiny_sections(tiny, section) if section else tiny

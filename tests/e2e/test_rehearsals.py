@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.slices.families import family_of
+from mcore_rl.slices.hf.config import read_hf_config
 from tests.support.recipes import LARGE
 from tests.support.runs import Run
 
@@ -82,9 +84,9 @@ def load_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def compute_logprobs(folder: Path) -> torch.Tensor:
     """Log-probs by transformers, which must find every weight of its model in the export."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder / "hf", dtype=torch.float32, output_loading_info=True
-    )
+    sees_images = family_of(read_hf_config(folder / "hf")).has_tower
+    kind: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+    loaded = kind.from_pretrained(folder / "hf", dtype=torch.float32, output_loading_info=True)
     model, report = loaded
     assert not report["missing_keys"], report["missing_keys"]
     with torch.no_grad():

@@ -1,0 +1,120 @@
+"""The tiny model and the prompts of a rehearsal: arithmetic, or questions about pictures."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_rl.data.arithmetic import prepare_arithmetic
+from mcore_rl.data.shapes import prepare_shapes, vocabulary
+from mcore_rl.data.tiny_model import SPECIAL_TOKENS
+from mcore_rl.data.tiny_vision_model import END, IMAGE_TOKENS, PLACEHOLDER, PROCESSOR, START
+from mcore_rl.slices.families import family_of, refuse_unsupported
+from mcore_rl.slices.families.tower import vision_settings
+from mcore_rl.slices.hf.nested import with_text_settings
+
+TINY_TOWER: Mapping[str, Any] = {
+    "depth": 2,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "fullatt_block_indexes": [1],
+}
+"""Replacements for sizes in vision_config; keys that the tower lacks are not added."""
+PROCESSORS: Mapping[str, Mapping[str, str]] = {
+    "Glm4vMoeForConditionalGeneration": {
+        "processor_class": "Glm4vProcessor",
+        "image_processor_type": "Glm4vImageProcessor",
+    }
+}
+"""Architecture -> settings of its image processor, where they are not those of Qwen2.5-VL."""
+ROPE = ("rope_parameters", "rope_scaling")
+
+
+def write_inputs(tiny: Mapping[str, Any], folder: Path) -> Path:
+    """Write prompts, tokenizer and config.json of a tiny model; return the folder."""
+    if family_of(tiny).has_tower:
+        tiny = write_image_inputs(tiny, folder)
+    else:
+        prepare_arithmetic(folder)
+    path = folder / "model" / "config.json"
+    refuse_unsupported(with_text_settings(tiny), path)
+    path.write_text(json.dumps(tiny, indent=2) + "\n")
+    return folder
+
+
+def with_tiny_sections(tiny: Mapping[str, Any], section: list[int]) -> dict[str, Any]:
+    """Return the config.json of a tiny model whose heads are split as `section` split larger ones.
+
+    Each of the three axes keeps a share of the rotated part of a head.
+    """
+    family = family_of(tiny)
+    half = int(tiny_head(tiny) * family.rotary_share(tiny)) // 2
+    others = [max(1, half * part // sum(section)) for part in section[1:]]
+    sizes = [half - sum(others), *others]
+    return {
+        **tiny,
+        **{key: {**tiny[key], "mrope_section": sizes} for key in ROPE if tiny.get(key)},
+    }
+
+
+def tiny_head(config: Mapping[str, Any]) -> int:
+    """Return the numbers of a head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def write_image_inputs(tiny: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Write prompts with pictures, and the tokenizer and image processor of a tiny model.
+
+    Returns its config.json, from `tiny` with settings of the language model at the top.
+    """
+    prepare_shapes(folder)
+    processor = {**PROCESSOR, **PROCESSORS.get(family_of(tiny).architecture, {})}
+    path = folder / "model" / "preprocessor_config.json"
+    path.write_text(json.dumps(processor, indent=2) + "\n")
+    return nested_config(tiny, [*SPECIAL_TOKENS, *IMAGE_TOKENS, *vocabulary()])
+
+
+def nested_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any]:
+    """Return config.json with the language model's settings in text_config, as towers ask for.
+
+    words   the vocabulary of the tokenizer
+    """
+    text = {
+        key: value for key, value in tiny.items() if key not in ("text_config", "architectures")
+    }
+    text |= {
+        "model_type": (tiny.get("text_config") or {}).get(
+            "model_type", f"{tiny['model_type']}_text"
+        ),
+        "vocab_size": len(words),
+    }
+    vision = vision_settings(tiny)
+    tower = {key: TINY_TOWER.get(key, value) for key, value in vision.items()}
+    tower["out_hidden_size"] = tiny["hidden_size"]
+    of_text = {key: text.pop(key) for key in list(text) if _is_of_images(key)}
+    named = {"image_token_id": PLACEHOLDER, "start": START, "end": END}
+    ids = {key: words.index(_meaning(key, named)) for key in of_text if key.endswith("_token_id")}
+    return {
+        "architectures": list(tiny["architectures"]),
+        "model_type": tiny["model_type"],
+        "text_config": text,
+        "vision_config": tower,
+        "tie_word_embeddings": tiny.get("tie_word_embeddings", False),
+        "eos_token_id": tiny["eos_token_id"],
+        "dtype": "float32",
+        **ids,
+    }
+
+
+def _is_of_images(key: str) -> bool:
+    return key.startswith(("image_", "video_", "vision_"))
+
+
+def _meaning(key: str, named: Mapping[str, str]) -> str:
+    """Return the token that stands for what a key of config.json names; padding for videos."""
+    if key == "image_token_id":
+        return named["image_token_id"]
+    if key.startswith("video_") or key == "vision_token_id":
+        return SPECIAL_TOKENS[0]
+    return named["start" if "start" in key else "end"]
